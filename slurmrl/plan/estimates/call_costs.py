@@ -382,7 +382,10 @@ BACKWARD: Final = 2
 
 def attention_flops(shape: ModelShape, length: int) -> int:
     """Operations of the scores and the weighted sums of one sequence."""
-    return 4 * shape.layers * shape.queries * (length * (length + 1) // 2)
+    sizes = 2 * shape.queries
+    if shape.latent is not None:
+        sizes = shape.heads * (shape.latent.key + shape.latent.value)
+    return 2 * shape.layers * sizes * (length * (length + 1) // 2)
 
 
 def call_flops(

@@ -14,6 +14,7 @@ from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Model
 from slurmrl.plan.dataflow import Head
 from slurmrl.plan.engine_rules import BUILT_IN, FSDP
+from slurmrl.plan.estimates.adapter_shape import trained_shard
 from slurmrl.plan.estimates.expert_records import beside_cache, replayed
 from slurmrl.plan.estimates.shape import (
     Lengths,
@@ -23,7 +24,6 @@ from slurmrl.plan.estimates.shape import (
     parameters,
     passes_keys,
     shard_parameters,
-    trained_shard,
     uses_sequence_parallel,
 )
 
@@ -438,8 +438,8 @@ def _layers_in_flight(job: MemoryDemand) -> float:
 
 def kv_bytes_per_token(shape: ModelShape, allocation: Allocation, dtype: str) -> float:
     """Bytes per token on one rank: a key and a value for each of its heads and layers."""
-    heads = shape.kv_heads_of_rank(allocation.sizes["tp"])
-    return 2 * heads * shape.head_dim * shape.layers / allocation.sizes["pp"] * BYTES[dtype]
+    elements = shape.cache_elements(allocation)
+    return elements * shape.layers / allocation.sizes["pp"] * BYTES[dtype]
 
 
 def _generation(job: MemoryDemand) -> int:

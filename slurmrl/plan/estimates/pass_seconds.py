@@ -191,7 +191,7 @@ def forward_flops_per_token(shape: ModelShape, head: Head, tp: int = 1) -> float
 
     The embedding lookup is free. With ``tp`` tensor ranks, it is the mean of a rank.
     """
-    attention = 2 * shape.hidden * (shape.queries + shape.keys) / shape.attention_ranks(tp)
+    attention = shape.attention_elements(tp)
     dense = shape.mlp_matrices * shape.hidden * shape.inner
     routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
     sparse = shape.mlp_matrices * shape.hidden * routed + shape.hidden * shape.experts
@@ -209,7 +209,7 @@ def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float
     shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
     tp, etp = sizes["tp"], expert_tp(job.allocation)
     ranks = shape.attention_ranks(tp)
-    attention = 2 * own * 2 * shape.hidden * (shape.queries + shape.keys) / ranks
+    attention = 2 * own * shape.attention_elements(tp)
     seconds = attention / machine.flops(rates.of_product(own, shape.queries / ranks), job.width)
     inner = (shape.shared_inner if moe else shape.inner) / tp
     if inner:

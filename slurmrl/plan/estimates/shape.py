@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.schema import Config, Dataset, Lora, Model, evaluation_key
+from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.schema import Config, Dataset, Model, evaluation_key
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.dataflow import Head
 from slurmrl.plan.engine_rules import HF, LEAST_HEAD
+from slurmrl.plan.estimates.latent_shape import QUERY_RANK, LatentShape, latent_shape
 from slurmrl.registry import resolve
 from slurmrl.tensors.parallel.topology import exchanges_heads
 
@@ -118,8 +120,6 @@ FAMILIES: Final = "slurmrl.models.families:FAMILIES"
 """The built-in decoder's table of families, for the defaults of absent fields."""
 WHOLE_ATTENTION: Final = "slurmrl.models.hf_config:WHOLE_ATTENTION"
 TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
-ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
-"""Its layer is above the plan's, so it is resolved by name."""
 MOST_LAYERS: Final = 10**5
 LARGEST: Final = 10**9
 """Larger sizes are errors, which the check of the weights reports."""
@@ -153,6 +153,8 @@ class ModelShape:
     """Whether tensor ranks have a vocabulary whole that t does not divide (transformers)."""
     whole_attention: bool = False
     """Whether each tensor rank has all heads (some families of transformers)."""
+    latent: LatentShape | None = None
+    """Sizes of latent attention; ``head_dim`` then is the size that attention reads."""
     tower: int = 0
     """Elements of an image encoder."""
 
@@ -163,6 +165,18 @@ class ModelShape:
     @property
     def keys(self) -> int:
         return self.kv_heads * self.head_dim
+
+    def attention_elements(self, tp: int) -> float:
+        """Elements of an attention block's matrices per tensor rank, without copies of heads."""
+        if self.latent is not None:
+            return self.latent.elements(self.attention_ranks(tp))
+        return 2 * self.hidden * (self.queries + self.keys) / self.attention_ranks(tp)
+
+    def cache_elements(self, allocation: Allocation) -> int:
+        """Elements per token and layer in a rank's cache. Servers cache latent vectors."""
+        if self.latent is not None and BACKENDS[allocation.backend].serves:
+            return self.latent.cached
+        return 2 * self.kv_heads_of_rank(allocation.sizes["tp"]) * self.head_dim
 
     @property
     def expert_layers(self) -> int:
@@ -216,6 +230,10 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
     if not (hidden and layers and heads and vocabulary) or layers > MOST_LAYERS:
         return None
     inner = _number(full, "intermediate_size", "n_inner") or 4 * hidden
+    # null means that queries come from hidden states
+    query_rank = {name: values[name] for name in (QUERY_RANK,) if name in values}
+    latent = latent_shape({**full, **query_rank}, hidden, heads)
+    head_dim = latent.head if latent else _number(full, "head_dim") or max(hidden // heads, 1)
     experts = _number(full, "num_experts", "num_local_experts", "n_routed_experts") or 0
     return ModelShape(
         hidden=hidden,
@@ -223,7 +241,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
         layers=layers,
         heads=heads,
         kv_heads=_number(full, "num_key_value_heads") or heads,
-        head_dim=_number(full, "head_dim") or max(hidden // heads, 1),
+        head_dim=head_dim,
         vocabulary=vocabulary,
         positions=_number(full, "max_position_embeddings", "n_positions"),
         tied=full.get("tie_word_embeddings") is True,
@@ -233,6 +251,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
         expert_inner=_number(full, "moe_intermediate_size") or inner,
         shared_inner=_shared(full),
         dense_layers=_dense_layers(full, layers),
+        latent=latent,
     )
 
 
@@ -287,6 +306,8 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
     queries = shape.queries / shape.attention_ranks(tp)
     keys = shape.kv_heads_of_rank(tp) * shape.head_dim
     attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.hidden
+    if shape.latent is not None:
+        attention = shape.attention_elements(tp) + shape.latent.norms + 2 * shape.hidden
     if not moe:
         return Parameters(attention + shape.mlp_matrices * shape.hidden * shape.inner / tp, 0)
     expert = shape.mlp_matrices * shape.hidden * shape.expert_inner
@@ -328,7 +349,7 @@ def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Paramet
     return Parameters(dense + ends + shape.hidden + shape.tower, sparse * moe.experts)
 
 
-def _copies(allocation: Allocation) -> tuple[int, int]:
+def copies_of(allocation: Allocation) -> tuple[int, int]:
     """Number of replicas of dense parameters and of experts."""
     dense = allocation.sizes["dp"] * allocation.sizes["cp"]
     return dense, allocation.experts.dp if allocation.experts else dense
@@ -337,69 +358,8 @@ def _copies(allocation: Allocation) -> tuple[int, int]:
 def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> float:
     """Elements of one rank's shard: parameters are sharded over their replicas."""
     own = parameters(shape, allocation, head)
-    dense, experts = _copies(allocation)
+    dense, experts = copies_of(allocation)
     return own.dense / dense + own.experts / experts
-
-
-def adapter_parameters(
-    model: Model, shape: ModelShape, allocation: Allocation, head: Head
-) -> float:
-    """Elements of a tensor rank's adapters, and of a value head.
-
-    The number is exact for a model of transformers, whose layers transformers lists. Where tensor
-    ranks split a weight by rows, each has a copy of A; where they split it by columns, a copy of B.
-    """
-    lora, hidden = model.lora, shape.hidden
-    assert lora is not None, "a model with adapters"
-    if model.implementation == HF:
-        adapted: float = sum(rows + columns for rows, columns in _adapted(model, lora))
-    else:
-        split = _split_sides(shape, allocation.sizes["tp"], lora)
-        adapted = sum(layers * (hidden + side) for layers, side in split)
-    return lora.rank * adapted + (hidden if head == "value" else 0)
-
-
-def adapted_parameters(model: Model, shape: ModelShape) -> float:
-    """Elements of the whole weights that have adapters."""
-    lora = model.lora
-    assert lora is not None, "a model with adapters"
-    if model.implementation == HF:
-        return sum(rows * columns for rows, columns in _adapted(model, lora))
-    return sum(layers * shape.hidden * side for layers, side in _split_sides(shape, 1, lora))
-
-
-def _adapted(model: Model, lora: Lora) -> list[tuple[int, int]]:
-    """Shapes of the weights with adapters of a model of transformers."""
-    try:
-        shapes = resolve(ADAPTED_SHAPES)(config_values(model), "lm", lora)
-    except UsageError:
-        return []  # reported by the check of weights
-    return list(shapes.values())
-
-
-def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float]]:
-    """Return the number of layers and the split side of each kind of weight with an adapter.
-
-    The number counts the layers that have the kind of weight. The split side is a tensor rank's
-    part of the side that tensor ranks split; the other side is the hidden size.
-    """
-    queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
-    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
-    block = ("gate_proj", "up_proj", "down_proj")[-shape.mlp_matrices :]
-    plain = shape.layers - shape.expert_layers
-    sides = [(name, shape.layers, side) for name, side in attention.items()]
-    sides += [(name, plain, shape.inner / tp) for name in block]
-    if shape.shared_inner:
-        sides += [(name, shape.expert_layers, shape.shared_inner / tp) for name in block]
-    return [(layers, side) for name, layers, side in sides if lora.adapts(name)]
-
-
-def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head: Head) -> float:
-    """Trained elements of a model in one rank's shard."""
-    if model.lora is None:
-        still = 0 if model.train_vision else shape.tower
-        return shard_parameters(shape, allocation, head) - still / _copies(allocation)[0]
-    return adapter_parameters(model, shape, allocation, head) / _copies(allocation)[0]
 
 
 KEPT_BY_SERVERS: Final = 8

@@ -14,6 +14,7 @@ from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import RoleUse
 from slurmrl.plan.engine_rules import last_value
 from slurmrl.plan.estimates import call_costs
+from slurmrl.plan.estimates.adapter_shape import adapted_parameters, adapter_parameters
 from slurmrl.plan.estimates.call_costs import (
     Checked,
     margin,
@@ -33,8 +34,6 @@ from slurmrl.plan.estimates.memory import (
 from slurmrl.plan.estimates.pass_seconds import SAME, Narrower
 from slurmrl.plan.estimates.server_types import narrower_types, staged_weights
 from slurmrl.plan.estimates.shape import (
-    adapted_parameters,
-    adapter_parameters,
     parameters,
     shape_of,
 )

@@ -54,7 +54,7 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 5,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 12,
+    "moe_intermediate_size": 10,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,

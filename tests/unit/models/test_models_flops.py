@@ -22,8 +22,8 @@ def shape_of(config: ModelConfig) -> ModelShape:
     "name",
     [
         *("llama", "qwen2-odd-hidden", "qwen3-wide-heads", "gpt2", "qwen3_moe-some-dense"),
-        "glm4_moe-groups",
-        "gpt_oss-other",
+        *("glm4_moe-groups", "gpt_oss-other"),
+        *("deepseek_v3", "deepseek_v3-plain-queries"),
     ],
 )
 def test_estimated_flops_equal_the_count_of_torch(name: str) -> None:
@@ -40,4 +40,13 @@ def test_estimated_flops_equal_the_count_of_torch(name: str) -> None:
 def test_attention_counts_causal_pairs() -> None:
     config = small_decoder("llama").config
     per_pair = 2 * 2 * config.head_dim * config.num_heads * config.num_layers
+    assert attention_flops(shape_of(config), 7) == sum(range(1, 8)) * per_pair
+
+
+def test_latent_attention_counts_the_sizes_of_keys_and_values() -> None:
+    config = small_decoder("deepseek_v3-plain-queries").config
+    assert config.latent is not None
+    sizes = config.latent.key + config.latent.value
+    assert sizes < 2 * config.head_dim, "the shorter ones are filled up"
+    per_pair = 2 * sizes * config.num_heads * config.num_layers
     assert attention_flops(shape_of(config), 7) == sum(range(1, 8)) * per_pair

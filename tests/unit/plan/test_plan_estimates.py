@@ -90,6 +90,32 @@ GLM_45_AIR = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+}
+"""Other sizes are the family's defaults."""
+MOONLIGHT_16B = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 LENGTHS = Lengths(sequences=64, longest=1024, new_tokens=512, assumed=False)
 
 
@@ -119,7 +145,11 @@ WIDE = replace(shape_of(LLAMA_8B), hidden=64, inner=64, heads=1, kv_heads=1, hea
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("family", [LLAMA_8B, GLM_45_AIR], ids=["llama", "glm"])
+@pytest.mark.parametrize(
+    "family",
+    [LLAMA_8B, GLM_45_AIR, {**DEEPSEEK_V3, "first_k_dense_replace": 1}, MOONLIGHT_16B],
+    ids=["llama", "glm", "deepseek", "moonlight"],
+)
 def test_parameter_count_equals_the_decoder(tied: bool, head: Any, family: dict[str, Any]) -> None:
     values = {**family, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     with torch.device("meta"):
@@ -129,7 +159,11 @@ def test_parameter_count_equals_the_decoder(tied: bool, head: Any, family: dict[
 
 
 @pytest.mark.parametrize(
-    ("values", "billions"), [(LLAMA_8B, 8.030), (QWEN3_30B_A3B, 30.53), (GLM_45_AIR, 106.85)]
+    ("values", "billions"),
+    [
+        *((LLAMA_8B, 8.030), (QWEN3_30B_A3B, 30.53), (GLM_45_AIR, 106.85)),
+        *((DEEPSEEK_V3, 671.03), (MOONLIGHT_16B, 15.96)),
+    ],
 )
 def test_parameter_count_equals_published_numbers(values: dict[str, Any], billions: float) -> None:
     own = parameters(shape_of(values), parse("fsdp:d1"), "lm").total
@@ -242,6 +276,9 @@ def test_kv_cache_takes_the_known_bytes_per_token() -> None:
     assert kv_bytes_per_token(shape, parse("sglang:d1"), "bfloat16") == 131072
     assert kv_bytes_per_token(shape, parse("sglang:t4"), "bfloat16") == 32768
     assert kv_bytes_per_token(shape, parse("sglang:t16"), "bfloat16") == 16384  # a head is copied
+    latent = shape_of(DEEPSEEK_V3)  # servers cache 512 + 64 elements on every tensor rank
+    assert kv_bytes_per_token(latent, parse("sglang:t8"), "bfloat16") == 61 * 576 * 2
+    assert kv_bytes_per_token(latent, parse("native:t8"), "bfloat16") == 61 * 2 * 16 * 192 * 2
     found = estimate(job(LLAMA_8B, "sglang:d4", trained=False, computes=False, generates=True))
     assert found.kv_cache == 16 * 1024 * 131072
 

@@ -21,11 +21,10 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.estimates.adapter_shape import adapted_parameters, adapter_parameters
 from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.estimates.memory import BYTES
 from slurmrl.plan.estimates.shape import (
-    adapted_parameters,
-    adapter_parameters,
     parameters,
     read,
 )
@@ -49,6 +48,20 @@ SHARED = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+LATENT = {
+    **SHARED,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": LARGE["num_attention_heads"],
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 1,
+    "topk_group": 1,
+}
+OF_LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj"]
 LORA = "actor.lora={rank: 4}"
 
 
@@ -139,14 +152,21 @@ def test_number_of_trained_parameters_is_exact(load: Load, head: Any, targets: A
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_number_of_trained_parameters_counts_shared_experts(load: Load, head: Any) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [(SHARED, ["q_proj", "gate_proj", "down_proj"]), (LATENT, OF_LATENT)],
+    ids=["shared experts", "latent attention"],
+)
+def test_number_of_trained_parameters_counts_layers_of_the_family(
+    load: Load, head: Any, architecture: dict[str, Any], targets: list[str]
+) -> None:
     """The first layer is dense; the others have shared experts, whose layers have its names."""
-    targets = ["q_proj", "gate_proj", "down_proj"]
-    settings = load(f"actor.lora={{rank: 4, targets: {json.dumps(targets)}}}", architecture=SHARED)
-    lora, shape = settings.config.actor.lora, read(SHARED)
+    chosen = f"actor.lora={{rank: 4, targets: {json.dumps(targets)}}}"
+    settings = load(chosen, architecture=architecture)
+    lora, shape = settings.config.actor.lora, read(architecture)
     assert lora is not None
     assert shape is not None
-    tensors = trained_shapes(ModelConfig.from_hf(SHARED), head, lora)
+    tensors = trained_shapes(ModelConfig.from_hf(architecture), head, lora)
     assert any("shared_experts" in name for name in tensors)
     total = sum(prod(size) for size in tensors.values())
     assert adapter_parameters(settings.config.actor, shape, parse("fsdp:d1"), head) == total
