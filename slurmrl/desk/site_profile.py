@@ -18,7 +18,7 @@ from slurmrl.config.source import KeyPath, Source
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
 from slurmrl.registry import near
-from slurmrl.run.channel.bell import default_address, interface_address, interface_of
+from slurmrl.run.channel.wakeups import default_address, interface_address, interface_of
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import Accounts, HostKind, Partition, duration_s
 

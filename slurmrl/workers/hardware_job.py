@@ -21,7 +21,7 @@ from typing import Any, Final
 from slurmrl import child, env
 from slurmrl.config.schema.cluster import Slurm
 from slurmrl.fsio import atomic, calls, documents
-from slurmrl.run.channel.bell import fabric_address, interface_of
+from slurmrl.run.channel.wakeups import fabric_address, interface_of
 from slurmrl.workers.agent.fork_environment import interpreter
 
 ASK: Final = "ask.json"

@@ -16,8 +16,8 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.fsio import documents
 from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
-from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.message_log import Message
+from slurmrl.run.channel.wakeups import WakeupAddress
 from slurmrl.run.hang import RankProgress
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.tensors.checkpoint.tensors import SavedFile
@@ -124,10 +124,10 @@ class CollectStacks(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingAt(Order):
-    """Ring the master's bell when a log has grown. This message has no number."""
+class WakeMaster(Order):
+    """Send the master a wake-up when a log has grown. This message has no number."""
 
-    bell: BellAddress
+    wakeups: WakeupAddress
 
 
 # -- workers to master, through the agent's log ----------------------------------------------
@@ -220,8 +220,8 @@ Answer: TypeAlias = Preparing | Ready | Done | Saved
 @dataclass(frozen=True, kw_only=True)
 class Hello:
     agent: Identity
-    bell: BellAddress | None = None
-    """Bell of the agent."""
+    wakeups: WakeupAddress | None = None
+    """The agent's address for wake-ups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +378,7 @@ _ANSWERS: Final[Mapping[str, type[Answer]]] = {
 }
 
 CONTROL_LOG: Final = MessageSet[Order](
-    "the control log", {**_WORK, "over": Over, "stacks": CollectStacks, "bell": RingAt}
+    "the control log", {**_WORK, "over": Over, "stacks": CollectStacks, "wakeups": WakeMaster}
 )
 AGENT_LOG: Final = MessageSet[FromAgent](
     "the log of an agent",

@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeAlias
 
 from slurmrl.data.ledger import LEASE, StoredGroup
 from slurmrl.fsio.documents import NUMBER, SECONDS, SIZE
-from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.channel.wakeups import WakeupAddress
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VERSION
 from slurmrl.workers.messages import MessageSet
@@ -49,8 +49,8 @@ class Confirm:
     leases: tuple[GenerateItems, ...] = ()
     """The leases that are still valid, with the items for which the master has no result. An
     earlier incarnation may have made the request, in a log that the task has not read."""
-    bell: BellAddress | None = None
-    """Bell to ring when results are recorded."""
+    wakeups: WakeupAddress | None = None
+    """The master's address for wake-ups when results are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +120,10 @@ class Unreadable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hears:
-    """The task's bell, to ring when there are requests or weights. Each incarnation gets it."""
+class WakeTask:
+    """The task's address for wake-ups about requests and weights. Each incarnation gets it."""
 
-    bell: BellAddress
+    wakeups: WakeupAddress | None = None  # older versions called it `bell`; that one is obsolete
 
 
 COUNTS_S: Final = 30.0
@@ -140,7 +140,7 @@ class RolloutCounts:
 
 
 RolloutResult: TypeAlias = (
-    Joined | GroupsFinished | GaveBack | Leaving | Holds | Unreadable | Hears | RolloutCounts
+    Joined | GroupsFinished | GaveBack | Leaving | Holds | Unreadable | WakeTask | RolloutCounts
 )
 
 REQUEST_LOG: Final = MessageSet[RolloutRequest](
@@ -156,7 +156,7 @@ RESULT_LOG: Final = MessageSet[RolloutResult](
         "leaving": Leaving,
         "holds": Holds,
         "unreadable": Unreadable,
-        "hears": Hears,
+        "hears": WakeTask,
         "counts": RolloutCounts,
     },
 )

@@ -177,16 +177,16 @@ SHARED = REPOSITORY / "tests" / "support" / "shared_directory"
 
 
 def on_a_shared_directory(folder: Path, *, cut_off: bool) -> tuple[dict[str, Any], set[str]]:
-    """Return the outcome of a trial, and which of its programs heeded rings."""
-    rings = folder / "rings"
-    rings.mkdir(parents=True)
-    environment = {"PYTHONPATH": f"{SHARED}:{REPOSITORY}", "SLURMRL_TEST_RINGS": str(rings)}
+    """Return the outcome of a trial, and which of its programs reacted to wake-ups."""
+    received = folder / "received"
+    received.mkdir(parents=True)
+    environment = {"PYTHONPATH": f"{SHARED}:{REPOSITORY}", "SLURMRL_TEST_WAKEUPS": str(received)}
     if cut_off:
         environment["SLURMRL_TEST_CUT_OFF"] = "1"
     job = Job(folder, steps=6, environment=environment)
     try:
         assert [agent.wait(LEAVE_S) for agent in job.agents] == [OK, OK]
-        return job.site.outcome("sft/1"), {file.name for file in rings.iterdir()}
+        return job.site.outcome("sft/1"), {file.name for file in received.iterdir()}
     finally:
         job.kill()
 
@@ -239,14 +239,14 @@ def test_failure_on_one_host_ends_the_incarnation_on_both(job: Job) -> None:
 
 @pytest.mark.soak
 def test_notifications_change_only_when_messages_are_read(tmp_path: Path) -> None:
-    """Agents and master heed each other's rings; with all of them lost the trial is the same to the
+    """Agents and master react to wake-ups; with all of them lost the trial is the same to the
     bit.
     """
-    rung, heeded = on_a_shared_directory(tmp_path / "rung", cut_off=False)
+    announced, heeded = on_a_shared_directory(tmp_path / "announced", cut_off=False)
     assert heeded == {"agent", "master"}
     polled, heeded = on_a_shared_directory(tmp_path / "polled", cut_off=True)
     assert heeded == set()
-    assert rung == polled
+    assert announced == polled
 
 
 @pytest.mark.long

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
-from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.channel.wakeups import WakeupAddress
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.workers.rollout_messages import (
@@ -41,7 +41,7 @@ class ScriptedTask:
         """Leases by item that are asked for and not answered."""
         self.answered: set[tuple[str, int]] = set()
         self.leaving = False
-        self.masters_bell: BellAddress | None = None
+        self.master: WakeupAddress | None = None
         self._paths = paths
         self._samples = SampleWriter(paths.rollout_samples(*self.place))
         self._log = LogWriter(paths.rollout_results(*self.place))
@@ -55,7 +55,7 @@ class ScriptedTask:
         self.version = version
         self.say(Holds(version=version))
 
-    def hear(self, incarnation: int) -> list[RolloutRequest]:
+    def receive(self, incarnation: int) -> list[RolloutRequest]:
         """Read and follow the new requests of an incarnation."""
         if incarnation not in self._requests:
             path = self._paths.rollout_requests(*self.place, incarnation)
@@ -68,7 +68,7 @@ class ScriptedTask:
     def _follow(self, request: RolloutRequest) -> None:
         match request:
             case Confirm():
-                self.open, self.masters_bell = {}, request.bell
+                self.open, self.master = {}, request.wakeups
                 for lease in request.leases:
                     self._follow(lease)
             case GenerateItems():

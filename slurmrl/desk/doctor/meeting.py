@@ -26,7 +26,7 @@ from slurmrl.desk.doctor.directory import seconds
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, write_new
-from slurmrl.run.channel.bell import fabric_address, interface_of
+from slurmrl.run.channel.wakeups import fabric_address, interface_of
 
 MEET_S = 15.0
 """Seconds that hosts wait for each other's addresses."""

@@ -20,21 +20,21 @@ from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import is_local
-from slurmrl.run.channel.bell import Bell, Source
 from slurmrl.run.channel.message_log import LogReader, Message
+from slurmrl.run.channel.wakeups import Source, WakeupSocket
 
 logger = log.get(__name__)
 
 FIRST_POLL_S = 0.001
-RINGING_FIRST_POLL_S = 1.0
-"""First pause between polls of logs whose writers ring. If a ring is lost, its message is late by
-at most this, or by a tenth of the time waited if that is longer."""
+ANNOUNCED_FIRST_POLL_S = 1.0
+"""First pause between polls of logs whose writers send wake-ups. If a wake-up is lost, its message
+is late by at most this, or by a tenth of the time waited if that is longer."""
 POLL_GROWTH = 1.1
 """Growth of the pauses: a poll is late by at most a tenth of the time waited, until pauses reach
 their maximum."""
 SPARE_LOOKS = 8
-"""Reads of a log without news that rings may cause. Each poll without news allows one more, so
-endless rings cost no more than the polls."""
+"""Reads of a log without news that wake-ups may cause. Each poll without news allows one more, so
+endless wake-ups cost no more than the polls."""
 SAFETY_S = 1.0
 """Maximum pause between polls while the kernel reports every change."""
 _EVENT_BYTES = 65536
@@ -66,7 +66,7 @@ class _Polls:
 
 
 class _Followed:
-    """A log, the schedule of its polls, and how many more reads its writer's rings may cause."""
+    """A log, the schedule of its polls, and how many more reads wake-ups may cause."""
 
     def __init__(self, reader: LogReader, polls: _Polls) -> None:
         self.reader = reader
@@ -95,8 +95,8 @@ class Follower:
     """The logs of several writers in one directory.
 
     ``longest_poll_s`` is the maximum pause between polls if the kernel does not report changes. In
-    this case the writers send wake-ups to ``bell``. A log whose last news was announced by a ring
-    is polled less often at first. Without rings, polls are the same as without a bell. While the
+    this case the writers send wake-ups to ``wakeups``. A log whose last news a wake-up announced is
+    polled less often at first. Without wake-ups, polls are the same as without a socket. While the
     directory does not answer, logs appear to have no news; see `answers`.
     """
 
@@ -106,26 +106,26 @@ class Follower:
         directory: Path,
         *,
         longest_poll_s: float,
-        bell: Bell | None = None,
+        wakeups: WakeupSocket | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.woken = False
         """Whether a change was reported since the last read."""
         self._silent = _Polls(FIRST_POLL_S, longest_poll_s, clock)
-        self._ringing = _Polls(RINGING_FIRST_POLL_S, longest_poll_s, clock)
+        self._announcing = _Polls(ANNOUNCED_FIRST_POLL_S, longest_poll_s, clock)
         self._logs = [_Followed(reader, self._silent) for reader in readers]
-        self._wakeup = Wakeup(directory)
-        self._bell = bell
+        self._watch = FileWatch(directory)
+        self._wakeups = wakeups
         self._sources: dict[Source, _Followed] = {}
-        """The log of each address from which a writer sends its rings."""
-        self._rung: set[_Followed] = set()
-        """Logs whose writers have rung since the last look."""
+        """The log of each address from which a writer sends its wake-ups."""
+        self._announced: set[_Followed] = set()
+        """Logs whose writers have sent a wake-up since the last look."""
         self._clock = clock
         self._next_at = clock()
         """Time of the next read if no change is reported."""
 
     def listen_for(self, source: Source, number: int) -> None:
-        """Treat rings from ``source`` as reports of changes of the ``number``-th log."""
+        """Treat wake-ups from ``source`` as reports of changes of the ``number``-th log."""
         self._sources[source] = self._logs[number]
 
     @property
@@ -135,38 +135,38 @@ class Follower:
 
     def read(self) -> list[Message]:
         """Return the new messages of all logs. Raises CorruptFileError."""
-        return self._look(self._logs, (self._silent, self._ringing))
+        return self._look(self._logs, (self._silent, self._announcing))
 
     def read_due(self) -> list[Message]:
         """Return the new messages of the logs whose writers sent a wake-up or whose poll is due.
 
         If the kernel reports changes, return the new messages of all logs. Raises CorruptFileError.
         """
-        if self._wakeup.fileno() >= 0:
+        if self._watch.fileno() >= 0:
             return self.read()
         self.drain()
-        due = [polls for polls in (self._silent, self._ringing) if polls.due]
-        logs = list(self._rung)
+        due = [polls for polls in (self._silent, self._announcing) if polls.due]
+        logs = list(self._announced)
         if due:
-            logs = [one for one in self._logs if one in self._rung or one.polls in due]
+            logs = [one for one in self._logs if one in self._announced or one.polls in due]
         return self._look(logs, due) if logs else []
 
     def fileno(self) -> int:
         """A descriptor that is readable when there may be news; -1 without notification."""
-        descriptor = self._wakeup.fileno()
-        return self._bell.fileno() if descriptor < 0 and self._bell is not None else descriptor
+        descriptor = self._watch.fileno()
+        return self._wakeups.fileno() if self._wakeups and descriptor < 0 else descriptor
 
     def drain(self) -> None:
         """Acknowledge that `fileno` is readable; it becomes readable again at the next change."""
-        if self._wakeup.fileno() >= 0:
+        if self._watch.fileno() >= 0:
             self.woken = True
-            self._wakeup.drain()
-        elif self._bell is not None:
-            self._hear(self._bell)
+            self._watch.drain()
+        elif self._wakeups is not None:
+            self._receive(self._wakeups)
 
     def expect_news(self) -> None:
-        """Start again with short pauses for logs whose writers do not ring: news is likely soon."""
-        if self._wakeup.fileno() < 0:
+        """Start again with short pauses for logs without wake-ups, because news is likely soon."""
+        if self._watch.fileno() < 0:
             self._silent.restart()
             self._next_at = self._next_poll_at()
 
@@ -192,21 +192,21 @@ class Follower:
                 return
 
     def close(self) -> None:
-        self._wakeup.close()
+        self._watch.close()
 
-    def _hear(self, bell: Bell) -> None:
-        rings = bell.hear()
-        heard = [self._sources[source] for source in rings.sources if source in self._sources]
-        if rings.overflowed:  # any of them may have rung
+    def _receive(self, wakeups: WakeupSocket) -> None:
+        received = wakeups.receive()
+        heard = [self._sources[source] for source in received.sources if source in self._sources]
+        if received.overflowed:  # any writer may have sent a lost one
             heard += self._sources.values()
-        self._rung.update(one for one in heard if one.spare > 0)
-        self.woken = bool(self._rung)
+        self._announced.update(one for one in heard if one.spare > 0)
+        self.woken = bool(self._announced)
 
     def _look(self, logs: Sequence[_Followed], due: Collection[_Polls]) -> list[Message]:
         """Read these logs, of which those with a schedule in ``due`` are due for a poll."""
         self.woken = False
         paths = [one.reader.path for one in logs]
-        told = self._wakeup.follow(paths)
+        told = self._watch.follow(paths)
         news: list[Message] = []
         for one in logs:
             found = one.read()
@@ -217,7 +217,7 @@ class Follower:
             polls.polled()
         if news:
             self._silent.restart()
-            self._ringing.restart()
+            self._announcing.restart()
         now = self._clock()
         if told and self.answers:
             self._next_at = now if moved else now + SAFETY_S
@@ -226,13 +226,13 @@ class Follower:
         return news
 
     def _next_poll_at(self) -> float:
-        return min(polls.next_at for polls in (self._silent, self._ringing) if polls.logs)
+        return min(polls.next_at for polls in (self._silent, self._announcing) if polls.logs)
 
     def _account(self, one: _Followed, *, news: bool, polled: bool) -> None:
-        rung = one in self._rung
-        self._rung.discard(one)
+        announced = one in self._announced
+        self._announced.discard(one)
         if news:
-            one.poll_by(self._ringing if rung else self._silent)
+            one.poll_by(self._announcing if announced else self._silent)
             one.spare = SPARE_LOOKS
         elif polled:
             one.spare = min(one.spare + 1, SPARE_LOOKS)
@@ -240,7 +240,7 @@ class Follower:
             one.spare -= 1
 
 
-class Wakeup:
+class FileWatch:
     """Notification of writes to followed files in one directory."""
 
     def __init__(self, directory: Path) -> None:

@@ -30,7 +30,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import documents
 from slurmrl.run import keys
-from slurmrl.run.channel.bell import Bell, BellAddress, fabric_address, install_bell, interface_of
+from slurmrl.run.channel import wakeups
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.state import TrialState
@@ -52,8 +52,8 @@ from slurmrl.workers.messages import (
     Over,
     Preparing,
     Ready,
-    RingAt,
     Start,
+    WakeMaster,
 )
 
 logger = log.get(__name__)
@@ -142,20 +142,19 @@ class Incarnation:
         attempt = None if identity.trains else identity.attempt
         path = paths.agent_log(self.number, identity.group, identity.task, attempt)
         writer = LogWriter(path, nonce=self._nonce)
-        bell = None
+        socket = None
         if host.identity.trains:
-            bell = install_bell(paths.control, host.cluster.interface, host.group.hosts)
-        self.replies = Replies(writer, host.group.workers_per_host, bell)
-        where = bell.address if bell is not None else None
-        self.send(Hello(agent=host.identity, bell=where))
+            socket = wakeups.open_wakeups(paths.control, host.cluster.interface, host.group.hosts)
+        self.replies = Replies(writer, host.group.workers_per_host, socket)
+        self.send(Hello(agent=host.identity, wakeups=None if socket is None else socket.address))
 
     def _form(self, state: TrialState) -> None:
         """Tell each worker which network to use and which commit to load."""
         host = self.host
-        own = fabric_address(host.cluster.interface, host.group.hosts_of_job)
+        own = wakeups.fabric_address(host.cluster.interface, host.group.hosts_of_job)
         start = Start(
             world_size=host.group.world_size,
-            interface=interface_of(own),
+            interface=wakeups.interface_of(own),
             base=state.base,
             incarnation=self.number,
             exclusive=host.deals_gpus,
@@ -177,7 +176,7 @@ class Incarnation:
             [LogReader(host.paths.master_log(self.number))],
             host.paths.control,
             longest_poll_s=host.intervals.poll_s,
-            bell=replies.bell,
+            wakeups=replies.socket,
         )
         host.children.wake_on(master)
         waiting: deque[Order] = deque()
@@ -190,9 +189,9 @@ class Incarnation:
                         raise StaleIncarnationError(f"the master ended incarnation {self.number}")
                     case CollectStacks():
                         self._answer(order)
-                    case RingAt():
-                        replies.ring_at(order.bell)
-                        master.listen_for(order.bell.source, 0)
+                    case WakeMaster():
+                        replies.wake_at(order.wakeups)
+                        master.listen_for(order.wakeups.source, 0)
                     case _ if self._passes_on(order):
                         waiting.append(order)
             while waiting and host.lease_guard.may_start():
@@ -417,16 +416,18 @@ class Answers:
 class Replies:
     """The agent's log of one incarnation.
 
-    With a ``bell``, which it owns, it rings the master's bell after each write.
+    It sends the master a wake-up by its ``socket`` after each write.
     """
 
-    def __init__(self, writer: LogWriter, workers: int, bell: Bell | None = None) -> None:
+    def __init__(
+        self, writer: LogWriter, workers: int, socket: wakeups.WakeupSocket | None = None
+    ) -> None:
         self.answers = Answers(workers)
-        self.bell = bell
+        self.socket = socket
         self._writer = writer
         self._unsent = False
         """Whether the writer has messages that the directory has not accepted yet."""
-        self._masters_bell: BellAddress | None = None
+        self._master: wakeups.WakeupAddress | None = None
 
     def send(self, *news: FromAgent) -> None:
         """Send messages.
@@ -442,13 +443,13 @@ class Replies:
             logger.warning("cannot send to the master, will retry: %s", error)
             return
         self._unsent = False
-        if self.bell is not None and self._masters_bell is not None:
-            self.bell.ring([self._masters_bell])
+        if self.socket is not None and self._master is not None:
+            self.socket.wake([self._master])
 
-    def ring_at(self, bell: BellAddress) -> None:
-        """Ring the master's bell from now on."""
-        self._masters_bell = bell
+    def wake_at(self, address: wakeups.WakeupAddress) -> None:
+        """Send the master wake-ups at this address from now on."""
+        self._master = address
 
     def close(self) -> None:
-        if self.bell is not None:
-            self.bell.close()
+        if self.socket is not None:
+            self.socket.close()

@@ -26,7 +26,7 @@ from slurmrl.errors import (
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import explain
 from slurmrl.run import demand
-from slurmrl.run.channel.bell import LOOPBACK, interface_of
+from slurmrl.run.channel.wakeups import LOOPBACK, interface_of
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.reports import Cause, Failure, Warned
 from slurmrl.scheduler.submission import newest_submission

@@ -28,8 +28,8 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.run import events, metrics
-from slurmrl.run.channel.bell import fabric_bell
 from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.channel.wakeups import fabric_wakeups
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import History, Record
 from slurmrl.run.history.state import IncarnationWriter, Lineage, TrialState, fold
@@ -58,7 +58,7 @@ from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress, ledger_of
 from slurmrl.workers.master.results import EvaluationScores, Results
 from slurmrl.workers.master.rollout_tasks import RolloutTasks, TaskNumbers
-from slurmrl.workers.master.task_attempts import TaskBells, rollouts_of
+from slurmrl.workers.master.task_attempts import AttemptWakeups, rollouts_of
 from slurmrl.workers.master.version_publisher import remove_leftovers
 from slurmrl.workers.polling import PollIntervals
 
@@ -200,7 +200,7 @@ def _rollouts(
         look_s=intervals.status_s,
         poll_s=intervals.results_s,
         lease_ttl_s=config.cluster.lease_ttl_s,
-        bells=TaskBells(fabric_bell(config.cluster.interface, plan.hosts)),
+        wakeups=AttemptWakeups(fabric_wakeups(config.cluster.interface, plan.hosts)),
         numbers=TaskNumbers(
             paths,
             planned=group.hosts,

@@ -26,7 +26,7 @@ from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import Plan
 from slurmrl.registry import near
-from slurmrl.run.channel.bell import install_bell
+from slurmrl.run.channel.wakeups import open_wakeups
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.history.state import IncarnationWriter, TrialState
@@ -90,8 +90,8 @@ class Master:
             writer.incarnation,
             self._while_waiting,
             longest_poll_s=intervals.poll_s,
-            bell=install_bell(paths.control, config.cluster.interface, plan.trainers.hosts),
-            wakers=rollouts.bells.descriptors if rollouts is not None else (),
+            wakeups=open_wakeups(paths.control, config.cluster.interface, plan.trainers.hosts),
+            wakers=rollouts.wakeups.descriptors if rollouts is not None else (),
         )
         self.agents = AgentRegistry(
             names,

@@ -45,10 +45,10 @@ from slurmrl.workers.master.task_attempts import (
     LEFT,
     LOST,
     AttemptRecord,
+    AttemptWakeups,
     FailedTasks,
     RolloutAttempt,
     RolloutsRecord,
-    TaskBells,
     TaskEvents,
     is_name,
 )
@@ -96,7 +96,7 @@ class RolloutTasks:
         lease_ttl_s: float,
         numbers: TaskNumbers | None = None,
         poll_s: float = SHORTEST_RESULTS_S,
-        bells: TaskBells | None = None,
+        wakeups: AttemptWakeups | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with the ``ledger`` and ``record`` of one commit.
@@ -119,7 +119,7 @@ class RolloutTasks:
         self._incarnation = incarnation
         self._events = TaskEvents(paths, events, lineage, incarnation)
         self._numbers = numbers or TaskNumbers(paths, clock=clock)
-        self.bells = bells or TaskBells()
+        self.wakeups = wakeups or AttemptWakeups()
         self._clock = clock
         self._looks = Interval(look_s, clock)
         self._starting = LeaseBoard(paths.leases, lease_ttl_s, look_s=look_s, clock=clock)
@@ -146,7 +146,7 @@ class RolloutTasks:
             self._living,
             self._counts,
             self._events,
-            self.bells.address,
+            self.wakeups.address,
             clock,
         )
         for one in (record or RolloutsRecord()).attempts:
@@ -187,12 +187,12 @@ class RolloutTasks:
                 self.leave(attempt.name, LEAVE_S)
             if self._numbers.are_enough(len(self._joined())):
                 self._leases.grant()
-        self.bells.ring([one for one in self._living.values() if one.send()])
+        self.wakeups.wake([one for one in self._living.values() if one.send()])
         self._sweep.look()
 
     def tell_weights(self) -> None:
         """Tell the tasks that a version was published."""
-        self.bells.ring(self._living.values())
+        self.wakeups.wake(self._living.values())
 
     def take(
         self, step: int, count: int, *, filtered: bool = False
@@ -357,7 +357,7 @@ class RolloutTasks:
     def _read(self) -> None:
         """Read the logs of living attempts that are due; those with items are due often."""
         now = self._clock()
-        self.bells.hear(self._living.values(), now)
+        self.wakeups.receive(self._living.values(), now)
         for attempt in [one for one in self._living.values() if one.read_at <= now]:
             try:
                 for result in attempt.read():
@@ -373,7 +373,7 @@ class RolloutTasks:
             if attempt.heard_at == now or self._ledger.leased_by(attempt.name):
                 attempt.polls.reset()
             # A wake-up causes a read of the task's log; polls find results whose wake-up was lost.
-            attempt.read_at = now + attempt.polls.next_s() * (2 if attempt.rings else 1)
+            attempt.read_at = now + attempt.polls.next_s() * (2 if attempt.announces else 1)
 
     def _take(self, attempt: RolloutAttempt, result: RolloutResult) -> None:
         match result:

@@ -1,8 +1,8 @@
 """The attempts of rollout tasks as the master sees them.
 
-A `RolloutAttempt` has a result log and a log of requests. `TaskBells` sends and receives wake-ups
-about both, `TaskEvents` reports the ends of attempts, and `FailedTasks` ends a trial whose tasks
-all fail at their start in the same way.
+A `RolloutAttempt` has a result log and a log of requests. `AttemptWakeups` exchanges wake-ups about
+both, `TaskEvents` reports the ends of attempts, and `FailedTasks` ends a trial whose tasks all fail
+at their start in the same way.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from slurmrl.fsio.documents import FILE_NAME, FieldType
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import events, reports
-from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.follower import SPARE_LOOKS
 from slurmrl.run.channel.message_log import LogPosition, LogReader, LogWriter, Message
+from slurmrl.run.channel.wakeups import WakeupAddress, WakeupSocket
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
@@ -38,12 +38,12 @@ from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
     RESULT_LOG,
     GroupsFinished,
-    Hears,
     Holds,
     Joined,
     RolloutCounts,
     RolloutRequest,
     RolloutResult,
+    WakeTask,
 )
 
 logger = log.get(__name__)
@@ -112,8 +112,8 @@ class RolloutAttempt:
     """Time of the next read of its log, by the master's clock."""
     heard_at: float
     """Time at which its last message was read, by the same clock."""
-    bell: BellAddress | None = None
-    """Bell to ring when there are messages for it."""
+    wakeups: WakeupAddress | None = None
+    """Address for wake-ups when there are messages for it."""
     silent_s: float = 0.0
     """Seconds without a message while its log could be read."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -134,9 +134,9 @@ class RolloutAttempt:
         path = self.paths.rollout_results(self.group, self.task, self.number)
         self._reader = LogReader(path, start=self.record.read)
         self._read_at = self.heard_at
-        self.rings = False
-        """Whether its last news was announced by a ring."""
-        self._rung = False
+        self.announces = False
+        """Whether a wake-up announced its last news."""
+        self._announced = False
         self._spare = SPARE_LOOKS
         self._nonce = uuid.uuid4().hex
         self._log: LogWriter | None = None
@@ -182,13 +182,13 @@ class RolloutAttempt:
         for values in news:
             yield RESULT_LOG.from_json(values)
 
-    def rang(self, read_at: float) -> None:
+    def announce(self, read_at: float) -> None:
         """Note that its log has grown; it is due at ``read_at``.
 
-        Rings without news bring reads forward less and less (see `run.channel.follower`).
+        Wake-ups without news bring reads forward less and less (see `run.channel.follower`).
         """
         if self._spare > 0:
-            self._rung = True
+            self._announced = True
             self.read_at = min(self.read_at, read_at)
 
     def listened(self, now: float, most_s: float) -> None:
@@ -200,9 +200,9 @@ class RolloutAttempt:
         silent_s = self.silent_s + min(now - self._read_at, most_s)
         self.silent_s = 0.0 if news else silent_s
         self._read_at = now
-        left = self._spare - 1 if self._rung else self._spare + 1
+        left = self._spare - 1 if self._announced else self._spare + 1
         self._spare = SPARE_LOOKS if news else min(left, SPARE_LOOKS)
-        self.rings, self._rung = news and self._rung, False
+        self.announces, self._announced = news and self._announced, False
 
     def take(self, result: RolloutResult) -> None:
         """Update the attempt's fields from a message of its log. Raises CorruptFileError."""
@@ -216,8 +216,8 @@ class RolloutAttempt:
                 self.record = replace(self.record, agent=agent)
             case Holds():
                 self.record = replace(self.record, version=result.version)
-            case Hears():
-                self.bell = result.bell
+            case WakeTask():
+                self.wakeups = result.wakeups
             case RolloutCounts():
                 self.counts, self.problem = result.counts, result.problem
             case GroupsFinished() if result.groups:
@@ -263,46 +263,46 @@ AT_ONCE = 15
 """Maximum number of logs that are read at once, which takes the master at most 0.1 s."""
 
 
-class TaskBells:
+class AttemptWakeups:
     """Receives wake-ups of attempts that have recorded results, and sends wake-ups to attempts.
 
-    Without a ``bell``, it receives nothing.
+    Without a socket, it receives nothing.
     """
 
-    def __init__(self, bell: Bell | None = None) -> None:
-        self._bell = bell
+    def __init__(self, wakeups: WakeupSocket | None = None) -> None:
+        self._wakeups = wakeups
 
     @property
-    def address(self) -> BellAddress | None:
-        return None if self._bell is None else self._bell.address
+    def address(self) -> WakeupAddress | None:
+        return None if self._wakeups is None else self._wakeups.address
 
     @property
     def descriptors(self) -> Collection[int]:
-        """Descriptor that is readable when there is something to `hear`."""
-        return () if self._bell is None else (self._bell.fileno(),)
+        """Descriptor that is readable when there is something to `receive`."""
+        return () if self._wakeups is None else (self._wakeups.fileno(),)
 
-    def hear(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
-        """Schedule reads of the logs of attempts that have rung, a few at once.
+    def receive(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
+        """Schedule reads of the logs of attempts that have sent wake-ups, a few at once.
 
-        If a thousand rang, their logs are read at the pace at which logs of results are read.
+        If a thousand sent one, their logs are read at the pace at which logs of results are read.
         """
-        if self._bell is None:
+        if self._wakeups is None:
             return
-        rings = self._bell.hear()
-        if not rings.sources and not rings.overflowed:
+        received = self._wakeups.receive()
+        if not received.sources and not received.overflowed:
             return
-        rung = [
+        announced = [
             one
             for one in attempts
-            if one.bell is not None and (rings.overflowed or one.bell.source in rings.sources)
+            if one.wakeups and (received.overflowed or one.wakeups.source in received.sources)
         ]
-        for number, attempt in enumerate(rung):
-            attempt.rang(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
+        for number, attempt in enumerate(announced):
+            attempt.announce(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
 
-    def ring(self, attempts: Iterable[RolloutAttempt]) -> None:
+    def wake(self, attempts: Iterable[RolloutAttempt]) -> None:
         """Send wake-ups: there are requests or new weights."""
-        if self._bell is not None:
-            self._bell.ring([one.bell for one in attempts if one.bell is not None])
+        if self._wakeups is not None:
+            self._wakeups.wake([one.wakeups for one in attempts if one.wakeups is not None])
 
 
 STATE: Final = "rollout_task"

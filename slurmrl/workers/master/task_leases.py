@@ -25,7 +25,7 @@ from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.plan.metric_names import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
 from slurmrl.rollouts.sample_files import read_once, remove_settled
-from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.channel.wakeups import WakeupAddress
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.weights.format import VersionId
@@ -69,12 +69,12 @@ class TaskLeases:
         living: Mapping[str, RolloutAttempt],
         counts: SampleCounts,
         events: TaskEvents,
-        bell: BellAddress | None = None,
+        wakeups: WakeupAddress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``living``: the attempts that are not over, by name, which the caller keeps up to date.
 
-        ``bell``: where they may ring.
+        ``wakeups``: the master's address for their wake-ups.
         """
         self.step = 0
         """The last trained step; the caller sets it."""
@@ -86,7 +86,7 @@ class TaskLeases:
         self._living = living
         self._counts = counts
         self._events = events
-        self._bell = bell
+        self._wakeups = wakeups
         self._clock = clock
         self._newest: str | None = None
         """The newest version that any attempt has taken."""
@@ -173,7 +173,7 @@ class TaskLeases:
             attempt.confirmed = True
             held = self._ledger.leases_of(attempt.name)
             leases = tuple(map(self._request, held))
-            attempt.post(Confirm(leases=leases, bell=self._bell))
+            attempt.post(Confirm(leases=leases, wakeups=self._wakeups))
         attempt.post(*requests)
 
     def grant(self) -> None:

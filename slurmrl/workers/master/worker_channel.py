@@ -19,9 +19,9 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure, ReportedError, 
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
-from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter, Message
+from slurmrl.run.channel.wakeups import LOOK_S, WakeupAddress, WakeupSocket
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Cause, Failure, Identity, Warned
 from slurmrl.watch import published
@@ -37,9 +37,9 @@ from slurmrl.workers.messages import (
     Over,
     Preparing,
     Ready,
-    RingAt,
     Saved,
     Stacked,
+    WakeMaster,
 )
 from slurmrl.workers.polling import GONE_S
 
@@ -91,7 +91,7 @@ class WorkerChannel:
     """Posts messages to all ranks of the trainers and collects their answers.
 
     ``longest_poll_s`` is the maximum pause between reads of the agents' logs (see `Follower`). With
-    a ``bell``, master and agents send wake-ups to each other when there is something to read.
+    ``wakeups``, master and agents send wake-ups to each other when there is something to read.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class WorkerChannel:
         while_waiting: Callable[[], None],
         *,
         longest_poll_s: float = 0.05,
-        bell: Bell | None = None,
+        wakeups: WakeupSocket | None = None,
         wakers: Collection[int] = (),
     ) -> None:
         """``wakers`` are descriptors, readable when ``while_waiting`` has something to do."""
@@ -117,19 +117,19 @@ class WorkerChannel:
             ],
             paths.control,
             longest_poll_s=longest_poll_s,
-            bell=bell,
+            wakeups=wakeups,
         )
-        self._bell = bell
-        self._bells: dict[int, BellAddress] = {}
-        """The agents' bells by task."""
+        self._wakeups = wakeups
+        self._wake_at: dict[int, WakeupAddress] = {}
+        """The agents' addresses for wake-ups, by task."""
         self._while_waiting, self._wakers = while_waiting, wakers
         self._woken_at = 0.0
         """Time at which a waker may last have woken the master."""
         self._numbers = itertools.count()
         self._waits: tuple[Callable[[], str], Callable[[], set[int]], float] | None = None
         """The reason of the current wait, its ranks and its start; None without a wait."""
-        if bell is not None:
-            self._append(RingAt(bell=bell.address))
+        if wakeups is not None:
+            self._append(WakeMaster(wakeups=wakeups.address))
 
     @property
     def ranks(self) -> range:
@@ -166,7 +166,7 @@ class WorkerChannel:
                 raise ReportedError(failure) from error
 
         retry("post to the ranks", post)
-        self._ring()
+        self._wake()
 
     def _queue(self, *batch: Order) -> Callable[[], None]:
         """Return a function that appends the batch, and in later calls its queued remainder."""
@@ -180,7 +180,7 @@ class WorkerChannel:
         """
         try:
             self._log.append(CONTROL_LOG.to_json(Over(stacks=stacks)))
-            self._ring()
+            self._wake()
         except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
@@ -255,18 +255,18 @@ class WorkerChannel:
         """Sort messages into the mailbox; return whether there were any."""
         for message in map(AGENT_LOG.from_json, news):
             self.mailbox.put(message)
-            if isinstance(message, Hello) and message.bell is not None:
-                self._meet(message.agent.task, message.bell)
+            if isinstance(message, Hello) and message.wakeups is not None:
+                self._meet(message.agent.task, message.wakeups)
         return bool(news)
 
-    def _meet(self, task: int, bell: BellAddress) -> None:
+    def _meet(self, task: int, wakeups: WakeupAddress) -> None:
         """Send wake-ups to this agent from now on, and identify its wake-ups by their address."""
-        self._bells[task] = bell
-        self._agents.listen_for(bell.source, task)
+        self._wake_at[task] = wakeups
+        self._agents.listen_for(wakeups.source, task)
 
-    def _ring(self) -> None:
-        if self._bell is not None:
-            self._bell.ring(self._bells.values())
+    def _wake(self) -> None:
+        if self._wakeups is not None:
+            self._wakeups.wake(self._wake_at.values())
 
     def waiting(self) -> dict[str, Any] | None:
         """Return the ranks that the master waits for, the reason and the time, or None."""

@@ -3,8 +3,8 @@
 `Session` is a state machine without files, processes or clocks. It decides which items the task
 makes, records, gives back or forgets. An attempt answers an item of a lease at most once: it
 records its samples, or gives it back. `ResultWriter` writes samples and the attempt's result log,
-of which the worker is the only writer. `TaskBell` is the task's bell in the asyncio loop (see
-`run.channel.bell`). Torch-free.
+of which the worker is the only writer. `MasterWakeups` exchanges wake-ups with the master in the
+asyncio loop (see `run.channel.wakeups`). Torch-free.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
-from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
 from slurmrl.run.channel.message_log import LogWriter
+from slurmrl.run.channel.wakeups import LOOK_S, WakeupAddress, WakeupSocket
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VersionId
@@ -293,65 +293,65 @@ class ResultWriter:
         self.settled = True
 
 
-class TaskBell:
-    """Hears the master ring, and rings there. Without a ``bell``, it receives nothing."""
+class MasterWakeups:
+    """Exchanges wake-ups with the master. Without a socket, it does nothing."""
 
-    def __init__(self, bell: Bell | None, spread_s: float) -> None:
-        """Heed a ring after half of ``spread_s`` to ``spread_s`` seconds; ignore rings until then.
+    def __init__(self, wakeups: WakeupSocket | None, spread_s: float) -> None:
+        """React after half of ``spread_s`` to ``spread_s`` seconds; ignore wake-ups until then.
 
         The delay spreads the load, because the master may have sent wake-ups to 1,000 tasks.
         """
-        self._bell, self._spread_s = bell, spread_s
+        self._wakeups, self._spread_s = wakeups, spread_s
         self._random = random.Random()
-        self._master: BellAddress | None = None
+        self._master: WakeupAddress | None = None
         self._next = asyncio.Event()
         self.heard = 0
-        """Number of rings of the master; rings within `LOOK_S` count as one."""
+        """Number of the master's wake-ups; wake-ups within `LOOK_S` count as one."""
         self._counted_at = -math.inf
-        """Time of the last counted ring, by the monotonic clock."""
+        """Time of the last counted wake-up, by the monotonic clock."""
         self._late: asyncio.TimerHandle | None = None
-        """Timer that counts rings that arrived too early to be counted at once."""
+        """Timer that counts wake-ups that arrived too early to be counted at once."""
 
     @property
-    def address(self) -> BellAddress | None:
-        return None if self._bell is None else self._bell.address
+    def address(self) -> WakeupAddress | None:
+        return None if self._wakeups is None else self._wakeups.address
 
-    def ring_at(self, master: BellAddress | None) -> None:
-        """From now on, exchange wake-ups with this bell's owner; None for nobody."""
+    def wake_at(self, master: WakeupAddress | None) -> None:
+        """From now on, exchange wake-ups with the owner of this address; None for nobody."""
         self._master = master
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Send a wake-up: results are recorded."""
-        if self._bell is not None and self._master is not None:
-            self._bell.ring([self._master])
+        if self._wakeups is not None and self._master is not None:
+            self._wakeups.wake([self._master])
 
     @contextmanager
-    def hung(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Listen for wake-ups within the context."""
-        if self._bell is None:
+        if self._wakeups is None:
             yield
             return
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._bell.fileno(), self._hear)
+        loop.add_reader(self._wakeups.fileno(), self._receive)
         try:
             yield
         finally:
-            loop.remove_reader(self._bell.fileno())
-            self._bell.close()
+            loop.remove_reader(self._wakeups.fileno())
+            self._wakeups.close()
             if self._late is not None:
                 self._late.cancel()
 
     async def rest(self, heard: int, seconds: float) -> None:
-        """Wait until the master has rung more often than ``heard``, or for a time."""
+        """Wait until the master has sent more wake-ups than ``heard``, or for a time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.heard == heard:
                     await self._next.wait()
                 await asyncio.sleep(self._spread_s * self._random.uniform(0.5, 1.0))
 
-    def _hear(self) -> None:
-        assert self._bell is not None, "only a socket that exists is registered"
-        sources = self._bell.hear().sources
+    def _receive(self) -> None:
+        assert self._wakeups is not None, "only a socket that exists is registered"
+        sources = self._wakeups.receive().sources
         if self._master is None or self._master.source not in sources or self._late is not None:
             return
         early_s = self._counted_at + LOOK_S - time.monotonic()

@@ -15,25 +15,25 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
 from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.rollouts.tools import in_thread
-from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.message_log import LogReader
+from slurmrl.run.channel.wakeups import WakeupAddress, WakeupSocket
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VersionId
-from slurmrl.workers.rollout.session import Key, ResultWriter, Session, TaskBell
+from slurmrl.workers.rollout.session import Key, MasterWakeups, ResultWriter, Session
 from slurmrl.workers.rollout.task_generation import Generation, Scoring
 from slurmrl.workers.rollout.task_weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
     COUNTS_S,
     REQUEST_LOG,
     Confirm,
-    Hears,
     Holds,
     Leaving,
     RequestedItem,
     RolloutCounts,
     RolloutResult,
     Unreadable,
+    WakeTask,
 )
 
 logger = log.get(__name__)
@@ -60,7 +60,7 @@ class TaskOptions:
     record_s: float = 0.0
     """Minimum time between two records of results."""
     spread_s: float = 0.0
-    """See `TaskBell`."""
+    """See `MasterWakeups`."""
     counts_s: float = COUNTS_S
     """Time between two records of the counts."""
 
@@ -78,12 +78,12 @@ class TaskAtWork:
         options: TaskOptions,
         *,
         scoring: Scoring | None = None,
-        bell: Bell | None = None,
+        wakeups: WakeupSocket | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
         """``scoring``: None leaves scoring to the trainers.
 
-        ``bell``: closed at the end of `run`. Raises EnvironmentFailure if the attempt's files
+        ``wakeups``: closed at the end of `run`. Raises EnvironmentFailure if the attempt's files
         cannot be made.
         """
         self._paths, self._agent = paths, agent
@@ -93,7 +93,7 @@ class TaskAtWork:
         self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
         self._problem = ""
         """Reason why weights could not be read at the last look."""
-        self._bell = TaskBell(bell, options.spread_s)
+        self._wakeups = MasterWakeups(wakeups, options.spread_s)
         self._results = ResultWriter(paths, agent, calls=calls)
         self._session = Session(
             most_begun=generation.items_at_a_time, most_unwritten=options.most_unwritten
@@ -126,7 +126,7 @@ class TaskAtWork:
         damaged requests or rows.
         """
         try:
-            with self._bell.hung():
+            with self._wakeups.listening():
                 await self._run()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -158,9 +158,9 @@ class TaskAtWork:
                 place = self._agent.group, self._agent.task, self._agent.attempt
                 path = self._paths.rollout_requests(*place, reading)
                 reader = LogReader(path, calls=self._calls)
-            heard = self._bell.heard
+            heard = self._wakeups.heard
             await self._take(reader, reading)
-            await self._bell.rest(heard, self._polls.next_s())
+            await self._wakeups.rest(heard, self._polls.next_s())
 
     async def _take(self, reader: LogReader, incarnation: int | None) -> None:
         try:
@@ -173,20 +173,20 @@ class TaskAtWork:
             for request in map(REQUEST_LOG.from_json, found):
                 self._session.take(request, time.monotonic())
                 if isinstance(request, Confirm):
-                    self._meet(request.bell)
+                    self._meet(request.wakeups)
             await self._tell()
 
-    def _meet(self, master: BellAddress | None) -> None:
+    def _meet(self, master: WakeupAddress | None) -> None:
         """Exchange wake-ups with this incarnation's master."""
-        self._bell.ring_at(master)
-        if master is not None and self._bell.address is not None:
-            self._messages.append(Hears(bell=self._bell.address))
+        self._wakeups.wake_at(master)
+        if master is not None and self._wakeups.address is not None:
+            self._messages.append(WakeTask(wakeups=self._wakeups.address))
 
     async def _follow_weights(self) -> None:
         outage = Backoff(*OUTAGE_S)
         while True:
             version: WeightVersion | None = None
-            heard = self._bell.heard
+            heard = self._wakeups.heard
             try:
                 version = await in_thread(self._weights.newer)
                 self._problem = ""
@@ -197,7 +197,7 @@ class TaskAtWork:
                 await asyncio.sleep(outage.next_s())
             await self._tell_unreadable()
             if version is None:
-                await self._bell.rest(heard, self._polls.next_s())
+                await self._wakeups.rest(heard, self._polls.next_s())
             else:
                 self._polls.reset()
                 await self._install(version)
@@ -304,7 +304,7 @@ class TaskAtWork:
             return False
         backoff.reset()
         self._recorded_s = time.monotonic()
-        self._bell.ring()
+        self._wakeups.wake()
         return True
 
     async def _count(self) -> None:

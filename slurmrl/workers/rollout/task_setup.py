@@ -44,8 +44,8 @@ from slurmrl.rollouts.generation.native.native_rollout import NativeRollout, Spl
 from slurmrl.rollouts.generation.native.split_batch import SplitRanks
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_kinds import VISIBLE, ServerKind, weights_config
-from slurmrl.run.channel.bell import Bell, fabric_bell
 from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.channel.wakeups import WakeupSocket, fabric_wakeups
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.parallel import device
@@ -129,11 +129,11 @@ def build_rollout(
         record_s=intervals.record_s,
         spread_s=intervals.spread_s,
     )
-    bell = fabric_bell(settings.config.cluster.interface, plan.hosts)
+    wakeups = fabric_wakeups(settings.config.cluster.interface, plan.hosts)
     return TaskWorker(
         *(paths, start, settings, tokenizer, make, config, accelerator.device, options),
         cores=_cores(plan.trainers),
-        bell=bell,
+        wakeups=wakeups,
     )
 
 
@@ -191,10 +191,10 @@ class TaskWorker:
         options: TaskOptions,
         *,
         cores: int,
-        bell: Bell | None,
+        wakeups: WakeupSocket | None,
     ) -> None:
         """``config`` belongs to the weights for the engine; ``cores`` are CPU cores for rewards."""
-        self._cores, self._bell = cores, bell
+        self._cores, self._wakeups = cores, wakeups
         self._paths, self._agent, self._settings = paths, start.agent, settings
         self._submission = start.submission
         self._make_engine, self._config, self._options = make_engine, config, options
@@ -230,7 +230,7 @@ class TaskWorker:
         task = TaskAtWork(
             *(self._paths, self._agent, engine, weights, generation, self._options),
             scoring=scoring,
-            bell=self._bell,
+            wakeups=self._wakeups,
         )
         listening = asyncio.create_task(_listen(agent, task))
         running = asyncio.create_task(task.run())

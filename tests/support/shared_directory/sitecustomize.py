@@ -1,8 +1,8 @@
 """Python runs this at its start if the folder is in PYTHONPATH: agents and master then behave as on
 a shared file system, which reports no changes.
 
-SLURMRL_TEST_RINGS is a folder for one file per program, with a byte for each ring that was heeded;
-with SLURMRL_TEST_CUT_OFF set, no ring arrives.
+SLURMRL_TEST_WAKEUPS is a folder for one file per program, with a byte for each that counted;
+with SLURMRL_TEST_CUT_OFF set, no wake-up arrives.
 """
 
 import os
@@ -13,20 +13,20 @@ PROGRAMS = ("slurmrl.workers.agent", "slurmrl.workers.master")
 
 program = next((name for name in PROGRAMS if name in sys.orig_argv), None)
 if program is not None:
-    from slurmrl.run.channel import bell, follower
-    from slurmrl.run.channel.bell import Bell
+    from slurmrl.run.channel import follower, wakeups
     from slurmrl.run.channel.follower import Follower
+    from slurmrl.run.channel.wakeups import WakeupSocket
 
-    follower.is_local = bell.is_local = lambda directory: False
-    heeded = Path(os.environ["SLURMRL_TEST_RINGS"]) / program.rpartition(".")[2]
-    hear = Follower._hear
+    follower.is_local = wakeups.is_local = lambda directory: False
+    heeded = Path(os.environ["SLURMRL_TEST_WAKEUPS"]) / program.rpartition(".")[2]
+    receive = Follower._receive
 
-    def hear_and_count(follower, bell):
-        hear(follower, bell)
+    def receive_and_count(follower, wakeups):
+        receive(follower, wakeups)
         if follower.woken:
             with heeded.open("a") as file:
                 file.write(".")
 
-    Follower._hear = hear_and_count
+    Follower._receive = receive_and_count
     if "SLURMRL_TEST_CUT_OFF" in os.environ:
-        Bell.ring = lambda bell, others: None
+        WakeupSocket.wake = lambda wakeups, others: None

@@ -13,9 +13,9 @@ import pytest
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio.calls import SystemCalls, is_local
 from slurmrl.run.channel import follower as module
-from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.follower import FIRST_POLL_S, SAFETY_S, Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter, encode, segment_path
+from slurmrl.run.channel.wakeups import WakeupSocket
 
 LONGEST_S = 5.0
 
@@ -46,10 +46,12 @@ def follow(
     *paths: Path,
     calls: SystemCalls | None = None,
     clock: Callable[[], float] = time.monotonic,
-    bell: Bell | None = None,
+    wakeups: WakeupSocket | None = None,
 ) -> Follower:
     readers = [LogReader(path, calls=calls or SystemCalls()) for path in paths]
-    return Follower(readers, paths[0].parent, longest_poll_s=LONGEST_S, bell=bell, clock=clock)
+    return Follower(
+        readers, paths[0].parent, longest_poll_s=LONGEST_S, wakeups=wakeups, clock=clock
+    )
 
 
 def readable(follower: Follower) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError
 from slurmrl.run.channel import message_log
-from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.channel.wakeups import WakeupAddress
 from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.tensors.checkpoint.tensors import SavedFile
@@ -29,13 +29,13 @@ from slurmrl.workers.messages import (
     Pulse,
     Ready,
     Retire,
-    RingAt,
     RunCall,
     Save,
     Saved,
     Serve,
     Stacked,
     StartRollout,
+    WakeMaster,
     WriteVersion,
 )
 from slurmrl.workers.rollout_messages import (
@@ -46,20 +46,20 @@ from slurmrl.workers.rollout_messages import (
     GaveBack,
     GenerateItems,
     GroupsFinished,
-    Hears,
     Holds,
     Joined,
     Leave,
     Leaving,
     RequestedItem,
     RolloutCounts,
+    WakeTask,
 )
 
 SAMPLE = StoredGroup(
     item=5, task="rollout.0.1", lease="1.7", file="0.samples", offset=8, length=9,
     checksum="xxh3_128:0", versions=("4.1", "5.1"),
 )  # fmt: skip
-BELL = BellAddress("10.0.0.1", 4711, "ab" * 16)
+ADDRESS = WakeupAddress("10.0.0.1", 4711, "ab" * 16)
 WAITS = PendingCollective(name="all_reduce", number=3, group="0", ranks=(0, 1), since_s=2.0)
 DOING = RankProgress(rank=1, call="gen", step=4, since_s=3.5, collective=WAITS)
 ITEMS = (RequestedItem(item=5, epoch=0, index=3), RequestedItem(item=9, epoch=1, index=3))
@@ -73,14 +73,14 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (CONTROL_LOG, Exit(seq=9)),
     (CONTROL_LOG, Over(stacks="rank 3 is silent")),
     (CONTROL_LOG, CollectStacks(seq=2, number=1, ranks=(0, 3))),
-    (CONTROL_LOG, RingAt(bell=BELL)),
+    (CONTROL_LOG, WakeMaster(wakeups=ADDRESS)),
     (CONTROL_LOG, RunCall(step=4, name="gen", scalars={}, evaluation=True, suite="gsm8k")),
     (AGENT_LOG, Ready(rank=1, size=9, fingerprint="f", held_out=(HeldOut(suite="a", size=3),))),
     (AGENT_LOG, Ready(rank=1, size=9, fingerprint="f", stop_tokens=((2, "</s>"), (7, "é")))),
     (AGENT_LOG, Done(rank=1, seq=0, seconds=0.5, stats={"loss": (1.5, 2)}, texts=({"id": 1},))),
     (AGENT_LOG, Saved(rank=1, seq=0, files=(SavedFile("a", 3, "sha256:0"),))),
     (AGENT_LOG, Saved(rank=1, seq=0, error="no space")),
-    (AGENT_LOG, Hello(agent=Identity("trainer", 0, 1, "n0", "41.0.0", "41_0", 7), bell=BELL)),
+    (AGENT_LOG, Hello(agent=Identity("trainer", 0, 1, "n0", "41.0.0", "41_0", 7), wakeups=ADDRESS)),
     (AGENT_LOG, Warned(signal="SIGTERM", cause="preemption", time_left_s=3.0)),
     (AGENT_LOG, Failure(cause="died", reason="x", host="", rank=0, exit_code=-9)),
     (AGENT_LOG, Stacked(group="trainer", task=0, number=0, file="logs/x", ranks=(DOING,))),
@@ -88,7 +88,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (TO_ROLLOUT_WORKER, StartRollout(world_size=2, agent=TASK)),
     (TO_ROLLOUT_WORKER, Serve(incarnation=3)),
     (TO_ROLLOUT_WORKER, Retire(reason="preemption", within_s=25.5)),
-    (REQUEST_LOG, Confirm(bell=BELL)),
+    (REQUEST_LOG, Confirm(wakeups=ADDRESS)),
     (REQUEST_LOG, Confirm(leases=(GenerateItems(lease="1.7", items=ITEMS, oldest="4.1"),))),
     (REQUEST_LOG, GenerateItems(lease="1.7", items=ITEMS, oldest="4.1")),
     (REQUEST_LOG, Abort(lease="1.7", items=(5,))),
@@ -98,7 +98,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (RESULT_LOG, GaveBack(lease="1.7", items=(5, 9), reason="leaving")),
     (RESULT_LOG, Leaving(reason="preemption")),
     (RESULT_LOG, Holds(version="5.1")),
-    (RESULT_LOG, Hears(bell=BELL)),
+    (RESULT_LOG, WakeTask(wakeups=ADDRESS)),
     (RESULT_LOG, RolloutCounts(counts={"tokens": 17.0}, problem="no space")),
 ]
 
@@ -154,3 +154,9 @@ def test_items_must_be_pairs_of_integers(items: Any) -> None:
 def test_channel_rejects_messages_of_another_channel() -> None:
     with pytest.raises(CorruptFileError, match="the control log has 'done' in 'type'"):
         CONTROL_LOG.from_json(AGENT_LOG.to_json(Done(rank=1, seq=0, seconds=0.5)))
+
+
+def test_wakeup_address_of_an_older_version_is_ignored() -> None:
+    """A resumed trial reads the results of attempts that an older version of slurmrl ran."""
+    old = {"type": "hears", "bell": {"host": "127.0.0.1", "port": 4000, "token": "0" * 32}}
+    assert RESULT_LOG.from_json(old) == WakeTask()

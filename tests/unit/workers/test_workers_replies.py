@@ -1,4 +1,4 @@
-"""What an agent sends to the master: how many writes it takes, and who is rung after each."""
+"""What an agent sends to the master: how many writes it takes, and who is woken after each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.channel.wakeups import WakeupSocket
 from slurmrl.workers.agent.incarnation import HOLD_S, Answers, Replies
 from slurmrl.workers.messages import AGENT_LOG, Done, FromAgent, Ready, Saved
 
@@ -83,19 +83,19 @@ def path(tmp_path: Path) -> Path:
 def test_master_is_notified_exactly_after_each_write(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ring before its message, or for none, would be a look in vain."""
-    master, replies = Bell(LOOPBACK), Replies(LogWriter(path), 1, Bell(LOOPBACK))
-    assert replies.bell is not None
+    """A wake-up before its message, or without one, would cause a useless read."""
+    master, replies = WakeupSocket(LOOPBACK), Replies(LogWriter(path), 1, WakeupSocket(LOOPBACK))
+    assert replies.socket is not None
     reader = LogReader(path)
 
-    def rung() -> bool:
-        return bool(master.hear().sources)
+    def announced() -> bool:
+        return bool(master.receive().sources)
 
     replies.send(done(0, 0))
-    assert (said(reader), rung()) == ([done(0, 0)], False)  # the address is not known yet
-    replies.ring_at(master.address)
+    assert (said(reader), announced()) == ([done(0, 0)], False)  # the address is not known yet
+    replies.wake_at(master.address)
     replies.send()
-    assert not rung()
+    assert not announced()
     append = LogWriter.append
 
     def fail(*arguments: Any) -> None:
@@ -104,10 +104,13 @@ def test_master_is_notified_exactly_after_each_write(
 
     monkeypatch.setattr(LogWriter, "append", fail)
     replies.send(done(0, 1))
-    assert not rung()
+    assert not announced()
     monkeypatch.setattr(LogWriter, "append", append)
     replies.send()
     assert select.select([master], [], [], ARRIVAL_S)[0]
-    assert (said(reader), master.hear().sources) == ([done(0, 1)], {replies.bell.address.source})
+    assert (said(reader), master.receive().sources) == (
+        [done(0, 1)],
+        {replies.socket.address.source},
+    )
     replies.close()
     master.close()

@@ -29,8 +29,8 @@ from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.sample_files import SampleGroup, read_group
-from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.channel.wakeups import WakeupSocket
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.checkpoint.tensors import TensorFile
@@ -47,7 +47,6 @@ from slurmrl.workers.rollout_messages import (
     Confirm,
     GenerateItems,
     GroupsFinished,
-    Hears,
     Holds,
     Joined,
     Leave,
@@ -55,6 +54,7 @@ from slurmrl.workers.rollout_messages import (
     RequestedItem,
     RolloutCounts,
     RolloutResult,
+    WakeTask,
 )
 from tests.support.decoder_folders import to_hf
 from tests.unit.algorithms.conftest import ARCHITECTURE, alone
@@ -121,7 +121,7 @@ class Trial:
         return NativeRollout(decoder)
 
     def task(
-        self, engine: NativeRollout, *, bell: Bell | None = None, **options: Any
+        self, engine: NativeRollout, *, wakeups: WakeupSocket | None = None, **options: Any
     ) -> TaskAtWork:
         options = {"poll_s": (0.01, 0.01), "gather_s": 0.01, **options}
         rows = TaskRows(self.paths.data, self.config.dataset, self.tokenizer)
@@ -132,7 +132,7 @@ class Trial:
             TaskWeights(self.paths.versions, self.folder / "host", ARCHITECTURE),
             Generation(rows, self.context(0), engine),
             TaskOptions(**options),
-            bell=bell,
+            wakeups=wakeups,
         )
 
     async def until(self, kind: type[RolloutResult], count: int) -> None:
@@ -279,34 +279,34 @@ def test_uninterrupted_completions_use_one_weight_version(
 def test_task_reacts_to_notifications_without_polling(trial: Trial) -> None:
     """It neither polls nor waits for more results than there will be."""
     engine: NativeRollout
-    masters, own = (Bell("127.0.0.1") for _ in range(2))
+    masters, own = (WakeupSocket("127.0.0.1") for _ in range(2))
 
     async def heard() -> None:
         async with asyncio.timeout(60):
-            while own.address.source not in masters.hear().sources:
+            while own.address.source not in masters.receive().sources:
                 await asyncio.sleep(0.01)
 
     async def run() -> None:
         nonlocal engine
         engine = trial.engine()
-        task = trial.task(engine, bell=own, poll_s=(600.0, 600.0), gather_s=600.0, spread_s=0.01)
+        task = trial.task(engine, wakeups=own, poll_s=(600.0, 600.0), gather_s=600.0, spread_s=0.01)
         running = asyncio.create_task(task.run())
         log = LogWriter(trial.requests(3))
-        log.append(REQUEST_LOG.to_json(Confirm(bell=masters.address)))
+        log.append(REQUEST_LOG.to_json(Confirm(wakeups=masters.address)))
         await task.serve(3)
-        await trial.until(Hears, 1)
+        await trial.until(WakeTask, 1)
         await heard()
-        assert trial.results[-1] == Hears(bell=own.address)
+        assert trial.results[-1] == WakeTask(wakeups=own.address)
         trial.publish(OLD)
-        masters.ring([own.address])
+        masters.wake([own.address])
         await trial.until(Holds, 1)
         await heard()
         log.append(asked("3.0", 0, 1, 2, 3))
-        masters.ring([own.address])
+        masters.wake([own.address])
         await trial.until(GroupsFinished, 4)
         await heard()
         log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
-        masters.ring([own.address])
+        masters.wake([own.address])
         await asyncio.wait_for(running, 60)
         await engine.close()
 

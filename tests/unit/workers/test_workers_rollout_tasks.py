@@ -41,7 +41,12 @@ from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import __main__
 from slurmrl.workers.master.progress import STATE
 from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks, TaskNumbers
-from slurmrl.workers.master.task_attempts import RolloutAttempt, TaskBells, parse_name, rollouts_of
+from slurmrl.workers.master.task_attempts import (
+    AttemptWakeups,
+    RolloutAttempt,
+    parse_name,
+    rollouts_of,
+)
 from slurmrl.workers.master.task_leases import SILENT_S
 from slurmrl.workers.rollout_messages import (
     Abort,
@@ -91,12 +96,12 @@ class Bed:
         *,
         least: int = 1,
         allowed: int = MOST_COUNT,
-        bells: TaskBells | None = None,
+        wakeups: AttemptWakeups | None = None,
         **bounds: int,
     ) -> None:
         make_private_directory(paths.rollouts)
         self.least, self.allowed = least, allowed
-        self.bells = bells
+        self.wakeups = wakeups
         self.paths, self.now, self.step = paths, 0.0, 0
         self.admission = Admission(
             **{"max_staleness": 1, "batch_size": 2, "max_leased": 100, **bounds}
@@ -130,7 +135,7 @@ class Bed:
             numbers=TaskNumbers(
                 self.paths, planned=self.allowed, least=self.least, clock=lambda: self.now
             ),
-            bells=self.bells,
+            wakeups=self.wakeups,
             clock=lambda: self.now,
         )
         self.tasks.start(rows)
@@ -155,7 +160,7 @@ class Bed:
         if version:
             one.hold(version)
         self.look()
-        one.hear(self.incarnation)
+        one.receive(self.incarnation)
         return one
 
     def train(self, *, dull: int | None = None, back: int = 0) -> list[int]:
@@ -239,7 +244,7 @@ class Trial(RuleBasedStateMachine):
             one = self.tasks[task] = self.bed.begin(task, self.newest())
         if hears:
             self.bed.look()
-            one.hear(self.bed.incarnation)
+            one.receive(self.bed.incarnation)
         if one.open:
             one.finish(*sorted(one.open)[:number])
 
@@ -320,7 +325,7 @@ class Trial(RuleBasedStateMachine):
             self.tasks = {0: one}
             one.hold(self.newest())
             self.bed.look("rollout/1", "rollout/2")
-            one.hear(self.bed.incarnation)
+            one.receive(self.bed.incarnation)
             if one.leaving:
                 self.tasks = {}
                 continue
@@ -365,7 +370,7 @@ def test_group_too_stale_for_the_next_step_is_generated_again(
     assert bed.train(dull=0, back=1) == []
     task.hold("1.1")
     bed.look()
-    task.hear(1)
+    task.receive(1)
     assert list(task.open) == [0]
     assert not bed.ledger.dropped
 
@@ -382,7 +387,7 @@ def test_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., 
         """Finish a group of the newest weights, and let a step take what there is."""
         task.hold(f"{step - 1}.1")
         bed.look()
-        task.hear(1)
+        task.receive(1)
         task.finish(max(task.open))
         bed.look()
         taken = bed.tasks.take(step, 1, filtered=True)
@@ -403,7 +408,7 @@ def test_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., 
     bed.ledger.train([1], 2)
     task.hold("2.1")
     bed.look()
-    task.hear(1)
+    task.receive(1)
     slow = min(task.open)
     assert bed.train(dull=0) == [2]
     bed.now += 100.0
@@ -425,8 +430,8 @@ def test_least_loaded_tasks_get_the_next_items(beds: Callable[..., Bed]) -> None
     assert not second.open
     first.finish(0, 1)
     bed.look()
-    assert first.hear(1) == []
-    assert [request for request in second.hear(1) if isinstance(request, GenerateItems)] == [
+    assert first.receive(1) == []
+    assert [request for request in second.receive(1) if isinstance(request, GenerateItems)] == [
         GenerateItems(
             lease="1.2",
             items=tuple(RequestedItem(item=item, epoch=0, index=item) for item in (6, 7)),
@@ -435,7 +440,7 @@ def test_least_loaded_tasks_get_the_next_items(beds: Callable[..., Bed]) -> None
     ]
     first.finish(2, 3, 4, 5)
     bed.look()
-    assert first.hear(1) == second.hear(1) == [], "as far ahead as the staleness allows"
+    assert first.receive(1) == second.receive(1) == [], "as far ahead as the staleness allows"
 
 
 def test_first_task_with_new_weights_leaves_items_for_the_others(
@@ -448,7 +453,7 @@ def test_first_task_with_new_weights_leaves_items_for_the_others(
         task.hold("0.1")
     bed.look()
     for task in tasks:
-        task.hear(1)
+        task.receive(1)
         assert len(task.open) == 2, "they got the weights at the same time"
         task.finish(*task.open)
     bed.look()
@@ -458,12 +463,12 @@ def test_first_task_with_new_weights_leaves_items_for_the_others(
     tasks[1].hold("1.1")
     bed.look()
     for task in tasks:
-        task.hear(1)
+        task.receive(1)
     assert [len(task.open) for task in tasks] == [2, 2, 0]
     bed.now += 20.0
     bed.look()
     for task in tasks:
-        task.hear(1)
+        task.receive(1)
     assert [len(task.open) for task in tasks] == [3, 3, 0], "the last one took too long"
 
 
@@ -478,10 +483,10 @@ def test_task_without_usable_weights_gets_no_items(beds: Callable[..., Bed]) -> 
     )
     task.hold("5.7")
     bed.look()
-    assert task.hear(1) == [], "these led nowhere"
+    assert task.receive(1) == [], "these led nowhere"
     task.hold("0.1")
     bed.look()
-    task.hear(1)
+    task.receive(1)
     assert sorted(task.open) == [0, 1, 2, 3]
     task.finish(2)
     bed.look()
@@ -509,12 +514,12 @@ def test_items_of_a_lost_task_go_to_another_and_late_results_are_dropped(
 ) -> None:
     bed = beds()
     first = bed.begin(7, "0.1")
-    first.hear(1)
+    first.receive(1)
     second = bed.begin(8, "0.1")
     bed.look("rollout/7", "trainer/0")
-    second.hear(1)
+    second.receive(1)
     assert sorted(second.open) == sorted(first.open) == [0, 1, 2, 3]
-    assert first.hear(1) == [Leave(within_s=0.0)], "it may be alive"
+    assert first.receive(1) == [Leave(within_s=0.0)], "it may be alive"
     first.finish(0)
     second.finish(0)
     bed.look()
@@ -534,7 +539,7 @@ def test_items_of_a_task_that_cannot_write_go_to_other_tasks(
     """
     bed = beds(max_staleness=0, batch_size=4)
     mute, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
-    other.hear(1)
+    other.receive(1)
     assert sorted((*mute.open, *other.open)) == [0, 1, 2, 3]
 
     def wait(seconds: float, *speaking: ScriptedTask) -> None:
@@ -543,7 +548,7 @@ def test_items_of_a_task_that_cannot_write_go_to_other_tasks(
                 one.say(RolloutCounts(counts={"tokens": 1.0}))
             bed.look()
         for one in (mute, other):
-            one.hear(1)
+            one.receive(1)
 
     kept = {**mute.open}
     wait(2 * SILENT_S, mute, other)
@@ -605,7 +610,7 @@ def test_new_attempt_frees_the_items_of_the_previous_attempt(
     bed.look()
     assert [one.item for one in bed.ledger.finished] == [0], "what it had said counts"
     bed.look()
-    other.hear(1)
+    other.receive(1)
     assert sorted(other.open) == [1, 2, 3]
     assert bed.told()[-1] == ("rollout/7", "lost", "its task was started again")
 
@@ -657,7 +662,7 @@ def test_leaving_task_returns_all_its_items(beds: Callable[..., Bed]) -> None:
     task = bed.begin(7, "0.1")
     bed.tasks.leave("rollout.7.0", 30.0)
     bed.look()
-    assert task.hear(1) == [Leave(within_s=30.0)]
+    assert task.receive(1) == [Leave(within_s=30.0)]
     task.open.pop(3)
     task.leave()
     bed.look()
@@ -671,13 +676,13 @@ def test_retiring_task_gets_no_more_items(beds: Callable[..., Bed]) -> None:
     """Until it ends, it finishes what it has begun. The rest goes to others at once."""
     bed = beds(max_staleness=0, batch_size=4)
     retiring, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
-    other.hear(1)
+    other.receive(1)
     begun, *waiting = sorted(retiring.open)
     retiring.give_back(*waiting)
     for _ in range(2):
         bed.look()
-        assert retiring.hear(1) == []
-        other.hear(1)
+        assert retiring.receive(1) == []
+        other.receive(1)
     assert sorted(other.open) == [item for item in range(4) if item != begun]
     assert [one.leaving for one in bed.tasks.view().tasks] == [True, False]
     retiring.finish(begun)
@@ -704,7 +709,7 @@ def test_replaced_log_loses_only_its_task(
 ) -> None:
     bed = beds(max_staleness=0, batch_size=4)
     task, other = bed.begin(7, "0.1"), bed.begin(8, "0.1")
-    other.hear(1)
+    other.receive(1)
     task.finish(next(iter(task.open)))
     bed.look()
     replace_by(paths.rollout_requests(*task.place, 1), kind)
@@ -716,7 +721,7 @@ def test_replaced_log_loses_only_its_task(
     assert [one.task for one in bed.tasks.view().tasks] == ["rollout/8"]
     (lost,) = [reason for *who, reason in bed.told() if who == ["rollout/7", "lost"]]
     assert "not a regular file" in lost
-    other.hear(1)
+    other.receive(1)
     other.finish(*other.open)
     bed.look()
     assert len(bed.train()) == 4
@@ -734,7 +739,7 @@ def test_too_stale_groups_are_dropped_and_leases_withdrawn(beds: Callable[..., B
     for step in range(1, 4):
         fast.hold(f"{step - 1}.1")
         bed.look()
-        fast.hear(1)
+        fast.receive(1)
         if step == 2:
             slow.finish(old[0])
         elif fast.open:
@@ -745,7 +750,7 @@ def test_too_stale_groups_are_dropped_and_leases_withdrawn(beds: Callable[..., B
             bed.look()
             bed.ledger.finish("none", bed.ledger.finished[0])
         bed.train()
-    requests = slow.hear(1)
+    requests = slow.receive(1)
     assert Abort(lease="1.1", items=(old[1],)) in requests
     slow.open[old[1]] = "1.1"
     slow.finish(old[1])
@@ -775,10 +780,10 @@ def test_new_master_confirms_valid_leases(beds: Callable[..., Bed]) -> None:
     assert bed.train() == [0, 1, 2, 3]
     task.hold("1.1")
     bed.look()
-    assert [one.lease for one in task.hear(1) if isinstance(one, GenerateItems)] == ["1.2"]
+    assert [one.lease for one in task.receive(1) if isinstance(one, GenerateItems)] == ["1.2"]
     bed.restart()
     bed.look()
-    (confirm,) = task.hear(2)
+    (confirm,) = task.receive(2)
     assert isinstance(confirm, Confirm)
     (held,) = confirm.leases
     assert (held.lease, held.oldest) == ("1.1", "0.1")
@@ -799,10 +804,10 @@ def test_master_leases_no_items_before_it_knows_the_dataset(
         clock=lambda: bed.now,
     )
     task = bed.begin(0, "0.1")
-    assert task.hear(1) == []
+    assert task.receive(1) == []
     bed.tasks.start(rows)
     bed.look()
-    assert [type(one) for one in task.hear(1)] == [Confirm, GenerateItems]
+    assert [type(one) for one in task.receive(1)] == [Confirm, GenerateItems]
 
 
 @pytest.mark.parametrize(
@@ -854,7 +859,7 @@ def test_damaged_sample_is_generated_again(
     assert (event["task"], event["attempt"], event["item"]) == ("rollout/0", 0, lost)
     assert bed.tasks.metrics()["rollout/damaged"] == bed.tasks.view().damaged == 1
     assert lost not in bed.train()
-    task.hear(1)
+    task.receive(1)
     assert task.open == {lost: "1.2"}, "a late answer of the first lease does not count"
     task.finish(lost)
     bed.look()
@@ -879,7 +884,7 @@ def test_sample_damaged_after_its_check_fails_one_incarnation(
     task.finish(2)
     assert bed.train() == [], "nothing was read yet"
     bed.look()
-    task.hear(2)
+    task.receive(2)
     task.finish(1)
     bed.look()
     assert bed.train() == [0, 1]
@@ -931,9 +936,11 @@ def test_surplus_tasks_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
         bed.look()
     assert bed.now - began > 50
     assert (view.wanted, [one.leaving for one in view.tasks]) == (1, [False, True, True])
-    leaves = [[one for one in heard.hear(1) if isinstance(one, Leave)] for heard in (second, third)]
+    leaves = [
+        [one for one in heard.receive(1) if isinstance(one, Leave)] for heard in (second, third)
+    ]
     assert [[one.within_s for one in each] for each in leaves] == [[LEAVE_S], [LEAVE_S]]
-    assert not any(isinstance(one, Leave) for one in first.hear(1))
+    assert not any(isinstance(one, Leave) for one in first.receive(1))
     demand.set_wanted_tasks(bed.paths, "rollout", 0, MOST_COUNT)
     bed.look()
     assert bed.tasks.view().wanted == 0
@@ -944,8 +951,8 @@ MakeMaster: TypeAlias = Callable[[Settings, SampleLedger], RolloutTasks]
 
 @pytest.fixture
 def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
-    """The tasks as the master of a trial makes them, without a doorbell."""
-    monkeypatch.setattr(__main__, "fabric_bell", lambda *_: None)
+    """The tasks as the master of a trial makes them, without wake-ups."""
+    monkeypatch.setattr(__main__, "fabric_wakeups", lambda *_: None)
     make_private_directory(paths.rollouts)
 
     def make(settings: Settings, ledger: SampleLedger) -> RolloutTasks:
@@ -999,7 +1006,7 @@ def test_master_leases_items_according_to_the_settings(
         tasks.look((), 0)
     assert len(tasks.agents) == 1
     assert ledger.leased == leased
-    task.hear(1)
+    task.receive(1)
     assert len(task.open) == leased
 
 

@@ -14,8 +14,8 @@ import pytest
 from slurmrl import backoff
 from slurmrl.errors import EnvironmentFailure, ReportedError, WaitTimeoutError
 from slurmrl.plan.model import Plan
-from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.channel.wakeups import WakeupSocket
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.workers.master import worker_channel
@@ -32,8 +32,8 @@ from slurmrl.workers.messages import (
     Over,
     Preparing,
     Ready,
-    RingAt,
     RunCall,
+    WakeMaster,
 )
 from slurmrl.workers.polling import GONE_S
 
@@ -42,7 +42,7 @@ EARLY = 10**6
 """The number of an order before those of a test."""
 LOOPBACK = "127.0.0.1"
 LONGEST_S = 600.0
-"""Longer than a test: what is read before was rung for."""
+"""Longer than a test: what is read earlier was announced by a wake-up."""
 
 
 def hello(task: int, host: str = "") -> Hello:
@@ -88,7 +88,7 @@ class Site:
 
 @pytest.fixture
 def site(paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Site:
-    monkeypatch.setattr("slurmrl.run.channel.follower.RINGING_FIRST_POLL_S", 0.01)
+    monkeypatch.setattr("slurmrl.run.channel.follower.ANNOUNCED_FIRST_POLL_S", 0.01)
     return Site(paths, plans(hosts=2, per_host=2))
 
 
@@ -295,15 +295,15 @@ def test_messages_of_other_groups_are_not_taken_as_answers(
         site.channel.collect(5, "a call", 0.0)
 
 
-class RingingSite(Site):
-    """On a shared file system: two hosts and the master with bells."""
+class SharedSite(Site):
+    """On a shared file system: two hosts and the master with sockets."""
 
     def __init__(self, paths: RunPaths, plan: Plan) -> None:
-        self.bell = Bell(LOOPBACK)
-        self.bells = [Bell(LOOPBACK) for _ in range(2)]
-        super().__init__(paths, plan, bell=self.bell, longest_poll_s=LONGEST_S)
-        for task, (agent, bell) in enumerate(zip(self.agents, self.bells, strict=True)):
-            agent.append(replace(hello(task), bell=bell.address))
+        self.wakeups = WakeupSocket(LOOPBACK)
+        self.sockets = [WakeupSocket(LOOPBACK) for _ in range(2)]
+        super().__init__(paths, plan, wakeups=self.wakeups, longest_poll_s=LONGEST_S)
+        for task, (agent, wakeups) in enumerate(zip(self.agents, self.sockets, strict=True)):
+            agent.append(replace(hello(task), wakeups=wakeups.address))
         self.script = [
             lambda: self.agents[0].append(done(0, EARLY), done(1, EARLY), done(2, EARLY))
         ]
@@ -311,44 +311,44 @@ class RingingSite(Site):
         self.channel.collect(EARLY, "nothing", 30)
         self.reads: list[str] = []
 
-    def rung(self) -> list[bool]:
-        """Which agents were rung since the last time."""
-        heard = [bell.hear().sources for bell in self.bells]
-        assert all(sources <= {self.bell.address.source} for sources in heard)
+    def woken(self) -> list[bool]:
+        """Which agents got a wake-up since the last time."""
+        heard = [wakeups.receive().sources for wakeups in self.sockets]
+        assert all(sources <= {self.wakeups.address.source} for sources in heard)
         return [bool(sources) for sources in heard]
 
     def answer(self, task: int, *answers: FromAgent) -> None:
         self.agents[task].append(*answers)
-        self.bells[task].ring([self.bell.address])
+        self.sockets[task].wake([self.wakeups.address])
 
 
 @pytest.fixture
-def ringing(
+def shared(
     paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RingingSite]:
+) -> Iterator[SharedSite]:
     monkeypatch.setattr("slurmrl.run.channel.follower.is_local", lambda directory: False)
-    monkeypatch.setattr("slurmrl.run.channel.follower.RINGING_FIRST_POLL_S", LONGEST_S)
-    found = RingingSite(paths, plans(hosts=2, per_host=2))
+    monkeypatch.setattr("slurmrl.run.channel.follower.ANNOUNCED_FIRST_POLL_S", LONGEST_S)
+    found = SharedSite(paths, plans(hosts=2, per_host=2))
     yield found
-    for bell in (found.bell, *found.bells):
-        bell.close()
+    for wakeups in (found.wakeups, *found.sockets):
+        wakeups.close()
 
 
-def test_control_log_begins_with_the_masters_address(ringing: RingingSite) -> None:
-    assert ringing.posted() == [RingAt(bell=ringing.bell.address)]
+def test_control_log_begins_with_the_masters_address(shared: SharedSite) -> None:
+    assert shared.posted() == [WakeMaster(wakeups=shared.wakeups.address)]
 
 
-def test_agents_are_notified_after_every_post(ringing: RingingSite) -> None:
-    assert ringing.rung() == [False, False]
-    ringing.channel.post(Exit())
-    assert ringing.rung() == [True, True]
-    ringing.channel.end()
-    assert ringing.rung() == [True, True]
-    assert ringing.rung() == [False, False]
+def test_agents_are_notified_after_every_post(shared: SharedSite) -> None:
+    assert shared.woken() == [False, False]
+    shared.channel.post(Exit())
+    assert shared.woken() == [True, True]
+    shared.channel.end()
+    assert shared.woken() == [True, True]
+    assert shared.woken() == [False, False]
 
 
 def test_notification_causes_a_read_of_only_its_agents_log(
-    ringing: RingingSite, monkeypatch: pytest.MonkeyPatch
+    shared: SharedSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the answers of a thousand hosts cost a thousand looks, not a million."""
     read = LogReader.read
@@ -358,11 +358,11 @@ def test_notification_causes_a_read_of_only_its_agents_log(
         looks.append(int(reader.path.name.rpartition(".")[2]))
         return read(reader)
 
-    for task in (1, 0):  # after this, both are known to ring
-        ringing.answer(task, done(2 * task, 0), done(2 * task + 1, 0))
-    ringing.channel.collect(0, "a call", 30)
+    for task in (1, 0):  # after this, both are known to send wake-ups
+        shared.answer(task, done(2 * task, 0), done(2 * task + 1, 0))
+    shared.channel.collect(0, "a call", 30)
     monkeypatch.setattr(LogReader, "read", counting)
-    ringing.script = [lambda: ringing.answer(0, done(0, 1), done(1, 1))]
-    ringing.script += [lambda: ringing.answer(1, done(2, 1), done(3, 1))]
-    assert set(ringing.channel.collect(1, "a call", 30)) == {0, 1, 2, 3}
+    shared.script = [lambda: shared.answer(0, done(0, 1), done(1, 1))]
+    shared.script += [lambda: shared.answer(1, done(2, 1), done(3, 1))]
+    assert set(shared.channel.collect(1, "a call", 30)) == {0, 1, 2, 3}
     assert looks == [0, 1]

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""How late the ends of calls are noticed on a shared file system, with and without doorbells.
+"""How late the ends of calls are noticed on a shared file system, with and without wake-ups.
 
-scripts/bench/doorbells.py [--agents 8] [--workers 2] [--steps 4] [--pace 100 --pace 1000 ...]
+scripts/bench/wakeups.py [--agents 8] [--workers 2] [--steps 4] [--pace 100 --pace 1000 ...]
 
-Agents are forked processes around the log reader, the log and the bell of a real agent; a worker
+Agents are forked processes around the log reader, the log and the socket of a real agent; a worker
 is a process that sleeps for the duration of a call. The master is the one of a trial
 (`WorkerChannel`). Nothing uses inotify; polls have the intervals of a trial on ``--pace`` hosts.
 A step takes as long as its calls: what it takes beyond the time that its slowest worker spent in
 them is the loss: its median, in brackets the least and the most. A look of the master is a read of
 one agent's log: three file operations.
 
-Also how long the master takes to ring 1,000 agents.
+Also how long the master takes to wake 1,000 agents.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from forks import fork
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.run.channel import follower
-from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter, Message
 from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.channel.wakeups import WakeupSocket
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.workers.agent.incarnation import Replies
@@ -48,8 +48,8 @@ from slurmrl.workers.messages import (
     Done,
     Exit,
     Hello,
-    RingAt,
     RunCall,
+    WakeMaster,
 )
 from slurmrl.workers.polling import PollIntervals
 
@@ -57,7 +57,7 @@ GROUP = "trainer"
 LOOPBACK = "127.0.0.1"
 HEARTBEAT_S = 2.0
 TIMEOUT_S = 600.0
-RUNG_AT_ONCE = 1000
+WOKEN_AT_ONCE = 1000
 
 
 class Counted(LogReader):
@@ -83,9 +83,9 @@ def worker(pipe: Connection, rank: int) -> None:
 class Agent:
     """The loop of an agent (`Incarnation._relay`) without its other duties."""
 
-    def __init__(self, paths: RunPaths, task: int, workers: int, poll_s: float, bells: bool):
-        self.bell = Bell(LOOPBACK) if bells else None
-        self.replies = Replies(LogWriter(paths.agent_log(1, GROUP, task)), workers, self.bell)
+    def __init__(self, paths: RunPaths, task: int, workers: int, poll_s: float, sends: bool):
+        self.wakeups = WakeupSocket(LOOPBACK) if sends else None
+        self.replies = Replies(LogWriter(paths.agent_log(1, GROUP, task)), workers, self.wakeups)
         self.pipes: list[Connection] = []
         self.passed_on = -1
         for number in range(workers):
@@ -94,11 +94,14 @@ class Agent:
             fork(lambda: self.work(theirs, task * workers + number))  # noqa: B023 - it runs at once
             theirs.close()
         self.master = Follower(
-            [LogReader(paths.master_log(1))], paths.control, longest_poll_s=poll_s, bell=self.bell
+            [LogReader(paths.master_log(1))],
+            paths.control,
+            longest_poll_s=poll_s,
+            wakeups=self.wakeups,
         )
         identity = Identity(GROUP, task, attempt=0, host=f"n{task}", job="1", job_id="1")
-        where = self.bell.address if self.bell is not None else None
-        self.replies.send(Hello(agent=identity, bell=where))
+        where = self.wakeups.address if self.wakeups is not None else None
+        self.replies.send(Hello(agent=identity, wakeups=where))
 
     def work(self, pipe: Connection, rank: int) -> None:
         """A worker, which ends when its agent has: it holds none of the agent's ends."""
@@ -109,9 +112,9 @@ class Agent:
     def serve(self) -> None:
         while True:
             for order in map(CONTROL_LOG.from_json, self.master.read_due()):
-                if isinstance(order, RingAt):
-                    self.replies.ring_at(order.bell)
-                    self.master.listen_for(order.bell.source, 0)
+                if isinstance(order, WakeMaster):
+                    self.replies.wake_at(order.wakeups)
+                    self.master.listen_for(order.wakeups.source, 0)
                 elif isinstance(order, Exit):
                     return
                 else:
@@ -124,10 +127,10 @@ class Agent:
     def turn(self) -> None:
         timeout_s = min(self.master.pause_s(), self.replies.answers.wait_s())
         poller = select.poll()
-        for listener in (*self.pipes, *([self.bell] if self.bell is not None else [])):
+        for listener in (*self.pipes, *([self.wakeups] if self.wakeups is not None else [])):
             poller.register(listener.fileno(), select.POLLIN)
         ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-        if self.bell is not None and self.bell.fileno() in ready:
+        if self.wakeups is not None and self.wakeups.fileno() in ready:
             self.master.drain()
         received = [
             FROM_WORKER.from_json(answer)
@@ -142,8 +145,8 @@ class Agent:
             self.master.expect_news()
 
 
-def lost_ring(bell: Bell, others: object) -> None:
-    """Instead of `Bell.ring` where rings are cut off."""
+def lost_wakeup(wakeups: WakeupSocket, others: object) -> None:
+    """Instead of `WakeupSocket.wake` where wake-ups are lost."""
 
 
 def a_plan(agents: int, workers: int) -> Plan:
@@ -156,7 +159,7 @@ def a_plan(agents: int, workers: int) -> Plan:
         links=1,
     )
     return Plan(
-        experiment="doorbells", trial="1", groups=(group,), models={}, calls=(), evaluation_calls=()
+        experiment="wakeups", trial="1", groups=(group,), models={}, calls=(), evaluation_calls=()
     )
 
 
@@ -172,17 +175,19 @@ def a_step(channel: WorkerChannel, seconds: list[float]) -> tuple[float, float]:
     return time.perf_counter() - began, max(worked_s.values())
 
 
-def measure(options: argparse.Namespace, pace: int, *, bells: bool) -> str:
+def measure(options: argparse.Namespace, pace: int, *, sends: bool) -> str:
     poll_s = PollIntervals.of(pace, HEARTBEAT_S).poll_s
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         paths = RunPaths(Path(folder) / "run")
         for directory in paths.directories():
             make_private_directory(directory)
         plan = a_plan(options.agents, options.workers)
-        bell = Bell(LOOPBACK) if bells else None
-        channel = WorkerChannel(paths, plan, 1, lambda: None, longest_poll_s=poll_s, bell=bell)
+        wakeups = WakeupSocket(LOOPBACK) if sends else None
+        channel = WorkerChannel(
+            paths, plan, 1, lambda: None, longest_poll_s=poll_s, wakeups=wakeups
+        )
         agents = [
-            fork(lambda: Agent(paths, task, options.workers, poll_s, bells).serve())  # noqa: B023
+            fork(lambda: Agent(paths, task, options.workers, poll_s, sends).serve())  # noqa: B023
             for task in range(options.agents)
         ]
         for _ in range(3):
@@ -194,8 +199,8 @@ def measure(options: argparse.Namespace, pace: int, *, bells: bool) -> str:
         channel.post(Exit())
         for pid in agents:
             os.waitpid(pid, 0)
-        if bell is not None:
-            bell.close()
+        if wakeups is not None:
+            wakeups.close()
     losses = [100 * (took_s / worked_s - 1) for took_s, worked_s in times]
     return (
         f"loss {statistics.median(losses):6.2f} % ({min(losses):.2f} to {max(losses):.2f})"
@@ -203,15 +208,15 @@ def measure(options: argparse.Namespace, pace: int, *, bells: bool) -> str:
     )
 
 
-def ring_many(count: int) -> float:
-    """Return how long a round of rings takes, in milliseconds: the median of ten."""
-    ours, theirs = Bell(LOOPBACK), Bell(LOOPBACK)
+def wake_many(count: int) -> float:
+    """Return how long a round of wake-ups takes, in milliseconds: the median of ten."""
+    ours, theirs = WakeupSocket(LOOPBACK), WakeupSocket(LOOPBACK)
     times = []
     for _ in range(10):
         began = time.perf_counter()
-        ours.ring(count * [theirs.address])
+        ours.wake(count * [theirs.address])
         times.append(time.perf_counter() - began)
-        theirs.hear()
+        theirs.receive()
     return 1000 * statistics.median(times)
 
 
@@ -232,17 +237,17 @@ def main() -> None:
         f"{options.workers} workers, {options.steps} steps of {options.step_s:g} s and "
         f"{options.calls} calls"
     )
-    ring = Bell.ring
+    wake = WakeupSocket.wake
     for pace in options.pace or [100, 1000]:
-        for name, bells, function in (
-            ("no bells", False, ring),
-            ("rings cut off", True, lost_ring),
-            ("bells", True, ring),
+        for name, sends, function in (
+            ("no wake-ups", False, wake),
+            ("wake-ups lost", True, lost_wakeup),
+            ("wake-ups", True, wake),
         ):
-            Bell.ring = function  # type: ignore[method-assign]
-            print(f"{pace:6} hosts  {name:14} {measure(options, pace, bells=bells)}", flush=True)
-    Bell.ring = ring  # type: ignore[method-assign]
-    print(f"ringing {RUNG_AT_ONCE} bells takes {ring_many(RUNG_AT_ONCE):.1f} ms")
+            WakeupSocket.wake = function  # type: ignore[method-assign]
+            print(f"{pace:6} hosts  {name:14} {measure(options, pace, sends=sends)}", flush=True)
+    WakeupSocket.wake = wake  # type: ignore[method-assign]
+    print(f"waking {WOKEN_AT_ONCE} agents takes {wake_many(WOKEN_AT_ONCE):.1f} ms")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Doorbells: what a ring may cause, and what no datagram can."""
+"""Wake-ups: what they may cause, and what no datagram can."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.channel import bell as module
-from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
-from slurmrl.run.channel.follower import FIRST_POLL_S, RINGING_FIRST_POLL_S, SPARE_LOOKS, Follower
+from slurmrl.run.channel import wakeups as module
+from slurmrl.run.channel.follower import ANNOUNCED_FIRST_POLL_S, FIRST_POLL_S, SPARE_LOOKS, Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.channel.wakeups import TOKEN_BYTES, WakeupAddress, WakeupSocket
 
 LOOPBACK = "127.0.0.1"
 LONGEST_S = 30.0
@@ -39,25 +39,25 @@ class Looks(SystemCalls):
 
 
 class Site:
-    """A reader of three logs on a shared file system, whose writers have bells."""
+    """A reader of three logs on a shared file system, whose writers send wake-ups."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 0.0
         self.looks = Looks()
-        self.bell = Bell(LOOPBACK)
+        self.wakeups = WakeupSocket(LOOPBACK)
         self.writers = {name: LogWriter(folder / name) for name in "abc"}
-        self.bells = {name: Bell(LOOPBACK) for name in "abc"}
+        self.sockets = {name: WakeupSocket(LOOPBACK) for name in "abc"}
         readers = [LogReader(folder / name, calls=self.looks) for name in "abc"]
         self.follower = Follower(
-            readers, folder, longest_poll_s=LONGEST_S, bell=self.bell, clock=lambda: self.now
+            readers, folder, longest_poll_s=LONGEST_S, wakeups=self.wakeups, clock=lambda: self.now
         )
-        for place, bell in enumerate(self.bells.values()):
-            self.follower.listen_for(bell.address.source, place)
+        for place, wakeups in enumerate(self.sockets.values()):
+            self.follower.listen_for(wakeups.address.source, place)
         assert self.follower.read_due() == []
         self.looks.take()
 
-    def ring(self, name: str, address: BellAddress | None = None) -> None:
-        self.bells[name].ring([address or self.bell.address])
+    def wake(self, name: str, address: WakeupAddress | None = None) -> None:
+        self.sockets[name].wake([address or self.wakeups.address])
         self.arrived()
 
     def arrived(self) -> None:
@@ -65,9 +65,9 @@ class Site:
         assert readable, "no datagram arrived"
 
     def send(self, name: str, number: int) -> None:
-        """A writer appends, rings, and is read."""
+        """A writer appends, sends a wake-up, and is read."""
         self.writers[name].append({"n": number})
-        self.ring(name)
+        self.wake(name)
         assert self.follower.read_due() == [{"n": number}]
         self.looks.take()
 
@@ -77,8 +77,8 @@ class Site:
         return self.follower.read_due()
 
     def close(self) -> None:
-        for bell in (self.bell, *self.bells.values()):
-            bell.close()
+        for wakeups in (self.wakeups, *self.sockets.values()):
+            wakeups.close()
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def site(tmp_path: Path, shared: None) -> Iterator[Site]:
 
 def test_notification_costs_one_read_of_its_senders_log(site: Site) -> None:
     site.writers["b"].append({"n": 1})
-    site.ring("b")
+    site.wake("b")
     site.follower.drain()
     assert site.follower.woken
     assert site.follower.read_due() == [{"n": 1}]
@@ -107,10 +107,10 @@ def test_notification_costs_one_read_of_its_senders_log(site: Site) -> None:
 def test_only_a_valid_notification_ends_a_wait(site: Site) -> None:
     site.now += 1000.0
     site.follower.read()
-    stranger = Bell(LOOPBACK)
-    stranger.ring([site.bell.address])
-    site.ring("c")
-    site.follower.wait()  # the clock stands still: only a ring can end it
+    stranger = WakeupSocket(LOOPBACK)
+    stranger.wake([site.wakeups.address])
+    site.wake("c")
+    site.follower.wait()  # the clock stands still: only a wake-up can end it
     site.looks.take()
     assert site.follower.read_due() == []
     assert site.looks.take() == {"c": 1}
@@ -120,10 +120,10 @@ def test_only_a_valid_notification_ends_a_wait(site: Site) -> None:
 @pytest.mark.parametrize("size", [0, 1, TOKEN_BYTES - 1, TOKEN_BYTES, TOKEN_BYTES + 1, 1400])
 def test_forged_notification_causes_no_read(site: Site, size: int) -> None:
     """A token that is wrong, too short or too long, also one that begins with the right one."""
-    token = bytes.fromhex(site.bell.address.token)
+    token = bytes.fromhex(site.wakeups.address.token)
     for forged in (b"\0" * size, (token + b"\0" * size)[:size]):
         if forged != token:
-            site.bells["a"]._socket.sendto(forged, site.bell.address.source)
+            site.sockets["a"]._socket.sendto(forged, site.wakeups.address.source)
             site.arrived()
             assert site.follower.read_due() == []
             assert not site.follower.woken
@@ -131,8 +131,8 @@ def test_forged_notification_causes_no_read(site: Site, size: int) -> None:
 
 
 def test_valid_token_from_unknown_sender_causes_no_read(site: Site) -> None:
-    stranger = Bell(LOOPBACK)
-    stranger.ring([site.bell.address])
+    stranger = WakeupSocket(LOOPBACK)
+    stranger.wake([site.wakeups.address])
     site.arrived()
     assert site.follower.read_due() == []
     assert site.looks.take() == {}
@@ -140,46 +140,46 @@ def test_valid_token_from_unknown_sender_causes_no_read(site: Site) -> None:
 
 
 def test_notification_for_an_older_incarnation_is_ignored(site: Site) -> None:
-    """The new bell got the port of the old one."""
-    older = Bell(LOOPBACK)
-    site.ring("a", BellAddress(*site.bell.address.source, older.address.token))
+    """The new wakeups got the port of the old one."""
+    older = WakeupSocket(LOOPBACK)
+    site.wake("a", WakeupAddress(*site.wakeups.address.source, older.address.token))
     assert site.follower.read_due() == []
     assert site.looks.take() == {}
     older.close()
 
 
 def test_dead_port_does_not_block_other_notifications(site: Site) -> None:
-    dead = Bell(LOOPBACK)
+    dead = WakeupSocket(LOOPBACK)
     address = dead.address
     dead.close()
     for _ in range(3):
         site.writers["a"].append({"n": 1})
-        site.bells["a"].ring([address, site.bell.address, address])
+        site.sockets["a"].wake([address, site.wakeups.address, address])
         site.arrived()
         assert site.follower.read_due() == [{"n": 1}]
 
 
 def test_receiver_never_replies_to_notifications(site: Site) -> None:
-    site.ring("a")
+    site.wake("a")
     site.follower.read_due()
-    assert not select.select([site.bells["a"]], [], [], 0)[0]
+    assert not select.select([site.sockets["a"]], [], [], 0)[0]
 
 
 def test_each_receiver_has_its_own_token(site: Site) -> None:
-    tokens = {bell.address.token for bell in (site.bell, *site.bells.values())}
+    tokens = {wakeups.address.token for wakeups in (site.wakeups, *site.sockets.values())}
     assert len(tokens) == 4
-    assert {bell.address.host for bell in site.bells.values()} == {LOOPBACK}
+    assert {wakeups.address.host for wakeups in site.sockets.values()} == {LOOPBACK}
 
 
 def test_lost_notification_delays_messages_by_at_most_one_poll(site: Site) -> None:
-    """And the next lost one by no more than without bells: polls are quick again."""
+    """And the next lost one by no more than without wake-ups: polls are quick again."""
     site.send("a", 0)
     began = site.now
     site.writers["a"].append({"n": 1})
     while not (news := site.poll()):
         pass
     assert news == [{"n": 1}]
-    assert site.now - began <= RINGING_FIRST_POLL_S
+    assert site.now - began <= ANNOUNCED_FIRST_POLL_S
     began = site.now
     site.writers["a"].append({"n": 2})
     assert site.poll() == [{"n": 2}]
@@ -194,7 +194,7 @@ def test_notification_flood_causes_no_more_reads_than_polling(site: Site) -> Non
     polls = 20
     for _ in range(polls):
         for _ in range(100):
-            site.ring("a")
+            site.wake("a")
             assert site.follower.read_due() == []
         assert site.poll() == []
     looks = site.looks.take()
@@ -208,14 +208,14 @@ def test_notification_flood_causes_no_more_reads_than_polling(site: Site) -> Non
 def test_overflow_of_notifications_makes_the_follower_read_all_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand agents that answer at once overflow the buffer of the master's bell."""
+    """A thousand agents that answer at once overflow the buffer of the master's wakeups."""
     monkeypatch.setattr(module, "RECEIVE_BUFFER_BYTES", 1)  # the kernel's least
     site = Site(tmp_path)
     for writer in site.writers.values():
         writer.append({"n": 1})
     for _ in range(100):
-        site.ring("a")
-    site.ring("b")
+        site.wake("a")
+    site.wake("b")
     assert site.follower.read_due() == 3 * [{"n": 1}]
     assert site.looks.take() == {"a": 1, "b": 1, "c": 1}
     site.close()
@@ -239,13 +239,13 @@ def test_notification_address_is_checked_before_use(
 ) -> None:
     """A host name would be looked up, which can block for seconds."""
     good = {"host": LOOPBACK, "port": 9, "token": "0f" * TOKEN_BYTES}
-    assert documents.to_json(documents.from_json(BellAddress, good, "a log")) == good
+    assert documents.to_json(documents.from_json(WakeupAddress, good, "a log")) == good
     with pytest.raises(CorruptFileError, match=message):
-        documents.from_json(BellAddress, {**good, **changes}, "a log")
+        documents.from_json(WakeupAddress, {**good, **changes}, "a log")
 
 
 def test_receiver_needs_an_address_of_this_host() -> None:
     with pytest.raises(OSError, match="Cannot assign"):
-        Bell("192.0.2.1")
+        WakeupSocket("192.0.2.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         other.bind((LOOPBACK, 0))  # nothing is left behind that could not be bound again

@@ -1,9 +1,9 @@
 """Wake-ups: datagrams that say that the sender's log has grown, and the addresses they use.
 
 They are only a hint, sent once and never answered: readers poll the logs anyway, and only the files
-count. Each receiver has a *bell*, and a sender *rings* it: it sends the bell's secret token. The
-sender's address says which log has grown. The master, the agents and the rollout tasks each have a
-bell at their host's address on the network between the hosts.
+count. A wake-up is the receiver's secret token; the sender's address says which log has grown. The
+master, the agents and the rollout tasks each have a socket at their host's address on the network
+between the hosts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Source: TypeAlias = tuple[str, int]
 """Address and port."""
 
 TOKEN_BYTES = 16
-RINGS_AT_ONCE = 4096
+WAKEUPS_AT_ONCE = 4096
 """Maximum number of datagrams received in one call, so that the caller can do other work."""
 RECEIVE_BUFFER_BYTES = 1 << 20
-"""Requested buffer for rings that arrive while logs are read; the kernel may grant less."""
+"""Requested buffer for wake-ups that arrive while logs are read; the kernel may grant less."""
 LOOK_S = 0.02
-"""Minimum time between two reads of files that rings cause, however many rings arrive."""
+"""Minimum time between two reads of files that wake-ups cause, however many arrive."""
 SEND_S = 0.01
-"""Maximum wait for room in the kernel's buffer, in each round of rings."""
+"""Maximum wait for room in the kernel's buffer, in each call of `wake`."""
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("9I")
 _DROPS = 8
@@ -64,8 +64,8 @@ TOKEN = FieldType(f"{2 * TOKEN_BYTES} hexadecimal digits", _is_token)
 
 
 @dataclass(frozen=True)
-class BellAddress:
-    """Address and token of a bell. It is secret because of the token."""
+class WakeupAddress:
+    """Address and token of a socket. It is secret because of the token."""
 
     host: Annotated[str, ADDRESS]
     port: Annotated[int, PORT]
@@ -73,22 +73,22 @@ class BellAddress:
 
     @property
     def source(self) -> Source:
-        """The address from which this bell's owner sends its rings."""
+        """The address from which the owner of the socket sends its wake-ups."""
         return self.host, self.port
 
 
 @dataclass(frozen=True)
-class Rings:
-    """The wake-ups that `hear` has received since its last call."""
+class Wakeups:
+    """The wake-ups since the last call of `receive`."""
 
     sources: frozenset[Source]
-    """The addresses that sent rings with the right token."""
+    """The addresses that sent wake-ups with the right token."""
     overflowed: bool
-    """Whether the kernel dropped datagrams, some of which may have been rings."""
+    """Whether the kernel dropped datagrams, some of which may have been wake-ups."""
 
 
-class Bell:
-    """A bell on a free port of ``address``. Raises OSError."""
+class WakeupSocket:
+    """A socket for wake-ups on a free port of ``address``. Raises OSError."""
 
     def __init__(self, address: str) -> None:
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -103,18 +103,18 @@ class Bell:
             raise
 
     @property
-    def address(self) -> BellAddress:
+    def address(self) -> WakeupAddress:
         host, port = self._socket.getsockname()
-        return BellAddress(host, port, self._token.hex())
+        return WakeupAddress(host, port, self._token.hex())
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `hear` has something to receive."""
+        """Return a descriptor that is readable when `receive` has something to return."""
         return self._socket.fileno()
 
-    def hear(self) -> Rings:
-        """Receive the rings that have arrived, without waiting. Drop other datagrams."""
+    def receive(self) -> Wakeups:
+        """Return the wake-ups that have arrived, without waiting. Drop other datagrams."""
         sources = set()
-        for _ in range(RINGS_AT_ONCE):
+        for _ in range(WAKEUPS_AT_ONCE):
             try:
                 token, source = self._socket.recvfrom(TOKEN_BYTES + 1)
             except OSError:  # none left, or the network is down
@@ -122,10 +122,10 @@ class Bell:
             if hmac.compare_digest(token, self._token):
                 sources.add(source)
         drops, self._drops = self._drops, self._count_drops()
-        return Rings(frozenset(sources), overflowed=self._drops != drops)
+        return Wakeups(frozenset(sources), overflowed=self._drops != drops)
 
-    def ring(self, others: Iterable[BellAddress]) -> None:
-        """Ring other bells. A ring that cannot be sent is lost."""
+    def wake(self, others: Iterable[WakeupAddress]) -> None:
+        """Send wake-ups. One that cannot be sent is lost."""
         patience_s = SEND_S
         for other in others:
             with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ class Bell:
     def close(self) -> None:
         self._socket.close()
 
-    def _send(self, other: BellAddress) -> None:
+    def _send(self, other: WakeupAddress) -> None:
         self._socket.sendto(bytes.fromhex(other.token), other.source)
 
     def _count_drops(self) -> int:
@@ -217,19 +217,19 @@ def fabric_address(interface: str | None, hosts: int) -> str:
     return address
 
 
-def install_bell(control: Path, interface: str | None, hosts: int) -> Bell | None:
-    """Return a bell on this host's fabric address for the logs in ``control``.
+def open_wakeups(control: Path, interface: str | None, hosts: int) -> WakeupSocket | None:
+    """Return a socket on this host's fabric address for wake-ups about the logs in ``control``.
 
-    Return None if the kernel reports changes of these logs, or if no bell is possible; then they
-    are only polled.
+    Return None if the kernel reports changes of these logs, or if wake-ups are impossible; then
+    the logs are only polled.
     """
-    return None if is_local(control) else fabric_bell(interface, hosts)
+    return None if is_local(control) else fabric_wakeups(interface, hosts)
 
 
-def fabric_bell(interface: str | None, hosts: int) -> Bell | None:
-    """Return a bell on this host's fabric address; None if no bell is possible."""
+def fabric_wakeups(interface: str | None, hosts: int) -> WakeupSocket | None:
+    """Return a socket on this host's fabric address; None if wake-ups are impossible."""
     try:
-        return Bell(fabric_address(interface, hosts))
+        return WakeupSocket(fabric_address(interface, hosts))
     except (EnvironmentFailure, OSError) as error:
         logger.warning("no wake-ups, so messages are found only by polling: %s", error)
         return None
