@@ -28,7 +28,7 @@ import torch.distributed as dist
 from spread import Spread
 from torch import Tensor
 
-from slurmrl.algorithms.sft import sft_loss
+from slurmrl.algorithms.supervised import sft_loss
 from slurmrl.config.schema.roles import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES

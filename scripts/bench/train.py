@@ -124,7 +124,7 @@ def slurmrl_steps(folder: Path, gpu: bool) -> Step:
     import torch
     from torch import Tensor
 
-    from slurmrl.algorithms.sft import sft_loss
+    from slurmrl.algorithms.supervised import sft_loss
     from slurmrl.config.schema.roles import Model
     from slurmrl.data.sample import SequenceSample
     from slurmrl.engines import ENGINES

@@ -9,7 +9,7 @@ from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_cal
 from slurmrl.config.schema import Config, PositiveFloat
 from slurmrl.plan.dataflow import Call, Measure, Method, RoleUse
 
-SUPERVISED = "slurmrl.algorithms.sft:SFTInterface"
+SUPERVISED = "slurmrl.algorithms.supervised:SFTInterface"
 
 
 class SFT(AlgorithmSchema):
@@ -53,7 +53,7 @@ class SFT(AlgorithmSchema):
         return {"loss": Measure.LOSS, "perplexity": Measure.PERPLEXITY}
 
 
-DISTILLED = "slurmrl.algorithms.distill:DistillInterface"
+DISTILLED = "slurmrl.algorithms.supervised:DistillInterface"
 DISTILL_METRICS = ("entropy", "importance_ratio")
 
 

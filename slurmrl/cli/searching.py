@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from slurmrl.plan.estimates.hardware import Hardware
     from slurmrl.plan.estimates.step_seconds import StepSeconds
     from slurmrl.plan.settings import Settings
-    from slurmrl.search.allowed_changes import Load, Searched
+    from slurmrl.search.answers import Load, Searched
     from slurmrl.search.best_layouts import Answer, SearchRequest
 
 ASSUMED_GPU = "h100"
@@ -153,7 +153,7 @@ def search(
 
     The exit code is 2 if no combination fits.
     """
-    from slurmrl.search import presenting
+    from slurmrl.search import answers as presenting
 
     path = Path(config)
     if gpus and nodes:
@@ -292,8 +292,8 @@ def _search(
     from slurmrl.plan.estimates.hardware import hardware_of
     from slurmrl.plan.estimates.step_seconds import predict_step
     from slurmrl.plan.settings import load_settings
-    from slurmrl.search.allowed_changes import named_changes
-    from slurmrl.search.allowed_changes import search as best
+    from slurmrl.search.answers import named_changes
+    from slurmrl.search.answers import search as best
     from slurmrl.search.best_layouts import fits_into_memory
 
     allowed = named_changes(wanted.allow)
@@ -378,7 +378,7 @@ def faster_layout(settings: Settings, load: Callable[..., Settings]) -> list[str
     from slurmrl.plan.estimates.call_costs import placed_models
     from slurmrl.plan.estimates.hardware import hardware_of
     from slurmrl.plan.estimates.step_seconds import predict_step
-    from slurmrl.search.allowed_changes import search as best
+    from slurmrl.search.answers import search as best
 
     hardware = hardware_of(settings.config.cluster)
     if hardware is None or settings.source.writes("allocation_mode"):

@@ -28,7 +28,7 @@ from slurmrl.display.terminal import hanging, plain, row_lines, table, width
 if TYPE_CHECKING:
     from slurmrl.config.source import KeyPath
     from slurmrl.desk.doctor import Check
-    from slurmrl.desk.site_profile import Question, Survey
+    from slurmrl.desk.initial_files import Question, Survey
 
 SITE = "site"
 LEAVE_OUT = "-"
@@ -94,10 +94,10 @@ def init(kind: str, output: Path | None, name: str | None, yes: bool, force: boo
         return _site(name, yes=yes, force=force)
     if name is not None or yes:
         raise click.UsageError("--name and --yes belong to slurmrl init site")
-    from slurmrl.desk import starter
+    from slurmrl.desk import initial_files
 
-    made = starter.starter_files(kind, output or Path(f"{kind}.yaml"))
-    written = starter.write_files(made, force=force)
+    made = initial_files.starter_files(kind, output or Path(f"{kind}.yaml"))
+    written = initial_files.write_files(made, force=force)
     config = next(iter(made))
     there = f"{', '.join(map(str, made))} exist already with this content"
     click.echo(f"wrote {', '.join(map(str, written))}" if written else there)
@@ -114,8 +114,8 @@ def _known(typed: str) -> list[Any]:
 
 def _site(name: str | None, *, yes: bool, force: bool) -> int:
     from slurmrl.config import profiles
-    from slurmrl.desk import site_profile, starter
-    from slurmrl.desk.site_profile import survey
+    from slurmrl.desk import initial_files
+    from slurmrl.desk.initial_files import survey
     from slurmrl.fsio import atomic
 
     path = profiles.file_of(name or profiles.DEFAULT)
@@ -128,13 +128,13 @@ def _site(name: str | None, *, yes: bool, force: bool) -> int:
     if not yes:
         click.echo(f"\nEnter accepts the proposal in brackets; {LEAVE_OUT} leaves a setting out.")
     questions, values = _answers(found, yes=yes)
-    text = site_profile.render_profile(questions, values, cluster=found.cluster)
+    text = initial_files.render_profile(questions, values, cluster=found.cluster)
     click.echo(f"\n{text}")
     if not yes and not click.confirm(f"Write this to {path}?", default=True):
         click.echo("nothing was written")
         return 0
     atomic.make_private_directory(path.parent)
-    starter.write_files({path: text}, force=force)
+    initial_files.write_files({path: text}, force=force)
     click.echo(f"wrote {path}; slurmrl doctor --job checks the compute nodes")
     return 0
 
@@ -154,7 +154,7 @@ def _tell(found: Survey) -> None:
 
 def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath, Any]]:
     """Ask everything, or take the proposals."""
-    from slurmrl.desk import site_profile as asked
+    from slurmrl.desk import initial_files as asked
 
     values: dict[KeyPath, Any] = {}
     first = list(asked.first_questions(found, _root()))
@@ -168,7 +168,7 @@ def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath,
 
 
 def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: bool) -> None:
-    from slurmrl.desk.site_profile import doubt, value_of
+    from slurmrl.desk.initial_files import doubt, value_of
 
     if not yes:
         click.echo(f"\n{question.about}")
@@ -227,11 +227,11 @@ def list_examples(output: Path | None, as_json: bool) -> int:
 
     The addition examples train a small model on CPUs within minutes, without a network.
     """
-    from slurmrl.desk import starter
+    from slurmrl.desk import initial_files
 
-    found = dict(starter.examples())
+    found = dict(initial_files.examples())
     if output is not None:
-        starter.copy_examples(output)
+        initial_files.copy_examples(output)
     if as_json:
         click.echo(json.dumps({"examples": found, "folder": str(output) if output else None}))
         return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.documents import COUNT, TEXT, Fields, table
 from slurmrl.run import metrics
 from slurmrl.run.history.slots import History
@@ -125,7 +125,7 @@ def checkpoint_of(paths: RunPaths, model: Path) -> re.Match[str] | None:
 
 def _head(summary: Path) -> dict[str, Any]:
     """Return a summary without its scores, which may be very many."""
-    with lines.opened(summary) as file:
+    with documents.opened(summary) as file:
         parts: list[bytes] = []
         for raw in file.forward():
             if raw == SCORES:

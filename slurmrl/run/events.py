@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import cause
 from slurmrl.fsio.documents import COUNT, INTEGER, NUMBER, SECONDS, TEXT, Fields, list_of
 from slurmrl.run.paths import RunPaths
@@ -121,7 +121,7 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
     """Return the first and last events of one writer, or all if the file is short."""
     path = paths.event_file(writer)
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             if file.size <= 2 * END_BYTES:
                 return _parse(file.forward(), path)
             first = _parse(file.forward(stop=END_BYTES), path)
@@ -139,7 +139,7 @@ def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
     path = paths.event_file(writer)
     sought = json.dumps(kind).encode()
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             found = _parse((line for line in file.forward() if sought in line), path)
     except FileNotFoundError:
         return []
@@ -171,7 +171,7 @@ class EventReader:
     def _new(self, name: str) -> list[Event]:
         path = self._paths.event_file(name.removesuffix(SUFFIX))
         try:
-            with lines.opened(path) as file:
+            with documents.opened(path) as file:
                 read = self._offsets.get(name, 0)
                 begin = read if read <= file.size else 0  # a new file, made after a deletion
                 found = _parse(file.forward(begin), path)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.documents import INTEGER, Fields
 
 STEP_S = "time/total"
@@ -38,7 +38,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = lines.LineWriter(path)
+        self._file = documents.LineWriter(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Append a line. Raises EnvironmentFailure; the write can be retried."""
@@ -67,7 +67,7 @@ def cut(path: Path, last_step: int) -> None:
     end, no further than needed.
     """
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             end, mixed = _cut_at(file, last_step)
             if mixed:
                 whole = file.forward()
@@ -81,7 +81,7 @@ def cut(path: Path, last_step: int) -> None:
         atomic.truncate(path, end)
 
 
-def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
+def _cut_at(file: documents.LineFile, last_step: int) -> tuple[int, bool]:
     """Return where the lines to keep end, and whether some lines before this place must go.
 
     This happens if the master of an earlier incarnation was still writing at the same time as the
@@ -102,7 +102,7 @@ def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return all complete lines; none if the file does not exist yet."""
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             return list(_parsed(file.forward(), path))
     except FileNotFoundError:
         return []
@@ -111,7 +111,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
     """Return the last ``n`` lines, oldest first, from at most the last LATEST_BYTES."""
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             newest = (raw for _, raw in file.backward(max(0, file.size - LATEST_BYTES)))
             return list(islice(_parsed(newest, path), n))[::-1]
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def read_between(path: Path, after: int, last: int) -> list[dict[str, Any]]:
     """
     found: dict[int, dict[str, Any]] = {}
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             for line in _parsed((raw for _, raw in file.backward()), path):
                 if line["step"] <= after:
                     break
@@ -147,7 +147,7 @@ def read_evaluation(path: Path, n: int) -> dict[str, Any]:
     Other lines are not parsed.
     """
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             newest = (raw for _, raw in file.backward(max(0, file.size - LATEST_BYTES)))
             evaluated = (raw for raw in islice(newest, n) if _EVALUATION in raw)
             return next(_parsed(evaluated, path), {})
@@ -162,7 +162,7 @@ def read_values(path: Path, name: str) -> Iterator[float]:
     """
     value = re.compile(rb'[{ ]"%b": (-?[0-9.e+-]+)[,}]' % re.escape(name.encode()))
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             for raw in file.forward():
                 for number in value.findall(raw):
                     with suppress(ValueError):

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.backoff import READ_S, retry
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.atomic import make_private_directory, replace
 from slurmrl.fsio.calls import REAL, SystemCalls, corrupt, opened, unreadable
 from slurmrl.fsio.documents import FILE_NAME, SIZE, Fields, table
@@ -57,7 +57,7 @@ class KeptSampleWriter:
         self._incarnation = incarnation
         self._calls = calls
         self._index = self._new_file(f"{first:08d}", "index")
-        self._files: dict[str, lines.LineWriter] = {}
+        self._files: dict[str, documents.LineWriter] = {}
 
     def begin(self) -> None:
         """Create the index. Samples of earlier incarnations from its step on no longer count."""
@@ -73,11 +73,11 @@ class KeptSampleWriter:
         place = {"file": file.path.name, "start": start, "stop": start + len(rows)}
         self._append(self._index, encode({"step": step, **place}))
 
-    def _new_file(self, name: str, suffix: str) -> lines.LineWriter:
+    def _new_file(self, name: str, suffix: str) -> documents.LineWriter:
         path = self._folder / f"{name}.{self._incarnation}.{suffix}"
-        return lines.LineWriter(path, calls=self._calls)
+        return documents.LineWriter(path, calls=self._calls)
 
-    def _append(self, file: lines.LineWriter, data: bytes) -> int:
+    def _append(self, file: documents.LineWriter, data: bytes) -> int:
         """Append to a file. Its folder is made again if a user or a purge has removed it."""
         atomic.make_private_directory(self._folder, calls=self._calls)
         return file.write(data)
@@ -110,7 +110,7 @@ def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
 
 def _lines(index: Path) -> Iterator[dict[str, Any]]:
     """Return the lines of an index, without lines that a kill or a full disk has cut off."""
-    with suppress(FileNotFoundError), lines.opened(index) as file:
+    with suppress(FileNotFoundError), documents.opened(index) as file:
         for raw in file.forward():
             with suppress(CorruptFileError):
                 yield documents.parse(raw, index, FIELDS, FIELDS)

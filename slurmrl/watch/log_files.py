@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 from slurmrl.backoff import Backoff
 from slurmrl.errors import NameExistsError, UnknownNameError, UsageError
-from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import corrupt
-from slurmrl.fsio.lines import LineFile
+from slurmrl.fsio.documents import LineFile
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.registry import near
 from slurmrl.run import keys
@@ -257,7 +257,7 @@ class OutputReader:
 
     def _new_lines(self, path: Path, torn: bool) -> Iterator[bytes]:
         read, offset = self._read.get(path, (0, 0))
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             now = part(file.first(HEAD_BYTES))
             if now.number != read:
                 yield from self._rotated_lines(path, now.number, read, offset)
@@ -268,7 +268,7 @@ class OutputReader:
     def _rotated_lines(self, path: Path, now: int, read: int, offset: int) -> Iterator[bytes]:
         """Yield the lines of the previous part that were not read yet."""
         try:
-            with lines.opened(rotated(path)) as file:
+            with documents.opened(rotated(path)) as file:
                 before = part(file.first(HEAD_BYTES))
                 if before.number >= now:
                     return  # rotation is under way: the file itself still has all lines
@@ -315,13 +315,13 @@ class _Tail:
 
     def start(self) -> tuple[int, int]:
         """Return part and offset; (0, 0) for the beginning of the previous part."""
-        with lines.opened(self._path) as file:
+        with documents.opened(self._path) as file:
             now = part(file.first(HEAD_BYTES))
             offset = self._search(file)
         if offset is not None:
             return now.number, offset
         try:
-            with lines.opened(rotated(self._path)) as file:
+            with documents.opened(rotated(self._path)) as file:
                 before = part(file.first(HEAD_BYTES))
                 offset = self._search(file) if before.number < now.number else None
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.algorithms.scalars import PolicyScalars
-from slurmrl.algorithms.sft import SFTInterface
+from slurmrl.algorithms.supervised import SFTInterface
 from slurmrl.config.schema import Config, Dataset, Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.settings import Settings

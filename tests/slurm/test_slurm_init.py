@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slurmrl.desk import site_profile
-from slurmrl.desk.site_profile import survey
+from slurmrl.desk import initial_files
+from slurmrl.desk.initial_files import survey
 from tests.slurm.conftest import GPUS, NODES
 
 
@@ -15,5 +15,5 @@ def test_init_site_reads_cluster_information() -> None:
     assert (main.is_default, main.is_up, main.hosts) == (True, True, NODES)
     assert (main.most_gpus, main.kinds[0].cpus) == (GPUS, 8)
     assert any(line.startswith(("your accounts", "accounts")) for line in found.missing)
-    asked = site_profile.first_questions(found, "/shared/runs")
+    asked = initial_files.first_questions(found, "/shared/runs")
     assert [one.proposal for one in asked] == ["/shared/runs", "main"]

@@ -36,7 +36,7 @@ class HeldSFT(SFT):
 
 class HeldInterface(Interface):
     def train_step(self, engine, sample, context):
-        from slurmrl.algorithms.sft import SFTInterface
+        from slurmrl.algorithms.supervised import SFTInterface
 
         allowed = Path(context.settings.algorithm.allowed)
         while context.step > int(allowed.read_text()):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.errors import CorruptFileError, UsageError
-from slurmrl.fsio import documents, lines
+from slurmrl.fsio import documents
 from slurmrl.fsio.documents import (
     INTEGER,
     NUMBER,
@@ -284,7 +284,7 @@ def _rows(place: SamplePlace) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a step; damaged ones are left out."""
     path = place.path
     try:
-        with lines.opened(path) as file:
+        with documents.opened(path) as file:
             for raw in file.forward(place.start, place.stop):
                 try:
                     yield documents.parse(raw, path, FIELDS, ("step", "prompt", "completion"))

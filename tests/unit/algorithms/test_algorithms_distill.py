@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.distill import distill_loss
+from slurmrl.algorithms.supervised import distill_loss
 from slurmrl.algorithms.supervised_schema import Distill
 from slurmrl.data.sample import SequenceSample
 

@@ -28,7 +28,7 @@ from slurmrl.algorithms.rollout_sampling import (
     sampling_keys,
 )
 from slurmrl.algorithms.rule_reward import RuleRewardInterface, decode_completions, last_turns
-from slurmrl.algorithms.sft import SFTInterface
+from slurmrl.algorithms.supervised import SFTInterface
 from slurmrl.config.schema import Dataset, Evaluation, Logging, Reward, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmrl.algorithms.policy.hyperparameters import Objective
 from slurmrl.algorithms.policy.objective import MASK, kl_estimate, policy_loss, value_loss
-from slurmrl.algorithms.sft import cross_entropy
+from slurmrl.algorithms.supervised import cross_entropy
 from slurmrl.data.sample import SequenceSample
 
 LENGTHS = [5, 2, 4, 1, 3]

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slurmrl.algorithms.base import CallContext, Interface
-from slurmrl.algorithms.distill import DistillInterface
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout_calls import RolloutInterface
+from slurmrl.algorithms.supervised import DistillInterface
 from slurmrl.algorithms.supervised_schema import Distill
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk import starter
+from slurmrl.desk import initial_files
 from slurmrl.errors import EnvironmentFailure, UsageError
 
 
 def test_every_example_has_a_description() -> None:
-    found = dict(starter.examples())
+    found = dict(initial_files.examples())
     assert {"sft.yaml", "grpo.yaml", "custom/reward.yaml"} <= set(found)
     assert all(10 < len(text) < 120 for text in found.values()), found
     assert found["grpo.yaml"] == "GRPO on two-digit sums, from the model of sft.yaml"
@@ -25,24 +25,24 @@ def test_copied_example_appears_complete_or_not_at_all(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(starter.copying, "copy", killed)
+        patch.setattr(initial_files.copying, "copy", killed)
         with pytest.raises(KeyboardInterrupt):
-            starter.copy_examples(target)
+            initial_files.copy_examples(target)
     assert list(tmp_path.iterdir()) == []
     target.mkdir()
-    starter.copy_examples(target)  # an empty folder may be there
+    initial_files.copy_examples(target)  # an empty folder may be there
     assert {path.name for path in tmp_path.iterdir()} == {"examples"}
     names = {path.name for path in target.iterdir()}
     assert {"addition", "custom", "tools", "sft.yaml"} <= names
     assert "data" not in names
     (target / "sft.yaml").write_text("mine")
     with pytest.raises(UsageError, match="exists: --output names another"):
-        starter.copy_examples(target)
+        initial_files.copy_examples(target)
     assert (target / "sft.yaml").read_text() == "mine"
 
 
 def test_missing_examples_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the copy in a run directory is."""
-    monkeypatch.setattr(starter, "EXAMPLES", tmp_path / "examples")
+    monkeypatch.setattr(initial_files, "EXAMPLES", tmp_path / "examples")
     with pytest.raises(EnvironmentFailure, match="without its examples"):
-        starter.copy_examples(tmp_path / "copy")
+        initial_files.copy_examples(tmp_path / "copy")

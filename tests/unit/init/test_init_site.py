@@ -10,8 +10,8 @@ import pytest
 from slurmrl.config.load import validate
 from slurmrl.config.schema import Profile
 from slurmrl.config.source import KeyPath, read
-from slurmrl.desk import site_profile
-from slurmrl.desk.site_profile import (
+from slurmrl.desk import initial_files
+from slurmrl.desk.initial_files import (
     NetworkInterface,
     Question,
     Survey,
@@ -41,9 +41,9 @@ def found(**more: Any) -> Survey:
 
 
 def ask(survey: Survey, partition: str | None = None, modules: str = "") -> list[Question]:
-    first = list(site_profile.first_questions(survey, "/shared/runs"))
+    first = list(initial_files.first_questions(survey, "/shared/runs"))
     chosen = first[1].proposal if partition is None else partition
-    return [*first, *site_profile.further_questions(survey, chosen, modules)]
+    return [*first, *initial_files.further_questions(survey, chosen, modules)]
 
 
 def proposals(asked: list[Question]) -> dict[str, str]:
@@ -83,13 +83,13 @@ def test_only_the_root_is_proposed_without_slurm() -> None:
 def test_written_profile_contains_the_answers(partition: str, tmp_path: Path) -> None:
     asked = ask(found(), partition, "cuda/12.4")
     values = answered(asked)
-    values[site_profile.PARTITION] = partition
+    values[initial_files.PARTITION] = partition
     path = tmp_path / "default.yaml"
-    path.write_text(site_profile.render_profile(asked, values, cluster="big"))
+    path.write_text(initial_files.render_profile(asked, values, cluster="big"))
     source = read(path)
     made, problems = validate(Profile, source)
     assert problems == []
-    assert source.values == site_profile.nested(values)
+    assert source.values == initial_files.nested(values)
     assert made is not None
     assert made.cluster.slurm.setup == ("module load cuda/12.4",)
     assert max(map(len, path.read_text().splitlines())) <= 100
@@ -98,7 +98,7 @@ def test_written_profile_contains_the_answers(partition: str, tmp_path: Path) ->
 def test_profile_may_contain_only_the_root(tmp_path: Path) -> None:
     asked = ask(Survey())
     path = tmp_path / "default.yaml"
-    path.write_text(site_profile.render_profile(asked, answered(asked)))
+    path.write_text(initial_files.render_profile(asked, answered(asked)))
     assert read(path).values == {"root": "/shared/runs"}
     assert "# cluster:\n" in path.read_text()
 
@@ -106,9 +106,9 @@ def test_profile_may_contain_only_the_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["no", "1:30", "007", "a: b", 'say "hi" # x', "[x]", "~", "é"])
 def test_every_answer_reads_back_equal(text: str, tmp_path: Path) -> None:
     path, value = tmp_path / "default.yaml", [text, "a, b"]
-    asked = [Question(site_profile.SETUP, "Lines.")]
-    path.write_text(site_profile.render_profile(asked, {site_profile.SETUP: value}))
-    assert read(path).values == site_profile.nested({site_profile.SETUP: value})
+    asked = [Question(initial_files.SETUP, "Lines.")]
+    path.write_text(initial_files.render_profile(asked, {initial_files.SETUP: value}))
+    assert read(path).values == initial_files.nested({initial_files.SETUP: value})
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_invalid_answers_are_rejected(key: KeyPath, answer: str, message: str) -
 
 def test_unknown_partition_gives_a_warning() -> None:
     asked = ask(found())
-    assert site_profile.doubt(asked[1], "gpu,mixed", found()) == ""
-    assert "no partition 'gpuu'; did you mean 'gpu'" in site_profile.doubt(
+    assert initial_files.doubt(asked[1], "gpu,mixed", found()) == ""
+    assert "no partition 'gpuu'; did you mean 'gpu'" in initial_files.doubt(
         asked[1], "gpuu", found()
     )
-    assert site_profile.doubt(asked[1], "gpuu", Survey()) == ""
-    assert site_profile.doubt(asked[0], "/nowhere", found()) == ""
+    assert initial_files.doubt(asked[1], "gpuu", Survey()) == ""
+    assert initial_files.doubt(asked[0], "/nowhere", found()) == ""
 
 
 def test_network_interfaces_of_this_host_are_listed(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk import starter
-from slurmrl.desk.starter import STARTERS
+from slurmrl.desk import initial_files
+from slurmrl.desk.initial_files import STARTERS
 from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.settings import load_settings
@@ -26,8 +26,8 @@ LOCAL = (f"actor={MODEL % TOKENIZER}", "dataset.chat_template=false")
 
 @pytest.mark.parametrize("kind", list(STARTERS))
 def test_every_starter_can_be_planned(kind: str, tmp_path: Path) -> None:
-    made = starter.starter_files(kind, tmp_path / "my-run.2.yaml")
-    written = starter.write_files(made, force=False)
+    made = initial_files.starter_files(kind, tmp_path / "my-run.2.yaml")
+    written = initial_files.write_files(made, force=False)
     assert {path.name for path in written} - {"my_run_2_reward.py"} == {
         "my-run.2.yaml",
         "my-run.2.jsonl",
@@ -46,8 +46,8 @@ def test_every_training_algorithm_has_a_starter() -> None:
 
 
 def test_starter_reward_scores_its_data(tmp_path: Path) -> None:
-    made = starter.starter_files("grpo", tmp_path / "grpo.yaml")
-    starter.write_files(made, force=False)
+    made = initial_files.starter_files("grpo", tmp_path / "grpo.yaml")
+    initial_files.write_files(made, force=False)
     spec = importlib.util.spec_from_file_location("own", tmp_path / "grpo_reward.py")
     assert spec is not None
     assert spec.loader is not None
@@ -66,7 +66,7 @@ def test_starter_reward_scores_its_data(tmp_path: Path) -> None:
 def test_file_names_follow_from_the_output_name(
     tmp_path: Path, name: str, experiment: str, module: str
 ) -> None:
-    made = starter.starter_files("ppo", tmp_path / name)
+    made = initial_files.starter_files("ppo", tmp_path / name)
     expected = experiment if experiment != "sft" else "ppo"
     assert f"experiment: {expected}\n" in made[tmp_path / name]
     assert tmp_path / f"{module}.py" in made
@@ -74,53 +74,56 @@ def test_file_names_follow_from_the_output_name(
 
 def test_unusable_init_requests_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'grpo'"):
-        starter.starter_files("gprpo", tmp_path / "a.yaml")
+        initial_files.starter_files("gprpo", tmp_path / "a.yaml")
     with pytest.raises(UsageError, match=r"ends with .yaml"):
-        starter.starter_files("grpo", tmp_path / "a.json")
+        initial_files.starter_files("grpo", tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("name", ["a #b", "a: b", "- a", "a\nseed: 3", "{a}", "a  b"])
 def test_name_that_yaml_would_change_is_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="its name may have letters"):
-        starter.starter_files("sft", tmp_path / f"{name}.yaml")
+        initial_files.starter_files("sft", tmp_path / f"{name}.yaml")
 
 
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
-    made = starter.starter_files("grpo", tmp_path / "grpo.yaml")
+    made = initial_files.starter_files("grpo", tmp_path / "grpo.yaml")
     mine = tmp_path / "grpo.jsonl"
     mine.write_text("mine")
     with pytest.raises(UsageError, match=r"grpo.jsonl exists: --force"):
-        starter.write_files(made, force=False)
+        initial_files.write_files(made, force=False)
     assert [path.name for path in tmp_path.iterdir()] == ["grpo.jsonl"]
     assert mine.read_text() == "mine"
-    assert starter.write_files(made, force=True) == list(made)
+    assert initial_files.write_files(made, force=True) == list(made)
     assert mine.read_text() != "mine"
-    assert starter.write_files(made, force=False) == []  # they are there
+    assert initial_files.write_files(made, force=False) == []  # they are there
     assert {path.stat().st_mode & 0o777 for path in made} == {0o600}
 
 
 def test_output_that_is_no_file_is_rejected(tmp_path: Path) -> None:
-    made = starter.starter_files("grpo", tmp_path / "grpo.yaml")
+    made = initial_files.starter_files("grpo", tmp_path / "grpo.yaml")
     (tmp_path / "grpo.jsonl").mkdir()
     with pytest.raises(UsageError, match="is not a file"):
-        starter.write_files(made, force=True)
+        initial_files.write_files(made, force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["grpo.jsonl"]
 
 
 def test_configuration_is_written_last_and_init_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = starter.starter_files("grpo", tmp_path / "grpo.yaml")
-    create = starter.atomic.exclusive_create
+    made = initial_files.starter_files("grpo", tmp_path / "grpo.yaml")
+    create = initial_files.atomic.exclusive_create
 
     def full(path: Path, data: bytes) -> bool:
         if path.suffix == ".jsonl":
             raise EnvironmentFailure("No space left on device")
         return create(path, data)
 
-    monkeypatch.setattr(starter.atomic, "exclusive_create", full)
+    monkeypatch.setattr(initial_files.atomic, "exclusive_create", full)
     with pytest.raises(EnvironmentFailure):
-        starter.write_files(made, force=False)
+        initial_files.write_files(made, force=False)
     assert [path.name for path in tmp_path.iterdir()] == ["grpo_reward.py"]
     monkeypatch.undo()
-    assert [path.suffix for path in starter.write_files(made, force=False)] == [".yaml", ".jsonl"]
+    assert [path.suffix for path in initial_files.write_files(made, force=False)] == [
+        ".yaml",
+        ".jsonl",
+    ]

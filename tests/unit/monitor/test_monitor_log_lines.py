@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.fsio import lines
+from slurmrl.fsio import documents
 from slurmrl.run.paths import rotated
 from slurmrl.watch.log_files import LogFile, OutputReader, Wanted, head
 from tests.fake_runs import FakeRun
@@ -120,14 +120,14 @@ def test_newest_lines_are_read_from_the_end(
     rotated(path).write_text(old * 100_000 + f"{new} first\ndetail\n")
     path.write_bytes(head(2, 0) + f"{new} second\n".encode())
     read = 0
-    pread = lines.LineFile._read
+    pread = documents.LineFile._read
 
-    def counted(self: lines.LineFile, offset: int, count: int) -> bytes:
+    def counted(self: documents.LineFile, offset: int, count: int) -> bytes:
         nonlocal read
         read += count
         return pread(self, offset, count)
 
-    monkeypatch.setattr(lines.LineFile, "_read", counted)
+    monkeypatch.setattr(documents.LineFile, "_read", counted)
     last = None if wanted.since else 4
     found = OutputReader(wanted, last).read([LogFile("trainer/0", path)], torn=True)
     texts = [line.text for line in found if not line.text.startswith("---")]

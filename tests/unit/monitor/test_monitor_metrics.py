@@ -8,7 +8,7 @@ import pytest
 
 from slurmrl.config.schema import Logging
 from slurmrl.desk.report.report_data import Curve, curves
-from slurmrl.fsio import lines
+from slurmrl.fsio import documents
 from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import MetricsRecorder
@@ -56,7 +56,7 @@ def test_line_after_an_incomplete_one_is_read(path: Path) -> None:
 def test_latest_lines_are_found_in_a_large_file(
     path: Path, monkeypatch: pytest.MonkeyPatch, n: int, chunk: int
 ) -> None:
-    monkeypatch.setattr(lines, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", chunk)
     write(path, *range(200))
     expected = list(range(200))[-n:] if n else []
     assert steps(path) == list(range(200))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import lines
+from slurmrl.fsio import documents
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run import samples
 from slurmrl.run.samples import KeptSampleWriter
@@ -39,7 +39,7 @@ def read(folder: Path, *, evaluation: bool = False) -> dict[int, str]:
     """The text of each step, whose lines must be whole and of that step."""
     found = {}
     for step, place in samples.places(folder, evaluation=evaluation).items():
-        with lines.opened(place.path) as file:
+        with documents.opened(place.path) as file:
             values = [json.loads(raw) for raw in file.forward(place.start, place.stop)]
         assert [value["step"] for value in values] == [step] * 2
         found[step] = values[0]["text"].removesuffix(" 0")

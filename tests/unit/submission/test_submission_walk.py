@@ -15,7 +15,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 MOST_RUN = 89
 """Files of which a function runs; with the checks that ``--no-check`` skips, one more."""
-MOST_LOADED = 142
+MOST_LOADED = 150
 """Files that are imported, packages included."""
 
 WALK = """

@@ -82,7 +82,7 @@ for name in names:
 assert len(os.listdir("/proc/self/task")) == 1, "a fork server has started a thread"
 assert "slurmrl.workers.worker.executor" in sys.modules
 assert "slurmrl.engines.fsdp.engine" in sys.modules
-assert "slurmrl.algorithms.sft" in sys.modules
+assert "slurmrl.algorithms.supervised" in sys.modules
 assert "user_reward" not in sys.modules
 assert "aiohttp" not in sys.modules, "only runs with servers need it"
 
