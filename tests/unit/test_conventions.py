@@ -372,6 +372,22 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: found for name, found in owners.items() if len(found) > 1} == {}
 
 
+def test_no_module_defines_a_name_twice() -> None:
+    """The second value would replace the first one, also where the first is meant."""
+    twice = {}
+    for module in modules():
+        names = Counter(
+            target.id
+            for node in tree(module).body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name) and target.id != "_"
+        )
+        if again := [name for name, count in names.items() if count > 1]:
+            twice[module] = again
+    assert twice == {}
+
+
 def test_no_two_modules_share_a_name() -> None:
     names = Counter(path.stem for path in modules().values())
     assert {name for name, count in names.items() if count > 1} <= SHARED_NAMES
