@@ -133,7 +133,7 @@ def _refusal(values: str, head: Head, ranks: int) -> str:
     except UsageError as error:
         return tensor_refusal(config.values) or str(error)
     try:
-        _cuts(model, ranks)
+        cuts(model, ranks)
     except UsageError as error:
         return str(error)
     return ""
@@ -144,7 +144,7 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
 
     Raises UsageError if the family has no plan, or a plan or sizes that are not supported.
     """
-    found, split = _cuts(inner, tensor.size)
+    found, split = cuts(inner, tensor.size)
     for name, module, style in found:
         if isinstance(module, nn.Parameter):
             above, _, own = name.rpartition(".")
@@ -177,7 +177,7 @@ def _part(values: nn.Parameter, tensor: Axis, dim: int = 0) -> nn.Parameter:
     return nn.Parameter(part, requires_grad=values.requires_grad)
 
 
-def _cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]:
+def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]:
     """Return the modules that ranks share by the family's plan, and how.
 
     Raises UsageError if the family has no plan, or a plan or sizes that are not supported.

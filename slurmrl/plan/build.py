@@ -16,7 +16,8 @@ from slurmrl.plan.checks.fp8_checks import fp8_without_gpus
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
 from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.shape import shape_of, uses_sequence_parallel, vllm_on_cpus
+from slurmrl.plan.estimates.server_types import vllm_on_cpus
+from slurmrl.plan.estimates.shape import shape_of, uses_sequence_parallel
 from slurmrl.plan.estimates.worker_memory import slot_bytes
 from slurmrl.plan.inherited_settings import gpus_per_worker
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation

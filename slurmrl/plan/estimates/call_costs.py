@@ -40,7 +40,7 @@ from slurmrl.plan.estimates.pass_seconds import (
     inference,
     training,
 )
-from slurmrl.plan.estimates.server_types import narrower_types
+from slurmrl.plan.estimates.server_types import narrower_types, shape_on
 from slurmrl.plan.estimates.shape import (
     Lengths,
     ModelShape,
@@ -179,6 +179,7 @@ def demand_of(checked: Checked, name: str, placement: Placement) -> MemoryDemand
     shape = shape_of(model)
     if shape is None:
         return None
+    shape = shape_on(shape, placement.allocation)
     names = list(placed_models(checked))
     calls = algorithm.calls(config)
     methods = {call.method for call in calls if layout_of(call, names) == name}
@@ -235,7 +236,7 @@ def cost_in(
     most = lengths_of(config, algorithm, shape)
     if shape is None or most is None:
         return None
-    lengths = _typical(most, mean)
+    shape, lengths = shape_on(shape, allocation), _typical(most, mean)
     uses = uses_of(config, algorithm)
     use = next((use for use in uses if use.role == call.role), RoleUse(name, False))
     frozen = model.lora is not None
@@ -279,6 +280,7 @@ def generating(checked: Checked, name: str, mean: MeanTokens | None = None) -> G
     if placed is None or hardware is None or shape is None or most is None or elsewhere:
         return None
     allocation, lengths = placed.allocation, _typical(most, mean)
+    shape = shape_on(shape, allocation)
     job = _decode_job(checked, shape, model_of(config, name), allocation, lengths, most)
     return Generating(job, _machine(config.cluster, hardware, allocation))
 

@@ -1,12 +1,14 @@
-"""Memory and speed of servers that store weights or caches in narrower types than training."""
+"""Models on servers: their split, narrower types of weights and caches, and vLLM on CPUs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config
+from slurmrl.plan.engine_rules import LEAST_HEAD
 from slurmrl.plan.estimates.memory import BYTES, FLOAT32
 from slurmrl.plan.estimates.pass_seconds import SAME, Narrower
 from slurmrl.plan.estimates.shape import ModelShape, parameters
@@ -18,6 +20,25 @@ CACHE_BYTES: Final = 1
 """Bytes of an element of keys and values in FP8."""
 FASTER: Final = 1.6
 """Rate of FP8 matrix products, as a multiple of the bfloat16 rate (docs/benchmarks.md)."""
+
+
+def vllm_on_cpus(shape: ModelShape) -> str:
+    """Return why vLLM on CPUs cannot serve a model to which a run gives weights; or ""."""
+    if shape.experts:
+        return "vLLM on CPUs cannot load new weights of a model with experts from files"
+    if shape.head_dim < LEAST_HEAD:
+        return (
+            f"vLLM on CPUs needs attention heads of at least {LEAST_HEAD} dimensions, and the "
+            f"actor's have {shape.head_dim} (head_dim)"
+        )
+    return ""
+
+
+def shape_on(shape: ModelShape, allocation: Allocation) -> ModelShape:
+    """Return the shape with which an engine splits a model: servers split every layer."""
+    if not BACKENDS[allocation.backend].serves:
+        return shape
+    return replace(shape, whole_attention=False, equal_vocabulary=False, counted="")
 
 
 def narrower_types(

@@ -21,7 +21,7 @@ from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.dataflow import Head
-from slurmrl.plan.engine_rules import HF, LEAST_HEAD
+from slurmrl.plan.engine_rules import HF
 from slurmrl.plan.estimates.latent_shape import QUERY_RANK, LatentShape, latent_shape
 from slurmrl.registry import resolve
 from slurmrl.tensors.parallel.topology import exchanges_heads
@@ -120,6 +120,7 @@ FAMILIES: Final = "slurmrl.models.families:FAMILIES"
 """The built-in decoder's table of families, for the defaults of absent fields."""
 WHOLE_ATTENTION: Final = "slurmrl.models.hf_config:WHOLE_ATTENTION"
 TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
+RANK_ELEMENTS: Final = "slurmrl.models.hf_counts:rank_elements"
 MOST_LAYERS: Final = 10**5
 LARGEST: Final = 10**9
 """Larger sizes are errors, which the check of the weights reports."""
@@ -157,6 +158,9 @@ class ModelShape:
     """Sizes of latent attention; ``head_dim`` then is the size that attention reads."""
     tower: int = 0
     """Elements of an image encoder."""
+    counted: str = ""
+    """The ``config.json`` object of a model of transformers whose parameters tensor ranks share by
+    the family's plan, as JSON; empty for all other models."""
 
     @property
     def queries(self) -> int:
@@ -207,7 +211,8 @@ def shape_of(model: Model) -> ModelShape | None:
     if shape is None or model.implementation != HF:
         return shape
     whole = values.get("model_type") in resolve(WHOLE_ATTENTION)
-    return replace(shape, equal_vocabulary=True, whole_attention=whole)
+    counted = "" if shape.tower else json.dumps(values, sort_keys=True)
+    return replace(shape, equal_vocabulary=True, whole_attention=whole, counted=counted)
 
 
 @lru_cache(maxsize=8)
@@ -255,18 +260,6 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
     )
 
 
-def vllm_on_cpus(shape: ModelShape) -> str:
-    """Return why vLLM on CPUs cannot serve a model to which a run gives weights; or ""."""
-    if shape.experts:
-        return "vLLM on CPUs cannot load new weights of a model with experts from files"
-    if shape.head_dim < LEAST_HEAD:
-        return (
-            f"vLLM on CPUs needs attention heads of at least {LEAST_HEAD} dimensions, and the "
-            f"actor's have {shape.head_dim} (head_dim)"
-        )
-    return ""
-
-
 def _number(values: Mapping[str, Any], *names: str) -> int | None:
     for name in names:
         value = values.get(name)
@@ -303,6 +296,8 @@ class Parameters:
 def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) -> Parameters:
     """The parameters of one layer on one tensor rank, without biases."""
     tp = allocation.sizes["tp"]
+    if (own := _counted(shape, tp, "lm")) is not None:
+        return Parameters(*(own.expert_layer if moe else own.dense_layer))
     queries = shape.queries / shape.attention_ranks(tp)
     keys = shape.kv_heads_of_rank(tp) * shape.head_dim
     attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.hidden
@@ -314,6 +309,11 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
     shared = shape.mlp_matrices * shape.hidden * shape.shared_inner / tp
     own = shape.experts / allocation.sizes["ep"] * expert / expert_tp(allocation)
     return Parameters(attention + shape.hidden * shape.experts + shared, own)
+
+
+def _counted(shape: ModelShape, tp: int, head: Head) -> Any:
+    """Return the `RankElements` of a tensor rank; None if they follow from the sizes."""
+    return resolve(RANK_ELEMENTS)(shape.counted, head, tp) if shape.counted and tp > 1 else None
 
 
 def passes_keys(shape: ModelShape, allocation: Allocation) -> bool:
@@ -338,6 +338,8 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
 def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Parameters:
     """The parameters of the fullest pipeline stage."""
     pp, tp = allocation.sizes["pp"], allocation.sizes["tp"]
+    if (own := _counted(shape, tp, head)) is not None:
+        return Parameters(own.dense, own.experts)
     plain = layer_parameters(shape, allocation, moe=False)
     moe = layer_parameters(shape, allocation, moe=True)
     count, sparse = shape.layers / pp, shape.expert_layers / pp

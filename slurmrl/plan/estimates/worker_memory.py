@@ -32,7 +32,7 @@ from slurmrl.plan.estimates.memory import (
     whole_weights,
 )
 from slurmrl.plan.estimates.pass_seconds import SAME, Narrower
-from slurmrl.plan.estimates.server_types import narrower_types, staged_weights
+from slurmrl.plan.estimates.server_types import narrower_types, shape_on, staged_weights
 from slurmrl.plan.estimates.shape import (
     parameters,
     shape_of,
@@ -215,6 +215,7 @@ def _narrower(config: Config, rollout: Placement) -> Narrower:
     shape = shape_of(model)
     if shape is None:
         return SAME
+    shape = shape_on(shape, rollout.allocation)
     return narrower_types(config, shape, rollout.allocation, model.dtype)
 
 
@@ -222,7 +223,10 @@ def _arriving(config: Config, rollout: Placement) -> int:
     """Return the bytes of the weights that arrive on a rank of the engine that generates."""
     model = model_of(config, ROLLOUTS)
     shape = shape_of(model)
-    return 0 if shape is None else round(whole_weights(shape, rollout.allocation, model.dtype))
+    if shape is None:
+        return 0
+    shape = shape_on(shape, rollout.allocation)
+    return round(whole_weights(shape, rollout.allocation, model.dtype))
 
 
 def _resident(models: Mapping[str, Memory]) -> dict[str, int]:

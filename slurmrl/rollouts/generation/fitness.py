@@ -18,7 +18,8 @@ from slurmrl.plan.engine_rules import (
     VLLM_FLAGS,
     numbers_of,
 )
-from slurmrl.plan.estimates.shape import ModelShape, vllm_on_cpus
+from slurmrl.plan.estimates.server_types import vllm_on_cpus
+from slurmrl.plan.estimates.shape import ModelShape
 from slurmrl.plan.estimates.shape import read as read_shape
 
 
