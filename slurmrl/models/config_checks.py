@@ -46,6 +46,8 @@ NUMBERS = (
     "swiglu_limit",
     PARTIAL,
 )
+NEVER_NULL = ("num_experts_per_tok", "routed_scaling_factor")
+"""Numbers of experts, besides those that a family names, for which null is not the default."""
 LARGEST = {"num_hidden_layers": 10**5}
 """Sizes that take memory and time when only a configuration is read."""
 LARGEST_SIZE = 10**9
@@ -66,7 +68,9 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
     counts = {*SIZES, *experts}
     for name in (*sorted(counts), *NUMBERS):
         value, kind = values.get(name), int if name in counts else (int, float)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+        if value is None and name in values and name in {*experts, *NEVER_NULL}:
+            problems.append(f"{name} is null, must be a number; leave it out for its default")
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             rule = "a whole number" if name in counts else "a number"
             problems.append(f"{name} is {value!r}, must be {rule}")
         elif value is not None:

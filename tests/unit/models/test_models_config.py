@@ -224,6 +224,9 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
             {"model_type": "gpt_oss", "layer_types": ["chunked_attention"] * 2},
             "layer_types must be a list of full_attention or sliding_attention",
         ),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor is null, must be a number"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok is null, must be a number"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is null, must be a number"),
     ],
 )
 def test_impossible_part_is_rejected(changes: dict[str, Any], message: str) -> None:
