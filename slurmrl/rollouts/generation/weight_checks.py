@@ -26,7 +26,7 @@ from slurmrl.models.hf import as_tensor, read_values
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.shapes import LM_HEAD, FolderTensors
 from slurmrl.rollouts.generation.base import WeightVersion
-from slurmrl.tensors.layout import Box
+from slurmrl.tensors.layout import Box, Index, TensorSpec
 
 logger = log.get(__name__)
 
@@ -103,20 +103,31 @@ def parameter(
         return None
     if name.endswith(NORM) and config["model_type"] in ADDS_ONE:
         return None
-    tensors = [
-        as_tensor(files.read(source, Box.whole(specs[source].shape)), specs[source].dtype)
-        for source in sources
-    ]
-    if name.endswith(VOCABULARY):
-        tensors = [_filled_up(tensors[0])]
-    elif name.endswith(TRANSPOSED):
-        tensors = [tensors[0].T]
-    if part.of > 1:
-        parts = _parts(name, sources, tensors, config, part)
-        if parts is None:
+    tensors: list[Tensor] = []
+    for source in sources:
+        spec = specs[source]
+        rows = _own_rows(name, source, spec.shape, config, part, joined=len(sources) > 1)
+        if rows is None:
             return None
-        tensors = parts
+        tensors.append(_read(files, source, spec, *rows))
+    if name.endswith(TRANSPOSED):
+        tensors = [tensors[0].T]
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _read(files: FolderTensors, name: str, spec: TensorSpec, axis: int, own: range) -> Tensor:
+    """Return the part of a file's tensor with these indices along an axis.
+
+    Rows after the last one, which servers add to the vocabulary, are zeros.
+    """
+    if not spec.shape:
+        return as_tensor(files.read(name, Box.whole(spec.shape)), spec.dtype)
+    start, size = [0] * len(spec.shape), list(spec.shape)
+    start[axis] = min(own.start, size[axis])
+    size[axis] = max(min(own.stop, size[axis]) - start[axis], 0)
+    found = as_tensor(files.read(name, Box(tuple(start), tuple(size))), spec.dtype)
+    missing = len(own) - size[axis]
+    return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
 
 
 def _experts(files: FolderTensors, name: str, part: TensorPart) -> Tensor | None:
@@ -144,29 +155,34 @@ def _experts(files: FolderTensors, name: str, part: TensorPart) -> Tensor | None
     return torch.stack(found)
 
 
-def _parts(
+def _own_rows(
     name: str,
-    sources: Sequence[str],
-    tensors: Sequence[Tensor],
+    source: str,
+    shape: Index,
     config: Mapping[str, Any],
     part: TensorPart,
-) -> list[Tensor] | None:
-    """Return a tensor rank's parts of the tensors."""
-    if name.endswith(REPEATED):
-        return list(tensors)
-    axis = 1 if name.endswith(SPLIT_INSIDE) else 0
-    if not (axis or len(sources) > 1 or name.endswith(VOCABULARY)):
+    *,
+    joined: bool,
+) -> tuple[int, range] | None:
+    """Return the axis along which tensor ranks split a file's tensor, and a rank's indices on it.
+
+    Return None for a parameter whose split is unknown.
+    """
+    axis, rows = (1 if name.endswith(SPLIT_INSIDE) else 0), name.endswith(VOCABULARY)
+    if not shape or part.of == 1 or name.endswith(REPEATED):
+        size = shape[0] if shape else 1
+        return 0, range(size + (-size % FULL_ROWS if rows else 0))
+    if not (axis or joined or rows):
         return None
-    parts = []
-    for source, tensor in zip(sources, tensors, strict=True):
-        of = part.of
-        if ".k_proj." in source or ".v_proj." in source:  # with fewer heads, ranks share them
-            of = min(of, int(config["num_key_value_heads"]))
-        if part.of % of or tensor.shape[axis] % of:
-            return None
-        size = tensor.shape[axis] // of
-        parts.append(tensor.narrow(axis, part.rank // (part.of // of) * size, size))
-    return parts
+    whole = shape[axis] + (-shape[axis] % FULL_ROWS if rows else 0)
+    of = part.of
+    if ".k_proj." in source or ".v_proj." in source:  # with fewer heads, ranks share them
+        of = min(of, int(config["num_key_value_heads"]))
+    if part.of % of or whole % of:
+        return None
+    size = whole // of
+    first = part.rank // (part.of // of) * size
+    return axis, range(first, first + size)
 
 
 def elements(tensor: Tensor) -> Tensor:
@@ -200,11 +216,6 @@ def type_name(server: object) -> str | None:
     """Return a server's type by torch's name, as ``bfloat16``; None if the server names none."""
     name = str(server).removeprefix("torch.")
     return TYPES.get(name)
-
-
-def _filled_up(rows: Tensor) -> Tensor:
-    missing = -len(rows) % FULL_ROWS
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 class WeightChecks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from slurmrl.rollouts.generation.weight_checks import (
     parameter,
     sha256,
 )
-from slurmrl.tensors.layout import Box
+from slurmrl.tensors.layout import Array, Box, TensorSpec
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0"
@@ -104,6 +104,27 @@ def test_parameters_are_merged_split_and_padded_like_in_servers(tmp_path: Path, 
     assert (transposed is None) == (of > 1)
     if transposed is not None:
         assert torch.equal(transposed, made[f"{LAYER}.mlp.c_fc.weight"].T)
+
+
+def test_tensor_rank_reads_only_its_part_of_matrices(tmp_path: Path) -> None:
+    """A version may be larger than the memory of a rank's host."""
+    folder = version(tmp_path).folder
+    assert folder is not None
+    files, read = open_folder(folder), list[int]()
+
+    class Counting:
+        def specs(self) -> Mapping[str, TensorSpec]:
+            return files.specs()
+
+        def read(self, name: str, box: Box) -> Array:
+            read.append(box.count)
+            return files.read(name, box)
+
+    for name in ("self_attn.qkv_proj.weight", "self_attn.o_proj.weight", "mlp.gate_up_proj.weight"):
+        read.clear()
+        part = parameter(Counting(), CONFIG, f"{LAYER}.{name}", TensorPart(1, 2))
+        assert part is not None
+        assert sum(read) == part.numel(), name
 
 
 @pytest.mark.parametrize(
