@@ -24,7 +24,7 @@ from slurmrl.engines.role_weights import served_config
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.models.parallel.boxes import SharedParameters, TensorSplit
 from slurmrl.models.shapes import constant_specs, parameter_shapes
 from slurmrl.rollouts.generation.base import (
     Completion,
@@ -155,13 +155,14 @@ class ServerEngine(GenerateEngine):
     def _placed(self, dtype: str) -> Placing:
         config, tensor_ranks = self.config, self.tensor_ranks
         constants: Mapping[str, TensorSpec] = {}
-        split: TensorSplit | None = None
+        split: SharedParameters | None = None
         if isinstance(config, HFConfig):
-            from slurmrl.models.hf_loading import (
-                tensor_specs,  # transformers takes seconds to import
-            )
+            # transformers takes seconds to import
+            from slurmrl.models.hf_loading import tensor_specs
+            from slurmrl.models.hf_tensor import rows_over
 
             shapes, constants = tensor_specs(config, self.head)
+            split = rows_over(shapes, tensor_ranks) if tensor_ranks > 1 else None
         else:
             shapes, constants = parameter_shapes(config, self.head), constant_specs(config)
             split = TensorSplit(config, tensor_ranks) if tensor_ranks > 1 else None

@@ -109,6 +109,12 @@ class HFTensorSplit:
         return dim if dim == (0 if name.endswith(LORA_B) else 1) else None
 
 
+def rows_over(shapes: Mapping[str, Index], ranks: int) -> HFTensorSplit:
+    """Share parameters by rows between ranks that only store them, for example for a server."""
+    dims = {name: 0 for name, shape in shapes.items() if shape and shape[0] % ranks == 0}
+    return HFTensorSplit(ranks, dims, frozenset(), shapes)
+
+
 class _Cut(NamedTuple):
     """A module or parameter of which each rank keeps a part."""
 

@@ -97,7 +97,9 @@ def _divisions(fit: Fit) -> Found:
     ]
     if shape.expert_layers < shape.layers:
         split.append(("tp", f"t{tp}", tp, "intermediate_size", shape.inner))
-    shares = fit.model.implementation == HF  # each rank has some experts, which are whole
+    served = BACKENDS[allocation.backend].serves
+    # With transformers, each rank has some experts, which are whole. Servers split each expert.
+    shares = fit.model.implementation == HF and not served
     if shape.shared_inner and not shares:
         split.append(("tp", f"t{tp}", tp, "the inner size of shared experts", shape.shared_inner))
     if shape.expert_layers and allocation.experts is None and not shares:

@@ -112,19 +112,19 @@ def implementations(draft: Draft) -> Iterator[Problem]:
 def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
     """Return why a model of transformers cannot run on an allocation.
 
-    ``split``: whether its ranks can compute together as tensor ranks.
+    ``split``: whether its tensor ranks share the model by transformers' plan. Servers have their
+    own way for every family that they know.
     """
     if reason := lacking(allocation.backend, "transformers"):
         return [reason]
-    allowed = "dt" if split else "d"
     found = []
-    others = [n for n, axis in AXIS_OF.items() if n not in allowed and allocation.sizes[axis] > 1]
+    others = [n for n, axis in AXIS_OF.items() if n not in "dt" and allocation.sizes[axis] > 1]
     if others:
-        names = " and ".join(allowed)
+        names = "d and t"
         found.append(
             f"'{allocation}' uses {', '.join(others)}; models of transformers can only use {names}"
         )
-    elif (ranks := allocation.sizes["tp"]) > 1:
+    elif split and (ranks := allocation.sizes["tp"]) > 1:
         with suppress(UsageError):  # a config that cannot be read: reported by the check of weights
             if reason := resolve(TENSOR_REFUSAL)(shape.config_values(model), "lm", ranks):
                 found.append(reason)

@@ -154,7 +154,7 @@ def trained_and_served(
 
 @pytest.mark.parametrize(
     ("sizes", "implementation"),
-    [({"tp": 2}, "builtin"), ({"dp": 2}, "builtin"), ({"dp": 2}, "hf")],
+    [({"tp": 2}, "builtin"), ({"dp": 2}, "builtin"), ({"dp": 2}, "hf"), ({"tp": 2}, "hf")],
     ids=str,
 )
 def test_servers_sample_with_the_weights_of_every_step(
