@@ -86,7 +86,7 @@ def whole(case: Case, device: str) -> Generate:
     limits = Limits(step_tokens=8192)
 
     async def drawn(case: Case, options: GenerationOptions) -> int:
-        engine = NativeRollout(decoder, limits=limits, version="0.1", turns=False, support=False)
+        engine = NativeRollout(decoder, limits=limits, version="0.1", turns=False, masked=False)
         asked = [
             GenerationRequest(
                 request_id=str(number),

@@ -29,7 +29,7 @@ from slurmrl.algorithms.rollout_sampling import (
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.sequences import noted
 from slurmrl.config.schema import Logging
-from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledMasks
 from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingOptions
@@ -127,7 +127,7 @@ def _single_turns(
             zip(pairwise(ends), pictures_of(sample), strict=True)
         )
     ]
-    how = ServingOptions(decode=decoding(context.tokenizer), turns=False, support=options.support)
+    how = ServingOptions(decode=decoding(context.tokenizer), turns=False, masked=options.masks)
     with engine.serving(str(context.step), how) as served:
         if served is None:
             return None
@@ -167,19 +167,19 @@ def _as_sample(
     rows = [lengths[first : first + count] for first in range(0, len(lengths), count)]
     finished = torch.tensor([each.finished for each in ended], dtype=torch.bool)
     made = SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
-    if options.support:
-        add_support(made, _support(ended))
+    if options.masks:
+        add_masks(made, _masks(ended))
     if options.experts:
         add_experts(made, [each.routes() for each in ended])
     return made
 
 
-def _support(ended: Sequence[Completions]) -> SampledSupport:
-    support = SampledSupport()
+def _masks(ended: Sequence[Completions]) -> SampledMasks:
+    masks = SampledMasks()
     for each in ended:
-        support.skip(len(each.prompt))
-        support.extend(each.support)
-    return support
+        masks.skip(len(each.prompt))
+        masks.extend(each.masks)
+    return masks
 
 
 def _packed(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -201,8 +201,8 @@ class StoredInterface(Interface):
         turns, tools = episode.has_turns, bool(episode.tools)
         made = as_sample(sample.ids, groups, context.device, turns=turns)
         options = generation_options(context)
-        if options.support:
-            add_support(made, _stored_support(groups))
+        if options.masks:
+            add_masks(made, _stored_masks(groups))
         if options.experts:
             add_experts(made, [routes for group in groups for routes in group.routes()])
         stats = Totals.of_groups(groups).stats(turns=turns, tools=tools)
@@ -235,14 +235,14 @@ def as_sample(
     return SequenceSample.grouped(rows, ids, data, metadata, per_sequence={"finished": finished})
 
 
-def _stored_support(groups: Sequence[SampleGroup]) -> SampledSupport:
-    support = SampledSupport()
+def _stored_masks(groups: Sequence[SampleGroup]) -> SampledMasks:
+    masks = SampledMasks()
     for group in groups:
-        if group.support is None:
-            support.skip(group.input_ids.size)
+        if group.masks is None:
+            masks.skip(group.input_ids.size)
         else:
-            support.extend(group.support)
-    return support
+            masks.extend(group.masks)
+    return masks
 
 
 def _versions(
@@ -269,17 +269,17 @@ def _joined(arrays: Sequence[Array], dtype: torch.dtype) -> Tensor:
     )
 
 
-def add_support(sample: SequenceSample, support: SampledSupport) -> None:
-    """Add the keys of the support of all tokens under ``input_ids``, in their order."""
+def add_masks(sample: SequenceSample, masks: SampledMasks) -> None:
+    """Add the keys of the sampling masks of all tokens under ``input_ids``, in their order."""
     rows = sample.lengths["input_ids"]
-    ends = [0, *accumulate(support.sizes)]
+    ends = [0, *accumulate(masks.sizes)]
     cuts = pairwise(accumulate(chain.from_iterable(rows), initial=0))
     of_sequences = iter([ends[stop] - ends[start] for start, stop in cuts])
     lengths = {SIZES: rows, IDS: [[next(of_sequences) for _ in row] for row in rows]}
     device = sample.tensor("input_ids").device
     data = {
         key: torch.from_numpy(np.array(values, np.int32)).to(device)
-        for key, values in ((SIZES, support.sizes), (IDS, support.ids))
+        for key, values in ((SIZES, masks.sizes), (IDS, masks.ids))
     }
     sample.update_(SequenceSample(sample.ids, lengths, data=dict(data)))
 

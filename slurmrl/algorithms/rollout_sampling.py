@@ -52,7 +52,7 @@ def generation_options(context: CallContext) -> GenerationOptions:
         greedy=rollout.greedy,
         stop_token_ids=context.stop_token_ids,
         stop_strings=rollout.stop_strings,
-        support=bool(supports(context.settings.algorithm, config)),
+        masks=bool(supports(context.settings.algorithm, config)),
         experts=bool(routes(context.settings.algorithm, config)) and not rollout.greedy,
     )
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 Lengths = dict[str, list[list[int]]]
 
 SIZES = "support_sizes"
-"""Key of a batch: the number of token ids in each token's support."""
+"""Key of a batch: the number of token ids in each token's sampling mask."""
 IDS = "support_ids"
 """Key of a batch: the concatenated token ids of a sequence's sampling masks."""
 EXPERTS = "experts"
@@ -84,32 +84,32 @@ def repeated(values: Sequence[T], counts: Sequence[int]) -> list[T]:
 
 
 @dataclass
-class SampledSupport:
-    """The supports of the tokens of a sequence, in their order."""
+class SampledMasks:
+    """The sampling masks of the tokens of a sequence, in their order."""
 
     sizes: array[int] = field(default_factory=lambda: array("i"))
-    """Token ids of each support."""
+    """Token ids of each mask."""
     ids: array[int] = field(default_factory=lambda: array("i"))
 
     def add(self, ids: Sequence[int]) -> None:
-        """Add the support of the next token."""
+        """Add the mask of the next token."""
         self.sizes.append(len(ids))
         self.ids.extend(ids)
 
     def skip(self, tokens: int) -> None:
-        """Add tokens without a support."""
+        """Add tokens without a mask."""
         self.sizes.extend([0] * tokens)
 
-    def extend(self, other: SampledSupport) -> None:
+    def extend(self, other: SampledMasks) -> None:
         self.sizes += other.sizes
         self.ids += other.ids
 
-    def cut(self, lengths: Iterable[int]) -> list[SampledSupport]:
+    def cut(self, lengths: Iterable[int]) -> list[SampledMasks]:
         """Split the masks after these numbers of tokens."""
         parts, token, number = [], 0, 0
         for length in lengths:
             sizes = self.sizes[token : token + length]
             count = sum(sizes)
-            parts.append(SampledSupport(sizes, self.ids[number : number + count]))
+            parts.append(SampledMasks(sizes, self.ids[number : number + count]))
             token, number = token + length, number + count
         return parts

@@ -67,7 +67,7 @@ class ServingOptions:
     turns: bool = True
     """Whether a request may continue the sequence of an earlier one. Without turns all requests
     are submitted at once."""
-    support: bool = True
+    masked: bool = True
     """Whether log-probabilities are under the tokens that top-k and top-p leave, instead of under
     the whole distribution, as training computes them."""
     settled: Callable[[], Awaitable[None]] | None = None

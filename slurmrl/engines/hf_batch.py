@@ -53,11 +53,11 @@ class HFBatch:
         prefill_tokens: int,
         decode: Decode | None,
         *,
-        support: bool,
+        masked: bool,
         most_rows: int | None,
         joins: bool,
     ) -> None:
-        """``prefill_tokens``: see `HFModel.session`; ``support``: see `ServingOptions`.
+        """``prefill_tokens``: see `HFModel.session`; ``masked``: see `ServingOptions`.
 
         With ``most_rows`` None, there is no limit. Without ``joins``, rows wait until all others
         have ended.
@@ -72,7 +72,7 @@ class HFBatch:
         """Total number of sampled tokens."""
         self.checksum = 0
         """Checksum of these tokens, in their order."""
-        self._decode, self._support = decode, support
+        self._decode, self._masked = decode, masked
         self._device = next(model.inner.parameters()).device
         self._experts = False
         """Whether experts are recorded, as rows have asked for them."""
@@ -274,7 +274,7 @@ class HFBatch:
                     top_p=top_p,
                     greedy=greedy,
                     banned=banned if row.banned else None,
-                    support=self._support,
+                    masked=self._masked,
                     record=record,
                 )
             )
@@ -296,13 +296,13 @@ class HFBatch:
             self.checksum = crc32(array("q", tokens), self.checksum)
             if not all(map(math.isfinite, logprobs)):
                 raise RunFailedError("the model's logits are not finite: its weights have diverged")
-            width = 0 if drawn.support is None else drawn.support.shape[1]
-            supports = [[int(next(values)) for _ in range(width)] for _ in rows]
-            for row, token, logprob, support in zip(rows, tokens, logprobs, supports, strict=True):
+            width = 0 if drawn.masks is None else drawn.masks.shape[1]
+            kept = [[int(next(values)) for _ in range(width)] for _ in rows]
+            for row, token, logprob, mask in zip(rows, tokens, logprobs, kept, strict=True):
                 row.unread -= 1
                 if row.finish is not None:
                     continue
-                mask = [each for each in support if each != NONE]
+                mask = [each for each in mask if each != NONE]
                 row.take(token, logprob, self._version, mask, self._decode)
                 self.sampled += 1
                 if row.finish is not None:
@@ -340,7 +340,7 @@ class HFRollout(SplitRollout):
         *,
         rows: int | None = None,
         decode: Decode | None = None,
-        support: bool = True,
+        masked: bool = True,
         settled: Callable[[], Awaitable[None]] | None = None,
         joins: bool = False,
         stale_cache: bool = False,
@@ -349,14 +349,14 @@ class HFRollout(SplitRollout):
     ) -> None:
         """``rows`` is the maximum number of completions at a time; None for no limit.
 
-        ``version``, ``stale_cache``: see `BatchRollout`. ``decode``, ``support``, ``settled``: see
+        ``version``, ``stale_cache``: see `BatchRollout`. ``decode``, ``masked``, ``settled``: see
         `ServingOptions`. Rounds begin after ``settled`` returns. ``peers``, ``turns``: see
         `SplitRollout`.
         """
         self._model = model
         self._settled = settled or _at_once
         self._own = HFBatch(
-            model, prefill_tokens, decode, support=support, most_rows=rows, joins=joins
+            model, prefill_tokens, decode, masked=masked, most_rows=rows, joins=joins
         )
         super().__init__(self._own, version, stale_cache=stale_cache, peers=peers, turns=turns)
 

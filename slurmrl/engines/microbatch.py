@@ -32,7 +32,7 @@ from slurmrl.models.experts import UNKNOWN, Replayed
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.packed import ranges
 from slurmrl.tensors.ops import collectives
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 if TYPE_CHECKING:
@@ -249,11 +249,11 @@ def showing(decoder: PackedModel, sample: SequenceSample) -> AbstractContextMana
     return cast("HFModel", decoder).showing(repeated(paths, counts))
 
 
-def support_of(sample: SequenceSample | None) -> Support | None:
+def masks_of(sample: SequenceSample | None) -> SamplingMasks | None:
     """Return the sampling masks of a sample's tokens; None without top-k and top-p."""
     if sample is None or SIZES not in sample.keys:
         return None
-    return Support.of(sample.tensor(SIZES), sample.tensor(IDS))
+    return SamplingMasks.of(sample.tensor(SIZES), sample.tensor(IDS))
 
 
 def experts_of(sample: SequenceSample, model: ModelConfig | HFRouters) -> Tensor:

@@ -83,7 +83,7 @@ class GatheredGeneration(GenerateEngine):
                 self._max_tokens,
                 rows=options.rows if options.turns else None,
                 decode=options.decode,
-                support=options.support,
+                masked=options.masked,
                 settled=options.settled,
                 peers=peers,
                 turns=options.turns,
@@ -101,7 +101,7 @@ class GatheredGeneration(GenerateEngine):
             own=False,
             peers=peers,
             turns=options.turns,
-            support=options.support,
+            masked=options.masked,
         )
 
     def _peers(self) -> SplitRanks | None:

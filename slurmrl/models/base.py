@@ -17,7 +17,7 @@ from slurmrl.models.experts import Balance
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
 from slurmrl.tensors.ops.arguments import OnHost
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 
 RowKind = Literal["packed", "single"]
 """Rows of several sequences one after the other, or of one padded sequence each."""
@@ -68,12 +68,12 @@ class PackedModel(nn.Module, ABC):
         input_ids: Tensor,
         cu_seqlens: Tensor,
         temperature: float,
-        support: Support | None = None,
+        masks: SamplingMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log p(x_t | x_<t) and entropies, [T] each and 0 at the first token of a sequence.
 
         Entry t of the entropies belongs to the distribution from which x_t was sampled. The
-        distributions are restricted to ``support``. Both results are float64 if the model is, else
+        distributions are restricted to ``masks``. Both results are float64 if the model is, else
         float32.
         """
 

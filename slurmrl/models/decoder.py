@@ -57,7 +57,7 @@ from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 from slurmrl.tensors.ops.products import wide_linear
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 
 
 class ResidualLayer(nn.Module):
@@ -286,14 +286,14 @@ class Decoder(PackedModel):
         input_ids: Tensor,
         cu_seqlens: Tensor,
         temperature: float,
-        support: Support | None = None,
+        masks: SamplingMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
         def use(features: Tensor, weight: Tensor) -> LogProbs:
             batch = (input_ids, cu_seqlens, temperature)
             if self.split.whole:
-                return packed_logprobs_and_entropy(features, weight, *batch, support=support)
+                return packed_logprobs_and_entropy(features, weight, *batch, masks=masks)
             vocabulary = self.config.vocab_size
-            return split_logprobs(self.split, features, weight, vocabulary, *batch, support)
+            return split_logprobs(self.split, features, weight, vocabulary, *batch, masks)
 
         if self.projection is None:
             return use(features, self.head_weight())

@@ -42,7 +42,7 @@ from slurmrl.tensors.ops.logprobs import (
     vocab_parallel_logprobs_and_entropy,
 )
 from slurmrl.tensors.ops.products import wide_linear
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 
 
 class PaddedBatches(Protocol):
@@ -186,20 +186,18 @@ class HFModel(PackedModel):
         input_ids: Tensor,
         cu_seqlens: Tensor,
         temperature: float,
-        support: Support | None = None,
+        masks: SamplingMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch = (input_ids, cu_seqlens, temperature)
         if not self._multiplies:
-            return packed_logprobs_of_logits(features, *batch, support)
+            return packed_logprobs_of_logits(features, *batch, masks)
         weight = cast(Any, self.inner).get_output_embeddings().weight
         compute = None
         if (own := weight.shape[0]) < self._vocabulary:
             rows = Rows(self._axis.group, own)
             features = whole_to_partial(features, rows.group)
             compute = partial(vocab_parallel_logprobs_and_entropy, rows=rows)
-        return packed_logprobs_and_entropy(
-            features, weight, *batch, support=support, compute=compute
-        )
+        return packed_logprobs_and_entropy(features, weight, *batch, masks=masks, compute=compute)
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         score = cast(nn.Linear, self.inner.score)

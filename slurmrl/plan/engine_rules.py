@@ -47,7 +47,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "adapters": Capability((*FSDP, HF), "does not train adapters"),
     "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
     "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
-    "support": Capability(
+    "masks": Capability(
         (*BUILT_IN, "sglang", HF),
         "does not report the sampling mask of each token, which the losses need",
     ),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slurmrl.data.meta import SampledSupport
+from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import UsageError
 from slurmrl.rewards.base import FLOAT32_MAX, LIMITS, as_number, shown
 
@@ -42,7 +42,7 @@ class Completions:
         """
         self.versions: list[str] = []
         """The weight version that sampled each token; "" for tokens of messages."""
-        self.support = SampledSupport()
+        self.masks = SampledMasks()
         """Sampling mask of each token; empty for tokens of messages, and if masks are not recorded.
         """
         self.experts: Array | None = None
@@ -75,7 +75,7 @@ class Completions:
         added = _checked(tokens)
         self.largest_read = max(self.largest_read, *added, 0)
         self._add(added, written=False, logprobs=[0.0] * len(added), versions=[""] * len(added))
-        self.support.skip(len(added))
+        self.masks.skip(len(added))
 
     def reward(self, value: float) -> None:
         """Add to the reward of the latest turn."""
@@ -97,10 +97,10 @@ class Completions:
             logprobs=completion.logprobs,
             versions=completion.versions,
         )
-        if completion.support is None:
-            self.support.skip(len(completion.tokens))
+        if completion.masks is None:
+            self.masks.skip(len(completion.tokens))
         else:
-            self.support.extend(completion.support)
+            self.masks.extend(completion.masks)
         self.experts = completion.experts
         self._last_written = len(self.tokens) - 1
         self.stopped = completion.finish == "stop"
@@ -127,7 +127,7 @@ class Completions:
         """Drop tokens of messages after the last turn of the policy."""
         for column in (self.tokens, self.written, self.logprobs, self.versions, self.rewards):
             del column[self._last_written + 1 :]
-        (self.support,) = self.support.cut([len(self.tokens)])
+        (self.masks,) = self.masks.cut([len(self.tokens)])
 
     def _add(
         self,

@@ -26,7 +26,7 @@ from safetensors.numpy import load, save
 
 from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
 from slurmrl.data.ledger import LEASE, StoredGroup
-from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledMasks
 from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import (
@@ -64,7 +64,7 @@ PER_COMPLETION = {
     "tool_calls": "<i4",
     "tool_failures": "<i4",
 }
-SUPPORT = {SIZES: "<i4", IDS: "<i4"}
+MASKS = {SIZES: "<i4", IDS: "<i4"}
 """Fields of groups with sampling masks."""
 EXPERT_SIZES = "expert_sizes"
 ROUTES = {EXPERT_SIZES: "<i4", EXPERTS: "<i2"}
@@ -253,7 +253,7 @@ class SampleGroup:
     """float32 [T]: log-probability under the sampling distribution; 0 for other tokens."""
     turn_rewards: Array
     """float32 [T]: reward of a turn, at its last token; 0 elsewhere."""
-    support: SampledSupport | None = None
+    masks: SampledMasks | None = None
     """Sampling mask of each token; None: not recorded."""
     expert_sizes: Array | None = None
     """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
@@ -298,7 +298,7 @@ class SampleGroup:
             ),
             logprobs=_joined([[0.0] * n + each.logprobs for n, each in pairs], np.float32),
             turn_rewards=_joined([[0.0] * n + each.rewards for n, each in pairs], np.float32),
-            support=_joined_support(completions),
+            masks=_joined_masks(completions),
             expert_sizes=sizes,
             experts=experts,
         )
@@ -312,9 +312,9 @@ class SampleGroup:
     def to_bytes(self) -> bytes:
         """Return one safetensors document, which is equal for equal groups."""
         arrays = {name: getattr(self, name) for name in (*PER_TOKEN, *PER_COMPLETION)}
-        if self.support is not None:
-            both = (self.support.sizes, self.support.ids)
-            arrays |= zip(SUPPORT, (np.array(each, np.int32) for each in both), strict=True)
+        if self.masks is not None:
+            both = (self.masks.sizes, self.masks.ids)
+            arrays |= zip(MASKS, (np.array(each, np.int32) for each in both), strict=True)
         if self.experts is not None:
             arrays |= {name: getattr(self, name) for name in ROUTES}
         own: dict[str, Any] = {"item": self.item, "lease": self.lease, "versions": self.versions}
@@ -340,14 +340,14 @@ class SampleGroup:
             )
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
-        if set(arrays) - {*SUPPORT, *ROUTES} != {*PER_TOKEN, *PER_COMPLETION}:
+        if set(arrays) - {*MASKS, *ROUTES} != {*PER_TOKEN, *PER_COMPLETION}:
             raise ValueError(f"has the arrays {sorted(arrays)}")
-        support = _read_support([arrays.pop(name, None) for name in SUPPORT])
+        masks = _read_masks([arrays.pop(name, None) for name in MASKS])
         return SampleGroup(
             item=own["item"],
             lease=own["lease"],
             versions=tuple(own["versions"]),
-            support=support,
+            masks=masks,
             scored=scored,
             **arrays,
         )
@@ -378,7 +378,7 @@ class SampleGroup:
             return "a token id is negative"
         if self.drawn_by.min() < -1 or self.drawn_by.max() >= len(found):
             return f"a token was sampled by none of the versions {self.versions}"
-        if self.support is not None and (wrong := self._wrong_support(self.support)):
+        if self.masks is not None and (wrong := self._wrong_masks(self.masks)):
             return wrong
         if wrong := self._wrong_experts():
             return wrong
@@ -397,8 +397,8 @@ class SampleGroup:
             return f"{experts.size} expert numbers, of which some are invalid or missing"
         return None
 
-    def _wrong_support(self, support: SampledSupport) -> str | None:
-        sizes, ids = np.array(support.sizes, np.int32), np.array(support.ids, np.int32)
+    def _wrong_masks(self, masks: SampledMasks) -> str | None:
+        sizes, ids = np.array(masks.sizes, np.int32), np.array(masks.ids, np.int32)
         if sizes.shape != self.input_ids.shape or sizes.min() < 0 or sizes.sum() != ids.size:
             return f"{sizes.size} sampling masks with {ids.size} token ids"
         if (ids < 0).any():
@@ -411,13 +411,13 @@ class SampleGroup:
         return None
 
 
-def _joined_support(completions: Sequence[Completions]) -> SampledSupport | None:
+def _joined_masks(completions: Sequence[Completions]) -> SampledMasks | None:
     """Join the sampling masks of all tokens, if any was recorded."""
-    support = SampledSupport()
+    masks = SampledMasks()
     for each in completions:
-        support.skip(len(each.prompt))
-        support.extend(each.support)
-    return support if support.ids else None
+        masks.skip(len(each.prompt))
+        masks.extend(each.masks)
+    return masks if masks.ids else None
 
 
 def _joined_experts(completions: Sequence[Completions]) -> tuple[Array | None, Array | None]:
@@ -428,13 +428,13 @@ def _joined_experts(completions: Sequence[Completions]) -> tuple[Array | None, A
     return np.array([row.size for row in rows], np.int32), np.concatenate(rows)
 
 
-def _read_support(arrays: Sequence[Array | None]) -> SampledSupport | None:
+def _read_masks(arrays: Sequence[Array | None]) -> SampledMasks | None:
     sizes, ids = arrays
     if sizes is None and ids is None:
         return None
-    if sizes is None or ids is None or {sizes.dtype.str, ids.dtype.str} != {*SUPPORT.values()}:
+    if sizes is None or ids is None or {sizes.dtype.str, ids.dtype.str} != {*MASKS.values()}:
         raise ValueError("has only some arrays of the sampling masks, or arrays of other types")
-    return SampledSupport(array("i", sizes.tobytes()), array("i", ids.tobytes()))
+    return SampledMasks(array("i", sizes.tobytes()), array("i", ids.tobytes()))
 
 
 def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Array:

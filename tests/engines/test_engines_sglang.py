@@ -183,13 +183,13 @@ def test_gpu_checksums_equal_the_sglang_kernel() -> None:
 
 
 def test_sampling_masks_equal_the_sampling_distribution(served: Served) -> None:
-    """With a support, log-probabilities are under it; else those of the whole distribution."""
+    """With masks, log-probabilities are under them, otherwise under all tokens."""
     folder = served.versions["1.1"]
-    for options in ({"top_k": 4}, {"top_p": 0.6}, {"top_k": 4, "support": True}):
+    for options in ({"top_k": 4}, {"top_p": 0.6}, {"top_k": 4, "masks": True}):
         (made,) = served.one(request(**options))
         values = logprobs(folder, [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
-        supports = made.support.cut([1] * len(made.tokens)) if made.support else []
-        assert len(supports) == (len(made.tokens) if "support" in options else 0)
+        masks = made.masks.cut([1] * len(made.tokens)) if made.masks else []
+        assert len(masks) == (len(made.tokens) if "masks" in options else 0)
         for place, (row, token, logprob) in enumerate(
             zip(values, made.tokens, made.logprobs, strict=True)
         ):
@@ -199,9 +199,9 @@ def test_sampling_masks_equal_the_sampling_distribution(served: Served) -> None:
             else:
                 kept = ordered.cumsum(0) - ordered < 0.6
             assert token in order[kept]
-            if supports:
-                assert list(supports[place].ids) == sorted(order[kept].tolist())
-            mass = ordered[kept].sum().log() if supports else 0.0
+            if masks:
+                assert list(masks[place].ids) == sorted(order[kept].tolist())
+            mass = ordered[kept].sum().log() if masks else 0.0
             assert abs(float(row[token] - mass) - logprob) < EXACT
 
 

@@ -90,7 +90,7 @@ def test_update_in_flight_keeps_the_requests_of_the_server(
 def test_sampling_masks_match_sampling_weights_for_kept_requests(served: Served) -> None:
     async def attempt(delay_s: float) -> list[Completion] | None:
         await served.engine.update_weights(served.version("1.1"))
-        future = served.engine.submit(request(n=2, max_new_tokens=60, top_k=4, support=True))
+        future = served.engine.submit(request(n=2, max_new_tokens=60, top_k=4, masks=True))
         await asyncio.sleep(delay_s)
         await served.engine.update_weights(served.version("2.1"))
         drawn = await future
@@ -98,15 +98,15 @@ def test_sampling_masks_match_sampling_weights_for_kept_requests(served: Served)
 
     for made in served.loop.run(midway(attempt)):
         tokens = torch.tensor(made.tokens)
-        assert made.support is not None
-        supports = made.support.cut([1] * len(tokens))
+        assert made.masks is not None
+        masks = made.masks.cut([1] * len(tokens))
         for version in ("1.1", "2.1"):
             values = logprobs(served.versions[version], [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
             best = values.topk(4)
             expected = values.gather(-1, tokens[:, None]) - best.values.logsumexp(-1, keepdim=True)
             for place, drew in enumerate(made.versions):
                 if drew == version:
-                    assert list(supports[place].ids) == sorted(best.indices[place].tolist())
+                    assert list(masks[place].ids) == sorted(best.indices[place].tolist())
                     assert abs(float(expected[place]) - made.logprobs[place]) < EXACT
 
 
@@ -120,7 +120,7 @@ def test_requests_of_a_twice_paused_server_end_like_unpaused_ones(
         (whole,) = await engine.submit(request(max_new_tokens=80, greedy=True))
 
         async def attempt(delay_s: float) -> tuple[Completion, Completion] | None:
-            ending = request(max_new_tokens=80, top_k=4, support=True)
+            ending = request(max_new_tokens=80, top_k=4, masks=True)
             kept = engine.submit(request(max_new_tokens=80, greedy=True))
             ended = engine.submit(ending)
             await asyncio.sleep(delay_s)
@@ -142,7 +142,7 @@ def test_requests_of_a_twice_paused_server_end_like_unpaused_ones(
 
     _, aborted = served.loop.run(work())
     assert aborted.finish == "aborted"
-    assert aborted.support is not None
+    assert aborted.masks is not None
     assert len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.data.meta import SampledSupport
+from slurmrl.data.meta import SampledMasks
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import GenerateEngine, ServingOptions
 from slurmrl.engines.hf_batch import HFRollout
@@ -43,7 +43,7 @@ class GenerationOutput:
     """[T], 0 on prompt tokens."""
     finished: Tensor
     """[S] bool: ended with a stop token or stop string."""
-    support: SampledSupport | None = None
+    masks: SampledMasks | None = None
     """Of all T tokens; empty on prompt tokens."""
     experts: list[Array] | None = None
     """Of each sequence."""
@@ -62,7 +62,7 @@ def generated(
     """Completions of the prompts of ``sample``, on all ranks that have it. Collective."""
     ids, ends = sample.tensor("prompt_ids"), sample.cu_seqlens("prompt_ids")
     asked = requests(ids, ends, options, seed=seed, step=step, keys=keys)
-    how = ServingOptions(decode=decode, turns=False, support=options.support)
+    how = ServingOptions(decode=decode, turns=False, masked=options.masks)
     found: list[Any] = [None]
     with engine.serving("1.0", how) as served:
         if served is not None:
@@ -96,8 +96,8 @@ def generate(
 
     async def run() -> list[tuple[Completion, ...]]:
         if not isinstance(model, Decoder):
-            return await _answers(HFRollout(model, "1.0", tokens, support=options.support), asked)
-        how: dict[str, Any] = {"own": False, "turns": False, "support": options.support}
+            return await _answers(HFRollout(model, "1.0", tokens, masked=options.masks), asked)
+        how: dict[str, Any] = {"own": False, "turns": False, "masked": options.masks}
         sizes = limits or Limits(step_tokens=max(256, prefill_tokens or 2048))
         return await _answers(NativeRollout(model, limits=sizes, version="1.0", **how), asked)
 
@@ -168,10 +168,10 @@ def output(
         for request, answer in zip(asked, answers, strict=True)
         for made in answer
     ]
-    support = SampledSupport()
+    masks = SampledMasks()
     for prompt, made in rows:
-        support.skip(len(prompt))
-        support.extend(made.support or SampledSupport())
+        masks.skip(len(prompt))
+        masks.extend(made.masks or SampledMasks())
     sizes = torch.tensor([[len(p) + len(made.tokens), len(p)] for p, made in rows]).view(-1, 2)
     logprobs = [value for p, made in rows for value in (*[0.0] * len(p), *made.logprobs)]
     return GenerationOutput(
@@ -184,7 +184,7 @@ def output(
         prompt_lengths=sizes[:, 1].long().contiguous(),
         logprobs=torch.tensor(logprobs, dtype=dtype, device=device),
         finished=torch.tensor([made.finish == "stop" for _, made in rows], dtype=torch.bool),
-        support=support if options.support else None,
+        masks=masks if options.masks else None,
         experts=[made.experts for _, made in rows if made.experts is not None]
         if options.experts
         else None,

@@ -50,11 +50,11 @@ from slurmrl.engines.microbatch import (
     agree,
     in_order,
     longest,
+    masks_of,
     no_outputs,
     replaying,
     shared_tokens,
     showing,
-    support_of,
 )
 from slurmrl.engines.native_engine import GatheredGeneration
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
@@ -71,7 +71,7 @@ from slurmrl.tensors.checkpoint.shards import RoleSnapshot
 from slurmrl.tensors.layout import Box, Layout
 from slurmrl.tensors.ops import attention
 from slurmrl.tensors.ops.arguments import OnHost
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 
@@ -356,15 +356,15 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     def _outputs(self, sample: SequenceSample, temperature: float) -> Outputs:
         shared = shared_tokens(sample) if self._shares(sample) else None
-        support = support_of(sample)
+        masks = masks_of(sample)
         if shared is None:
             with showing(self._shards.decoder, sample):
-                return self._run(*self._tokens(sample), temperature, support)
+                return self._run(*self._tokens(sample), temperature, masks)
         ids = sample.tensor(TOKENS)[shared.taken]
-        if support is not None:  # equal tokens may have had different sampling masks
+        if masks is not None:  # equal tokens may have had different sampling masks
             hidden = self._features(ids, shared.pieces, longest(sample))[shared.places]
             whole = (sample.tensor(TOKENS), sample.cu_seqlens(TOKENS))
-            return self._ends(hidden, *whole, temperature, support)
+            return self._ends(hidden, *whole, temperature, masks)
         outputs = self._run(ids, shared.pieces, longest(sample), temperature)
         return {name: values[shared.places] for name, values in outputs.items()}
 
@@ -384,12 +384,12 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         cu_seqlens: Tensor | Pieces,
         longest: int,
         temperature: float,
-        support: Support | None = None,
+        masks: SamplingMasks | None = None,
     ) -> Outputs:
         hidden = self._features(ids, cu_seqlens, longest)
         if isinstance(cu_seqlens, Pieces):
             cu_seqlens = cu_seqlens.cu_seqlens
-        return self._ends(hidden, ids, cu_seqlens, temperature, support)
+        return self._ends(hidden, ids, cu_seqlens, temperature, masks)
 
     def _ends(
         self,
@@ -397,13 +397,13 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         ids: Tensor,
         cu_seqlens: Tensor,
         temperature: float,
-        support: Support | None,
+        masks: SamplingMasks | None,
     ) -> Outputs:
         """Return the outputs of the model's head."""
         decoder = self._shards.decoder
         if self.head == "value":
             return {"values": decoder.values(hidden, cu_seqlens)}
-        logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature, support)
+        logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature, masks)
         return {"logp": logp, "entropy": entropy}
 
     def _features(self, ids: Tensor, cu_seqlens: Tensor | Pieces, longest: int) -> Tensor:

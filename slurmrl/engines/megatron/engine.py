@@ -58,8 +58,8 @@ from slurmrl.engines.microbatch import (
     experts_of,
     in_order,
     longest,
+    masks_of,
     no_outputs,
-    support_of,
 )
 from slurmrl.engines.role_weights import initial_weights, model_config, restore_random
 from slurmrl.errors import UsageError
@@ -306,11 +306,11 @@ class MegatronEngine(TrainEngine):
         split = self._place.tp if self._settings.sequence_parallel else 1
         multiple = self.context.axis_size("cp") * split
         dtype = self._settings.params_dtype
-        support, experts = support_of(sample), None
+        masks, experts = masks_of(sample), None
         if sample is not None and EXPERTS in sample.keys:
             experts = experts_of(sample, self.config)
         micro = micro_batch(
-            ids, cu_seqlens, most, multiple, self._rotary, dtype, support, experts, self._ring
+            ids, cu_seqlens, most, multiple, self._rotary, dtype, masks, experts, self._ring
         )
         if self._balance is None and experts is None:
             return micro

@@ -164,15 +164,13 @@ class Chunk(GPTModel):  # type: ignore[misc]
         states = hidden.index_select(0, before)
         weight = self._head_weight()[: self.kept_rows]
         targets = micro.ids[rest]
-        support = None if micro.support is None else micro.support.at(rest)
+        masks = None if micro.masks is None else micro.masks.at(rest)
         if tp.size() > 1:
             logp, entropy = vocab_parallel_logprobs_and_entropy(
-                states, weight, targets, self.rows, temperature, support=support
+                states, weight, targets, self.rows, temperature, masks=masks
             )
         else:
-            logp, entropy = logprobs_and_entropy(
-                states, weight, targets, temperature, support=support
-            )
+            logp, entropy = logprobs_and_entropy(states, weight, targets, temperature, masks=masks)
         zeros = logp.new_zeros(2, micro.ids.shape[0])
         own = zeros.index_copy(1, rest, torch.stack((logp, entropy)))
         whole = partial_to_whole(own, cp) if cp.size() > 1 else own

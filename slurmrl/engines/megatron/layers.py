@@ -64,7 +64,7 @@ from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.elementwise import gated_halves, rotate
 from slurmrl.tensors.ops.ring_attention import ring_attention, zigzag
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 
 FIRST, END = "2.9.0a0", "2.12"
 """First release that megatron-core 0.16.1 supports, and the first release that is too new."""
@@ -396,7 +396,7 @@ class Micro:
     params: Packed
     real: Tensor | None = None
     """[T + padding] whether a token belongs to the batch; None where routers need no mask."""
-    support: Support | None = None
+    masks: SamplingMasks | None = None
     """Sampling masks of T + padding tokens; None if all were sampled from the whole vocabulary."""
     experts: Tensor | None = None
     """[T + padding, L, K] recorded experts in the blocks that have some; None: no record."""
@@ -409,7 +409,7 @@ def micro_batch(
     multiple: int,
     rotary: RotaryTable,
     dtype: torch.dtype,
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
     experts: Tensor | None = None,
     ring: Axis | None = None,
 ) -> Micro:
@@ -439,12 +439,12 @@ def micro_batch(
         rotation=rotary.rotation(positions, dtype),
         bounds=None if ring is None else cu_sorted.tolist(),
     )
-    drawn_from = None if support is None else support.padded(padding).at(order)
+    drawn_from = None if masks is None else masks.padded(padding).at(order)
     if experts is not None:
         unknown = experts.new_full((padding, *experts.shape[1:]), UNKNOWN)
         experts = torch.cat((experts, unknown))[order]
     padded = torch.cat((ids, ids.new_zeros(padding)))[order]
-    return Micro(padded, cu_sorted, places, back, params, support=drawn_from, experts=experts)
+    return Micro(padded, cu_sorted, places, back, params, masks=drawn_from, experts=experts)
 
 
 def uses_te(wanted: bool | None, device: torch.device, dtype: str) -> bool:

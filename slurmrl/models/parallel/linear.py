@@ -23,7 +23,7 @@ from slurmrl.tensors.ops.logprobs import (
     vocab_parallel_logprobs_and_entropy,
 )
 from slurmrl.tensors.ops.products import linear
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 
 LogProbs = tuple[Tensor, Tensor]
 """Log-probabilities and entropies, each [T]."""
@@ -130,11 +130,11 @@ def split_logprobs(
     input_ids: Tensor,
     cu_seqlens: Tensor,
     temperature: float,
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence.
 
-    The distributions are restricted to ``support``.
+    The distributions are restricted to ``masks``.
 
     features [N, h] are in the order of ``Split.packed``; weight is this rank's part of [V, h];
     cu_seqlens [S+1] is in host memory. A context rank computes the predictions for its tokens.
@@ -146,14 +146,14 @@ def split_logprobs(
     before, places = upload((before, order[following]), input_ids.device)
     hidden = split.enter(features).index_select(0, before)
     targets = input_ids[places]
-    drawn_from = None if support is None else support.at(places)
+    drawn_from = None if masks is None else masks.at(places)
     if split.tensor.size > 1:
         rows = rows_of(split, vocabulary)
         parts = vocab_parallel_logprobs_and_entropy(
-            hidden, weight, targets, rows, temperature, support=drawn_from
+            hidden, weight, targets, rows, temperature, masks=drawn_from
         )
     else:
-        parts = logprobs_and_entropy(hidden, weight, targets, temperature, support=drawn_from)
+        parts = logprobs_and_entropy(hidden, weight, targets, temperature, masks=drawn_from)
     both = torch.stack(parts)
     whole = both.new_zeros((2, tokens)).index_copy(1, places, both)
     logp, entropy = split.over_context(whole).unbind()

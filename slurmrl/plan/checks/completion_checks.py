@@ -32,7 +32,7 @@ from slurmrl.plan.placement import ROLLOUTS, model_of
 from slurmrl.registry import near, resolve
 
 MOST_SUPPORT: Final = 1024
-"""Token ids of a recorded support: 4 KiB for each token of a completion."""
+"""Token ids of a recorded sampling mask: 4 KiB for each token of a completion."""
 TABLES: Final = "slurmrl.rollouts"
 """Tables in a layer above the plan, so they are resolved by name."""
 EPISODE: Final = ("rollout", "episode")
@@ -103,7 +103,7 @@ def _unrecorded(draft: Draft) -> Iterator[Problem]:
             f"{MOST_SUPPORT}"
         )
         yield draft.reject((ROLLOUTS, "top_k"), reason, rollout.top_k)
-    elif reason := draft.lacks(ROLLOUTS, "support"):
+    elif reason := draft.lacks(ROLLOUTS, "masks"):
         yield draft.reject((ROLLOUTS, "top_k"), f" with {name}: {reason}", rollout.top_k)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from slurmrl.data.meta import SampledSupport
+from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import UsageError
 from slurmrl.tensors.layout import Array
 
@@ -37,7 +37,7 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     """Strings that end a completion after ``min_new_tokens``; the completing token is kept."""
-    support: bool = False
+    masks: bool = False
     """Record the sampling mask of each token: the tokens that ``top_k`` and ``top_p`` keep.
     Log-probabilities are then relative to the mask, never to all tokens."""
     experts: bool = False
@@ -52,7 +52,7 @@ class GenerationOptions:
             (self.top_k is None or self.top_k >= 1, "top_k must be at least 1"),
             (all(self.stop_strings), "stop_strings must not contain empty strings"),
             (
-                not self.support or (self.top_k is not None and not self.greedy),
+                not self.masks or (self.top_k is not None and not self.greedy),
                 "a recorded sampling mask needs top_k and sampling that is not greedy",
             ),
         )
@@ -106,8 +106,8 @@ class Completion:
     versions: tuple[str, ...]
     """The weight version that sampled each token."""
     finish: Finish
-    support: SampledSupport | None = None
-    """Tokens that top-k and top-p kept, for each token; None unless `GenerationOptions.support`
+    masks: SampledMasks | None = None
+    """Tokens that top-k and top-p kept, for each token; None unless `GenerationOptions.masks`
     asks for them."""
     experts: Array | None = None
     """The experts that processed each token, prompt included: int16 [tokens, experts of all

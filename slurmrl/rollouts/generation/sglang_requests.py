@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from slurmrl.data.meta import SampledSupport
+from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import HFConfig
@@ -102,7 +102,7 @@ def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict
             "no_stop_trim": True,
         },
         "return_logprob": True,
-        "return_sampling_mask": options.support,
+        "return_sampling_mask": options.masks,
         "return_routed_experts": options.experts,
         "priority": sampling.priority,
         "extra_key": cache,
@@ -114,7 +114,7 @@ def read_reply(
 ) -> SampledPiece:
     """Return the content of a reply. Raises RunFailedError if it does not fit the request.
 
-    Log-probabilities are under the distribution over all tokens, or under the support where the
+    Log-probabilities are under the distribution over all tokens, or under the sampling masks if the
     request asks for it. ``routed``: the model's blocks of experts.
     """
     try:
@@ -123,11 +123,11 @@ def read_reply(
         raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
     tokens, meta = read.output_ids, read.meta_info
     finish, options = meta.finish_reason, sampling.options
-    if finish.type == "abort" and options.support and meta.output_token_sampling_mask is None:
+    if finish.type == "abort" and options.masks and meta.output_token_sampling_mask is None:
         # It was aborted while it waited for its (repeated) prefill.
-        return SampledPiece(completion=replace(ABORTED, support=SampledSupport()))
+        return SampledPiece(completion=replace(ABORTED, masks=SampledMasks()))
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    if options.support:
+    if options.masks:
         logprobs = meta.output_token_sampling_logprobs or []
     versions = [span.version for span in meta.weight_versions for _ in range(span.start, span.end)]
     if [entry[1] for entry in meta.output_token_logprobs] != tokens or not (
@@ -137,9 +137,9 @@ def read_reply(
             f"{where}: the log-probabilities ({len(logprobs)}) or weight versions "
             f"({len(versions)}) of the answer do not belong to its {len(tokens)} tokens"
         )
-    support = None
-    if options.support:
-        support = _support(where, tokens, meta.output_token_sampling_mask or [])
+    masks = None
+    if options.masks:
+        masks = _read_masks(where, tokens, meta.output_token_sampling_mask or [])
     experts = None
     if options.experts:
         assert routed is not None, "checked with the request"
@@ -159,24 +159,24 @@ def read_reply(
         logprobs=tuple(logprobs),
         versions=tuple(versions),
         finish=FINISH[finish.type],
-        support=support,
+        masks=masks,
         experts=experts,
     )
     stop = finish.matched if isinstance(finish.matched, str) else ""
     return SampledPiece(completion=completion, text=read.text or "", stop=stop)
 
 
-def _support(where: str, tokens: list[int], masks: list[list[int]]) -> SampledSupport:
+def _read_masks(where: str, tokens: list[int], masks: list[list[int]]) -> SampledMasks:
     """Parse the sampling masks that a server reports, most likely tokens first."""
     if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
         raise RunFailedError(
             f"{where}: the sampling masks ({len(masks)}) of the answer do not belong to its "
             f"{len(tokens)} tokens"
         )
-    support = SampledSupport()
+    read = SampledMasks()
     for mask in masks:
-        support.add(sorted(mask))
-    return support
+        read.add(sorted(mask))
+    return read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,14 +328,14 @@ class PiecewiseSampling:
             logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
             versions=tuple(version for piece in pieces for version in piece.versions),
             finish=finish,
-            support=_joined_support(pieces) if self.sampling.options.support else None,
+            masks=_joined_masks(pieces) if self.sampling.options.masks else None,
             experts=experts,
         )
 
 
-def _joined_support(pieces: Sequence[Completion]) -> SampledSupport:
-    support = SampledSupport()
+def _joined_masks(pieces: Sequence[Completion]) -> SampledMasks:
+    masks = SampledMasks()
     for piece in pieces:
-        assert piece.support is not None, "every piece of the sampling has one"
-        support.extend(piece.support)
-    return support
+        assert piece.masks is not None, "every piece of the sampling has one"
+        masks.extend(piece.masks)
+    return masks

@@ -204,7 +204,7 @@ class VllmDialect(HttpDialect):
                 f"{self.where}: experts of vLLM's tokens are not recorded; use native or sglang, "
                 "or leave out replay_experts"
             )
-        if sampling.options.support:
+        if sampling.options.masks:
             raise UsageError(
                 f"{self.where}: vLLM reports sampling masks for all requests of a server or for "
                 f"none; use native or sglang, or leave out top_k and top_p"

@@ -451,7 +451,7 @@ class ServerCheck:
             return None
         try:
             return await self._report()
-        except UsageError as error:  # the server lacks the route, or support for these weights
+        except UsageError as error:  # the server lacks the route, or rejects these weights
             if self._checks.began(self._where):
                 raise
             self._give_up(error)

@@ -20,7 +20,7 @@ from slurmrl.tensors.ops import fused
 from slurmrl.tensors.ops.arguments import upload, wide
 from slurmrl.tensors.ops.collectives import Group, gathered
 from slurmrl.tensors.ops.products import add_product, product, wide_product
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 
 CHUNK_ELEMENTS = 2**22
 """Logits per chunk of a small vocabulary (16 MiB in float32)."""
@@ -39,18 +39,18 @@ def logprobs_and_entropy(
     targets: Tensor,
     temperature: float = 1.0,
     chunk: int | None = None,
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T].
 
-    With a ``support`` of the targets, the distributions are restricted to it.
+    With ``masks`` of the targets, the distributions are restricted to them.
 
     hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and weight;
     logits are computed ``chunk`` tokens at a time, and again in the backward pass.
     """
     size = chunk or chunk_tokens(weight.shape[0])
     results: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, size, support
+        hidden, weight, targets, temperature, size, masks
     )
     return results
 
@@ -62,7 +62,7 @@ def packed_logprobs_and_entropy(
     cu_seqlens: Tensor,
     temperature: float = 1.0,
     chunk: int | None = None,
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
     compute: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``logprobs_and_entropy`` aligned with packed sequences, both [T].
@@ -70,7 +70,7 @@ def packed_logprobs_and_entropy(
     Entry t is log p(x_t | x_<t) and the entropy of the distribution from which x_t was sampled.
     Both are 0 at the first token of a sequence.
 
-    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, support of the T tokens.
+    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, masks of the T tokens.
     ``compute`` replaces ``logprobs_and_entropy``.
     """
     (rest,) = upload([following_tokens(cu_seqlens)], hidden.device)
@@ -80,7 +80,7 @@ def packed_logprobs_and_entropy(
         input_ids[rest],
         temperature=temperature,
         chunk=chunk,
-        support=None if support is None else support.at(rest),
+        masks=None if masks is None else masks.at(rest),
     )
     zeros = logp.new_zeros(input_ids.shape[0])
     return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)
@@ -91,13 +91,13 @@ def packed_logprobs_of_logits(
     input_ids: Tensor,
     cu_seqlens: Tensor,
     temperature: float = 1.0,
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``packed_logprobs_and_entropy`` from logits [T, V], for models that return only these."""
     (rest,) = upload([following_tokens(cu_seqlens)], logits.device)
     scaled = logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature
-    if support is not None:
-        scaled = support.at(rest).restrict_(scaled, 0, 1.0)
+    if masks is not None:
+        scaled = masks.at(rest).restrict_(scaled, 0, 1.0)
     logq = scaled.log_softmax(-1)
     logp = logq.gather(-1, input_ids[rest, None]).squeeze(-1)
     entropy = -(logq.exp() * logq).sum(-1)
@@ -125,11 +125,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk: int,
-        support: Support | None,
+        masks: SamplingMasks | None,
     ) -> tuple[Tensor, Tensor]:
-        normalizer, entropy, logp = statistics(hidden, weight, targets, temperature, chunk, support)
+        normalizer, entropy, logp = statistics(hidden, weight, targets, temperature, chunk, masks)
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.temperature, ctx.chunk, ctx.support = temperature, chunk, support
+        ctx.temperature, ctx.chunk, ctx.masks = temperature, chunk, masks
         return logp, entropy
 
     @staticmethod
@@ -146,7 +146,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 ctx.temperature,
                 ctx.chunk,
                 ctx.needs_input_grad[:2],
-                ctx.support,
+                ctx.masks,
             ),
             None,
             None,
@@ -161,15 +161,15 @@ def statistics(
     targets: Tensor,
     temperature: float,
     chunk: int,
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalizer, the entropy and log p(target), each [T].
 
-    The distributions are softmax(hidden @ weight.T / temperature), restricted to ``support``.
+    The distributions are softmax(hidden @ weight.T / temperature), restricted to ``masks``.
     """
     parts = [
         _statistics(
-            _logits(hidden, weight, span, temperature, support), targets[span], 1.0 / temperature
+            _logits(hidden, weight, span, temperature, masks), targets[span], 1.0 / temperature
         )
         for span in spans(hidden.shape[0], chunk)
     ]
@@ -184,7 +184,7 @@ def gradients(
     temperature: float,
     chunk: int,
     wanted: tuple[bool, bool] = (True, True),
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight, if they are ``wanted``.
 
@@ -196,7 +196,7 @@ def gradients(
     for span in spans(hidden.shape[0], chunk):
         h = hidden[span]
         of_span = tuple(x[span] for x in per_token)
-        logits = _logits(hidden, weight, span, temperature, support)
+        logits = _logits(hidden, weight, span, temperature, masks)
         dz = _logit_gradient(logits, of_span, 1.0 / temperature, h.dtype)
         del logits
         if grad_hidden is not None:
@@ -208,11 +208,11 @@ def gradients(
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, span: slice, temperature: float, support: Support | None
+    hidden: Tensor, weight: Tensor, span: slice, temperature: float, masks: SamplingMasks | None
 ) -> Tensor:
-    """The logits [t, V] of a chunk, restricted to ``support``."""
+    """The logits [t, V] of a chunk, restricted to ``masks``."""
     logits = wide_product(hidden[span], weight.t())
-    return logits if support is None else support.restrict_(logits, span.start, temperature)
+    return logits if masks is None else masks.restrict_(logits, span.start, temperature)
 
 
 def spans(tokens: int, chunk: int) -> list[slice]:
@@ -280,11 +280,11 @@ def vocab_parallel_logprobs_and_entropy(
     rows: Rows,
     temperature: float = 1.0,
     chunk: int | None = None,
-    support: Support | None = None,
+    masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and entropy, both [T], with a vocabulary split over ranks.
 
-    The distributions are softmax(hidden @ whole weight.T / temperature). With a ``support`` of the
+    The distributions are softmax(hidden @ whole weight.T / temperature). With a ``masks`` of the
     targets, they are restricted to it. Results are the same on all ranks of the group; they are
     float64 for float64 inputs, else float32.
 
@@ -292,7 +292,7 @@ def vocab_parallel_logprobs_and_entropy(
     gradient of hidden is partial and must be summed over the group.
     """
     size = chunk or chunk_tokens(weight.shape[0])
-    own = None if support is None else support.within(rows.first, weight.shape[0])
+    own = None if masks is None else masks.within(rows.first, weight.shape[0])
     results: tuple[Tensor, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, rows, temperature, size, own
     )
@@ -315,10 +315,10 @@ class _Logprobs(torch.autograd.Function):
         rows: Rows,
         temperature: float,
         chunk: int,
-        support: Support | None,
+        masks: SamplingMasks | None,
     ) -> tuple[Tensor, Tensor]:
         own = (targets - rows.first).clamp(0, weight.shape[0] - 1)
-        normalizer, entropy, logp = statistics(hidden, weight, own, temperature, chunk, support)
+        normalizer, entropy, logp = statistics(hidden, weight, own, temperature, chunk, masks)
         if targets.shape[0]:
             stacked = torch.stack([normalizer, entropy, logp])[None]
             normalizers, entropies, logps = gathered(stacked, rows.group).unbind(1)
@@ -328,7 +328,7 @@ class _Logprobs(torch.autograd.Function):
             owner = (targets // rows.each)[None]
             logp = (logps + log_shares).gather(0, owner)[0]
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.rows, ctx.temperature, ctx.chunk, ctx.support = rows, temperature, chunk, support
+        ctx.rows, ctx.temperature, ctx.chunk, ctx.masks = rows, temperature, chunk, masks
         return logp, entropy
 
     @staticmethod
@@ -340,5 +340,5 @@ class _Logprobs(torch.autograd.Function):
         own = targets - ctx.rows.first
         per_token = (own, normalizer, entropy, grad_logp, grad_entropy)
         wanted = ctx.needs_input_grad[:2]
-        both = gradients(hidden, weight, per_token, ctx.temperature, ctx.chunk, wanted, ctx.support)
+        both = gradients(hidden, weight, per_token, ctx.temperature, ctx.chunk, wanted, ctx.masks)
         return *both, None, None, None, None, None

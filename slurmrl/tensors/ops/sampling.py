@@ -1,8 +1,8 @@
-"""Sampling: counter-based uniform numbers, one token per row of logits, and supports.
+"""Sampling: counter-based uniform numbers, one token per row of logits, and sampling masks.
 
-A support is the set of tokens that generation could sample.
+A sampling mask is the set of tokens that generation could sample.
 
-S rows, T tokens, t tokens of a chunk, V vocabulary, N token ids of all supports.
+S rows, T tokens, t tokens of a chunk, V vocabulary, N token ids of all masks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NONE = -1
 
 
 OUTSIDE = -1e30
-"""Logit, divided by the temperature, of a token outside a support. Its probability is 0; it is
+"""Logit, divided by the temperature, of a token outside a mask. Its probability is 0; it is
 finite, so that products with it are finite."""
 
 
@@ -37,14 +37,14 @@ class Sampled(NamedTuple):
     """[S] int64"""
     logprobs: Tensor
     """[S]"""
-    support: Tensor | None = None
+    masks: Tensor | None = None
     """[S, K] int32: the tokens that ``top_k`` and ``top_p`` kept, ascending, preceded by `NONE` as
     padding; None if they are not recorded."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
         """Return a copy with every tensor changed."""
-        support = None if self.support is None else change(self.support)
-        return Sampled(change(self.tokens), change(self.logprobs), support)
+        masks = None if self.masks is None else change(self.masks)
+        return Sampled(change(self.tokens), change(self.logprobs), masks)
 
 
 def stream(seed: int, step: int, key: int) -> int:
@@ -71,7 +71,7 @@ def sample(
     top_p: float = 1.0,
     greedy: bool = False,
     banned: Tensor | None = None,
-    support: bool = False,
+    masked: bool = False,
     record: bool = False,
 ) -> Sampled:
     """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
@@ -79,7 +79,7 @@ def sample(
     logits [S, V]. ``top_k`` and ``top_p`` restrict sampling, tokens in ``banned`` are never
     sampled. Of equally likely tokens, those with lower ids come first. Log-probabilities are under
     the full distribution softmax(logits / temperature), whatever the restrictions; with
-    ``support``, under the part that ``top_k`` and ``top_p`` keep (float64 for float64 logits, else
+    ``masked``, under the part that ``top_k`` and ``top_p`` keep (float64 for float64 logits, else
     float32). With ``record``, ``top_k`` is not None, and the result has this part.
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
@@ -90,7 +90,7 @@ def sample(
     else:
         allowed = _restrict(allowed, top_k, top_p)
         tokens = _draw(allowed, uniforms)
-        if support and (top_k is not None or top_p < 1.0):
+        if masked and (top_k is not None or top_p < 1.0):
             whole = allowed
         if record and top_k is not None:
             kept = _kept(allowed, top_k)
@@ -102,21 +102,21 @@ def joined(parts: Sequence[Sampled]) -> Sampled:
     """The samples of several calls, concatenated."""
     tokens = torch.cat([part.tokens for part in parts])
     logprobs = torch.cat([part.logprobs for part in parts])
-    if all(part.support is None for part in parts):
+    if all(part.masks is None for part in parts):
         return Sampled(tokens, logprobs)
-    supports = [
+    masks = [
         part.tokens.new_empty((len(part.tokens), 0), dtype=torch.int32)
-        if part.support is None
-        else part.support
+        if part.masks is None
+        else part.masks
         for part in parts
     ]
-    width = max(support.shape[1] for support in supports)
-    return Sampled(tokens, logprobs, torch.cat([_widened(each, width) for each in supports]))
+    width = max(each.shape[1] for each in masks)
+    return Sampled(tokens, logprobs, torch.cat([_widened(each, width) for each in masks]))
 
 
-def _widened(support: Tensor, width: int) -> Tensor:
-    missing = width - support.shape[1]
-    return torch.nn.functional.pad(support, (missing, 0), value=NONE) if missing else support
+def _widened(masks: Tensor, width: int) -> Tensor:
+    missing = width - masks.shape[1]
+    return torch.nn.functional.pad(masks, (missing, 0), value=NONE) if missing else masks
 
 
 def _ban(scaled: Tensor, banned: Tensor | None) -> Tensor:
@@ -164,48 +164,48 @@ def _weights(scaled: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Support:
+class SamplingMasks:
     """The sampling masks of T tokens."""
 
     restricted: Tensor
     """[T] bool: False means the whole vocabulary."""
     sizes: Tensor
-    """[T] int64: token ids of each support, among those that this rank has."""
+    """[T] int64: token ids of each mask, among those that this rank has."""
     ids: Tensor
     """[N] int64, concatenated over the tokens."""
 
     @staticmethod
-    def of(sizes: Tensor, ids: Tensor) -> Support:
-        """Make supports from the sizes [T] and token ids [N] of any integer type.
+    def of(sizes: Tensor, ids: Tensor) -> SamplingMasks:
+        """Make masks from the sizes [T] and token ids [N] of any integer type.
 
         A size of 0 stands for the whole vocabulary.
         """
-        return Support(sizes > 0, sizes.long(), ids.long())
+        return SamplingMasks(sizes > 0, sizes.long(), ids.long())
 
-    def at(self, places: Tensor) -> Support:
-        """The supports of the tokens at ``places``, each at most once."""
+    def at(self, places: Tensor) -> SamplingMasks:
+        """The masks of the tokens at ``places``, each at most once."""
         sizes, starts = self.sizes[places], (self.sizes.cumsum(0) - self.sizes)[places]
         offsets = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
         index = offsets + torch.arange(offsets.shape[0], device=offsets.device)
-        return Support(self.restricted[places], sizes, self.ids[index])
+        return SamplingMasks(self.restricted[places], sizes, self.ids[index])
 
-    def padded(self, tokens: int) -> Support:
-        """Return supports with further tokens, of the whole vocabulary, at the end."""
+    def padded(self, tokens: int) -> SamplingMasks:
+        """Return masks with further tokens, of the whole vocabulary, at the end."""
         more = self.sizes.new_zeros(tokens)
-        return Support(
+        return SamplingMasks(
             torch.cat((self.restricted, more > 0)), torch.cat((self.sizes, more)), self.ids
         )
 
-    def within(self, first: int, rows: int) -> Support:
-        """Return the supports with only the ids first..first+rows-1, renumbered as 0..rows-1."""
+    def within(self, first: int, rows: int) -> SamplingMasks:
+        """Return the masks with only the ids first..first+rows-1, renumbered as 0..rows-1."""
         tokens = torch.arange(self.sizes.shape[0], device=self.sizes.device)
         inside = (self.ids >= first) & (self.ids < first + rows)
         holders = torch.repeat_interleave(tokens, self.sizes)[inside]
         sizes = torch.zeros_like(self.sizes).index_add_(0, holders, torch.ones_like(holders))
-        return Support(self.restricted, sizes, self.ids[inside] - first)
+        return SamplingMasks(self.restricted, sizes, self.ids[inside] - first)
 
     def restrict_(self, logits: Tensor, first: int, temperature: float) -> Tensor:
-        """Set the logits [t, V] of tokens first..first+t-1 to `OUTSIDE` outside of the supports."""
+        """Set the logits [t, V] of tokens first..first+t-1 to `OUTSIDE` outside of the masks."""
         count = logits.shape[0]
         begin, end = self._ends[first], self._ends[first + count]
         rows = torch.repeat_interleave(

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of replayed supports and experts."""
+"""What ranks do in the tests of replayed sampling masks and experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.rollout_calls import add_experts, add_support
-from slurmrl.data.meta import EXPERTS, SampledSupport
+from slurmrl.algorithms.rollout_calls import add_experts, add_masks
+from slurmrl.data.meta import EXPERTS, SampledMasks
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.models.experts import UNKNOWN
@@ -31,14 +31,14 @@ def supported() -> SequenceSample:
     """A batch in which every fourth token, and the first of each sequence, was drawn from all
     tokens, and the others from up to nine.
     """
-    sample, support = batch(), SampledSupport()
+    sample, masks = batch(), SampledMasks()
     generator = torch.Generator().manual_seed(3)
     vocabulary = int(ARCHITECTURE["vocab_size"])  # type: ignore[call-overload]
     for ids in sample.tensor("input_ids").split(sample.item_lengths("input_ids")):
         for place, token in enumerate(ids.tolist()):
             others = torch.randperm(vocabulary, generator=generator)[: place % 9].tolist()
-            support.add(sorted({token, *others}) if place % 4 else [])
-    add_support(sample, support)
+            masks.add(sorted({token, *others}) if place % 4 else [])
+    add_masks(sample, masks)
     return sample
 
 

@@ -73,7 +73,7 @@ async def everything(engine: RolloutEngine) -> dict[str, tuple[Completion, ...]]
             request("greedy", 6, 5, greedy=True, first=9),
             request("stops", 5, 6, 7, stop_token_ids=(11, 12, 13), min_new_tokens=3),
             request("strings", 5, 8, stop_strings=("aab", "ccc", "ff")),
-            request("top", 12, 9, top_k=5, top_p=0.9, first=3, support=True),
+            request("top", 12, 9, top_k=5, top_p=0.9, first=3, masks=True),
             request("aborted", 8, 10, 11, max_new_tokens=30),
         )
     }
@@ -115,7 +115,7 @@ def test_tensor_ranks_serve_requests_of_their_leader(ranks: RankPool, family: st
     for name, answer in alone.items():
         for made, wanted in zip(leader[name], answer, strict=True):
             assert made.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
-            assert made.support == wanted.support
+            assert made.masks == wanted.masks
 
 
 def disagreeing(setup: Setup) -> None:

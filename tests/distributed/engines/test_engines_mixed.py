@@ -71,7 +71,7 @@ class OneProcess:
 
     @contextmanager
     def serving(self, version: str, options: ServingOptions) -> Iterator[RolloutEngine]:
-        yield NativeRollout(self.decoder, version=version, own=False, turns=False, support=False)
+        yield NativeRollout(self.decoder, version=version, own=False, turns=False, masked=False)
 
     def onload(self) -> None: ...
 

@@ -142,7 +142,7 @@ async def everything(
             "greedy": request("greedy", 6, 5, greedy=True, first=9),
             "stops": request("stops", 5, 6, 7, stop_token_ids=(11, 12, 13), min_new_tokens=3),
             "strings": request("strings", 5, 8, stop_strings=("aab", "ccc", "ff")),
-            "top": request("top", 30, 9, top_k=5, top_p=0.9, first=3, support=True),
+            "top": request("top", 30, 9, top_k=5, top_p=0.9, first=3, masks=True),
             "aborted": request("aborted", 8, 10, 11, max_new_tokens=60),
             "cancelled": request("cancelled", 8, 12, max_new_tokens=60),
         }.items()
@@ -174,7 +174,7 @@ def alike(found: Completion, wanted: Completion) -> None:
         wanted.finish,
     )
     assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
-    assert found.support == wanted.support
+    assert found.masks == wanted.masks
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Recorded supports and experts where ranks share the vocabulary and the sequences."""
+"""Recorded sampling masks and experts where ranks share the vocabulary and the sequences."""
 
 from __future__ import annotations
 

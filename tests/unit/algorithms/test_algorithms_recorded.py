@@ -17,7 +17,7 @@ from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.rollout_calls import StoredInterface
 from slurmrl.config.schema import Config
-from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledMasks
 from slurmrl.data.sample import SequenceSample
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import Completion
@@ -73,7 +73,7 @@ def test_models_apply_the_recorded_sampling_masks(
 
 def test_update_changes_probabilities_within_sampling_masks(make_world: MakeWorld) -> None:
     """A loss of one token has the gradient of the restricted log-probability: logits outside of its
-    support do not move it.
+    mask do not move it.
     """
     world = make_world()
     restrict(world)
@@ -83,7 +83,7 @@ def test_update_changes_probabilities_within_sampling_masks(make_world: MakeWorl
         return -outputs["logp"].sum(), {}
 
     alone = sample.only(["input_ids", SIZES, IDS])
-    single = SampledSupport()
+    single = SampledMasks()
     for size, token in zip(
         sample.tensor(SIZES).tolist(), sample.tensor("input_ids").tolist(), strict=True
     ):
@@ -94,7 +94,7 @@ def test_update_changes_probabilities_within_sampling_masks(make_world: MakeWorl
     only.data[IDS] = torch.tensor(single.ids, dtype=torch.int32)
     prompts = sample.tensor("prompt_mask")
     certain = world.actor.forward(only)["logp"]
-    assert not certain[~prompts].any(), "a token that is alone in its support is certain"
+    assert not certain[~prompts].any(), "a token that is alone in its mask is certain"
     before = world.actor.forward(alone, temperature=0.6)["logp"][~prompts].sum()
     world.actor.train_batch(alone, loss, 1.0, temperature=0.6)
     after = world.actor.forward(alone, temperature=0.6)["logp"][~prompts].sum()
@@ -161,13 +161,13 @@ def test_actor_trains_with_experts_recorded_in_generation(
     assert torch.equal(recomputed(both), free)
 
 
-def completion(tokens: tuple[int, ...], support: SampledSupport | None) -> Completion:
+def completion(tokens: tuple[int, ...], masks: SampledMasks | None) -> Completion:
     return Completion(
         tokens=tokens,
         logprobs=(-1.0,) * len(tokens),
         versions=("1.1",) * len(tokens),
         finish="stop",
-        support=support,
+        masks=masks,
     )
 
 
@@ -178,7 +178,7 @@ def test_rollout_task_files_keep_sampling_masks(make_world: MakeWorld) -> None:
     world = make_world()
     restrict(world)
     turns, other = Completions([2, 3]), Completions([4])
-    first, second = SampledSupport(), SampledSupport()
+    first, second = SampledMasks(), SampledMasks()
     first.add([5, 9])
     second.add([1, 6])
     second.add([7])
@@ -193,9 +193,9 @@ def test_rollout_task_files_keep_sampling_masks(make_world: MakeWorld) -> None:
         ((5, 9, -1, 6, 7), "negative"),
         ((5, 8, 1, 6, 7), "missing in its sampling mask"),
     ):
-        damaged = SampledSupport(array("i", [0, 0, 2, 0, 0, 2, 1, 0, 0]), array("i", ids))
+        damaged = SampledMasks(array("i", [0, 0, 2, 0, 0, 2, 1, 0, 0]), array("i", ids))
         with pytest.raises(ValueError, match=problem):
-            replace(group, support=damaged)
+            replace(group, masks=damaged)
     context = replace(world.context(1), stored=lambda _: group)
     result = StoredInterface().generate(None, _named("a", "b"), context)
     made = result.sample

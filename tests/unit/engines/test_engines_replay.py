@@ -1,4 +1,4 @@
-"""Log-probabilities under the supports that generation has recorded."""
+"""Log-probabilities under the sampling masks that generation has recorded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.rollout_calls import add_experts, add_support
-from slurmrl.data.meta import SampledSupport
+from slurmrl.algorithms.rollout_calls import add_experts, add_masks
+from slurmrl.data.meta import SampledMasks
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import microbatch
 from slurmrl.engines.base import ServingOptions
@@ -42,11 +42,11 @@ OPTIONS = GenerationOptions(
     top_k=6,
     top_p=0.9,
     stop_token_ids=(3, 4, 5, 6),
-    support=True,
+    masks=True,
 )
 
 
-def expected_support(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], Tensor]:
+def expected_mask(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], Tensor]:
     """What top-k and then top-p leave of one token's logits [V], by sorting; log-probabilities
     under it [V].
     """
@@ -72,36 +72,36 @@ def logits_of(decoder: Any, tokens: list[int]) -> Tensor:
 
 
 def check(decoder: Any, prompt: tuple[int, ...], made: Completion) -> None:
-    assert made.support is not None
+    assert made.masks is not None
     logits = logits_of(decoder, [*prompt, *made.tokens])
-    rows = made.support.cut([1] * len(made.tokens))
-    for place, (token, support) in enumerate(zip(made.tokens, rows, strict=True)):
+    rows = made.masks.cut([1] * len(made.tokens))
+    for place, (token, masks) in enumerate(zip(made.tokens, rows, strict=True)):
         banned = OPTIONS.stop_token_ids if place < OPTIONS.min_new_tokens else ()
-        kept, logq = expected_support(logits[len(prompt) - 1 + place].clone(), banned)
-        assert list(support.ids) == kept
+        kept, logq = expected_mask(logits[len(prompt) - 1 + place].clone(), banned)
+        assert list(masks.ids) == kept
         assert token in kept
         assert abs(float(logq[token]) - made.logprobs[place]) < 1e-5
 
 
 def test_requests_get_the_sampling_mask_of_each_token() -> None:
-    """With rows that are preempted, and requests beside them that ask for no support, or a larger
+    """With rows that are preempted, and requests beside them that ask for no mask, or a larger
     one.
     """
     decoder, texts = decoder_of(), prompts(9)
     others = GenerationOptions(max_new_tokens=9, temperature=0.5)
-    wider = GenerationOptions(max_new_tokens=9, top_k=20, support=True)
+    wider = GenerationOptions(max_new_tokens=9, top_k=20, masks=True)
     asked = [request(i, text, OPTIONS, i, 50 + i) for i, text in enumerate(texts)]
     mixed = [request("plain", texts[0], others, 7), request("wider", texts[1], wider, 8)]
     found, _ = served(decoder, [*asked, *mixed], TIGHT)
     for place, made in enumerate(found[:-2]):
         check(decoder, texts[place // 2], made)
     plain, wide = found[-2:]
-    assert plain.support is None
-    assert wide.support is not None
-    assert set(wide.support.sizes) == {20}
+    assert plain.masks is None
+    assert wide.masks is not None
+    assert set(wide.masks.sizes) == {20}
     alone, _ = served(decoder, asked[:1])
     assert alone[0].tokens == found[0].tokens
-    assert alone[0].support == found[0].support
+    assert alone[0].masks == found[0].masks
 
 
 def replayed(output: GenerationOutput) -> SequenceSample:
@@ -110,8 +110,8 @@ def replayed(output: GenerationOutput) -> SequenceSample:
     made = SequenceSample.grouped(
         rows, [str(n) for n in range(len(rows))], {"input_ids": output.tokens}
     )
-    assert output.support is not None
-    add_support(made, output.support)
+    assert output.masks is not None
+    add_masks(made, output.masks)
     return made
 
 
@@ -146,12 +146,12 @@ def test_completions_with_a_shared_prefix_keep_their_own_masks(
     """
     ids = torch.randint(4, 50, (24,), generator=torch.Generator().manual_seed(2))
     batch = SequenceSample.grouped([[24, 24]], ["a"], {"input_ids": ids.repeat(2)})
-    support = SampledSupport()
+    masks = SampledMasks()
     for others in ((1, 2), (1, 2, 3)):
-        support.skip(20)
+        masks.skip(20)
         for token in ids[20:].tolist():
-            support.add([*others, token])
-    add_support(batch, support)
+            masks.add([*others, token])
+    add_masks(batch, masks)
     model = engine()
     monkeypatch.setattr(FSDPEngine, "_may_share", property(lambda _: True))
     assert microbatch.shared_tokens(batch) is not None
@@ -187,12 +187,12 @@ def test_generation_in_rounds_records_sampling_masks() -> None:
             )
         },
     )
-    support = SampledSupport()
+    masks = SampledMasks()
     for text, made in zip(texts, found, strict=True):
-        assert made.support is not None
-        support.skip(len(text))
-        support.extend(made.support)
-    add_support(batch, support)
+        assert made.masks is not None
+        masks.skip(len(text))
+        masks.extend(made.masks)
+    add_masks(batch, masks)
     logp = model.forward(batch, temperature=0.7)["logp"].split(batch.item_lengths("input_ids"))
     for text, made, values in zip(texts, found, logp, strict=True):
         wanted = torch.tensor(made.logprobs)
@@ -201,22 +201,22 @@ def test_generation_in_rounds_records_sampling_masks() -> None:
 
 @pytest.mark.parametrize("implementation", ["builtin", "hf"])
 def test_logprobs_use_the_sampling_mask_even_if_it_is_not_recorded(implementation: str) -> None:
-    """``ServingOptions.support=False`` selects the whole distribution instead."""
+    """``ServingOptions.masked=False`` selects the whole distribution instead."""
     model = engine(implementation=implementation)
     asked = _request(prompts(1)[0], 5, 12)
-    unrecorded = replace(asked, options=replace(asked.options, support=False))
+    unrecorded = replace(asked, options=replace(asked.options, masks=False))
 
-    def completion(wanted: GenerationRequest, *, support: bool) -> Completion:
+    def completion(wanted: GenerationRequest, *, masked: bool) -> Completion:
         async def run(served: RolloutEngine) -> Completion:
             return (await served.submit(wanted))[0]
 
-        with model.serving("1.1", ServingOptions(support=support)) as served:
+        with model.serving("1.1", ServingOptions(masked=masked)) as served:
             assert served is not None
             return asyncio.run(run(served))
 
-    recorded = completion(asked, support=True)
-    under = completion(unrecorded, support=True)
-    whole = completion(unrecorded, support=False)
+    recorded = completion(asked, masked=True)
+    under = completion(unrecorded, masked=True)
+    whole = completion(unrecorded, masked=False)
     assert recorded.tokens == under.tokens == whole.tokens
     assert under.logprobs == recorded.logprobs
     assert sum(whole.logprobs) < sum(under.logprobs) - 0.1
@@ -364,4 +364,4 @@ def test_experts_of_another_model_are_rejected() -> None:
 def test_sampling_mask_without_top_k_bound_is_rejected() -> None:
     for options in ({"top_p": 0.5}, {}, {"top_k": 5, "greedy": True}):
         with pytest.raises(UsageError, match="sampling mask needs top_k"):
-            GenerationOptions(max_new_tokens=1, support=True, **options)
+            GenerationOptions(max_new_tokens=1, masks=True, **options)

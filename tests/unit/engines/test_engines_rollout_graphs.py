@@ -77,7 +77,7 @@ def same(found: list[Sequence], wanted: list[Sequence]) -> None:
     for own, other in zip(found, wanted, strict=True):
         assert (own.tokens, own.finish) == (other.tokens, other.finish)
         assert own.versions == other.versions
-        assert own.support == other.support
+        assert own.masks == other.masks
         assert own.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_cuda_graph_replay_samples_the_same_tokens(
     )
     results = []
     for run in (direct, replayed):
-        restricted = replace(OPTIONS, top_k=7, top_p=0.9, support=True)
+        restricted = replace(OPTIONS, top_k=7, top_p=0.9, masks=True)
         sequences = run.add(12) + run.add(3, replace(OPTIONS, min_new_tokens=30), first=12)
         sequences += run.add(2, restricted, first=15)
         run.finish()

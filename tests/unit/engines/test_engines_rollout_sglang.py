@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from slurmrl.config.schema.rollout import Address
-from slurmrl.data.meta import SampledSupport
+from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
@@ -293,30 +293,30 @@ def masked(masks: list[list[int]]) -> dict[str, Any]:
 
 
 def test_sampling_masks_are_requested_and_read_with_masked_probabilities() -> None:
-    """Without a support, log-probabilities are those of the whole distribution."""
-    asked = draw(top_k=3, support=True)
+    """Without masks, log-probabilities are under all tokens."""
+    asked = draw(top_k=3, masks=True)
     body = request_body(asked)
     assert body["return_sampling_mask"]
     made = read_reply("server", masked([[9, 3, 5], [4]]), asked).completion
-    assert made.support == SampledSupport(array("i", [3, 1]), array("i", [3, 5, 9, 4]))
+    assert made.masks == SampledMasks(array("i", [3, 1]), array("i", [3, 5, 9, 4]))
     assert made.logprobs == (-0.1, -0.2)
     plain = draw(top_k=3)
-    assert read_reply("server", masked([]), plain).completion.support is None
+    assert read_reply("server", masked([]), plain).completion.masks is None
 
 
 @pytest.mark.parametrize("masks", [[], [[3]], [[3], [5, 6]], [[3], [4], [5]]])
 def test_reply_with_a_wrong_number_of_sampling_masks_is_rejected(masks: list[list[int]]) -> None:
     with pytest.raises(RunFailedError, match=rf"sampling masks \({len(masks)}\) of the answer"):
-        read_reply("server", masked(masks), draw(top_k=3, support=True))
+        read_reply("server", masked(masks), draw(top_k=3, masks=True))
 
 
 def test_segments_of_a_completion_join_their_sampling_masks() -> None:
-    drawing = PiecewiseSampling(draw(top_k=3, support=True))
+    drawing = PiecewiseSampling(draw(top_k=3, masks=True))
     for masks in ([[3, 9], [4]], [[5, 3], [4, 2]]):
         piece = read_reply("server", masked(masks), drawing.rest())
         drawing.add(piece)
-    support = drawing.completion("length").support
-    assert support == SampledSupport(array("i", [2, 1, 2, 2]), array("i", [3, 9, 4, 3, 5, 2, 4]))
+    masks = drawing.completion("length").masks
+    assert masks == SampledMasks(array("i", [2, 1, 2, 2]), array("i", [3, 9, 4, 3, 5, 2, 4]))
 
 
 ROUTED = RoutedLayers(layers=3, sparse=(0, 2), experts=5, per_token=2)
@@ -544,15 +544,15 @@ def test_pause_mode_depends_on_server_version_and_requests(
     assert {body["extra_key"] for body in server.asked} == {"1.1" if stale_cache else None}
 
 
-@pytest.mark.parametrize("support", [False, True])
-def test_request_aborted_while_waiting_has_no_masks(support: bool) -> None:
+@pytest.mark.parametrize("masks", [False, True])
+def test_request_aborted_while_waiting_has_no_masks(masks: bool) -> None:
     """Its tokens cannot be used without their probabilities."""
     answer = reply([3, 4], "abort", message="Abort in waiting queue")
-    made = read_reply("server", answer, draw(top_k=3, support=support))
+    made = read_reply("server", answer, draw(top_k=3, masks=masks))
     tokens = made.completion.tokens
-    assert tokens == (() if support else (3, 4))
+    assert tokens == (() if masks else (3, 4))
     assert made.completion.finish == "aborted"
-    assert (made.completion.support is not None) == support
+    assert (made.completion.masks is not None) == masks
 
 
 @pytest.mark.parametrize("busy", [False, True])

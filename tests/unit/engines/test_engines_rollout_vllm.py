@@ -237,7 +237,7 @@ def test_servers_that_quantize_are_not_checked(quantization: str | None) -> None
 
 def test_records_that_vllm_does_not_provide_are_rejected() -> None:
     for options in (
-        replace(FIRST.options, greedy=False, top_k=2, support=True),
+        replace(FIRST.options, greedy=False, top_k=2, masks=True),
         replace(FIRST.options, experts=True),
     ):
         draw = replace(FIRST, options=options)

@@ -138,20 +138,20 @@ def test_interval_ends_sample_possible_tokens() -> None:
 def test_kept_tokens_are_recorded_as_sampling_mask() -> None:
     """Ascending; of equally likely ones as many as top-k allows, those with lower ids first."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0, 4.0, 0.0]])
-    options = {"record": True, "support": True}
+    options = {"record": True, "masked": True}
     drawn = sample(logits, uniforms(2), top_k=3, **options)
-    assert drawn.support.tolist() == [[1, 2, 3], [0, 1, 4]]
+    assert drawn.masks.tolist() == [[1, 2, 3], [0, 1, 4]]
     nucleus = sample(logits, uniforms(2), top_k=3, top_p=0.7, **options)
-    assert nucleus.support.tolist() == [[-1, 1, 2], [-1, -1, 0]]
+    assert nucleus.masks.tolist() == [[-1, 1, 2], [-1, -1, 0]]
     banned = sample(logits, uniforms(2), top_k=3, banned=torch.tensor([1, 0]), **options)
-    assert banned.support.tolist() == [[2, 3, 4], [2, 3, 4]]
+    assert banned.masks.tolist() == [[2, 3, 4], [2, 3, 4]]
     wide = sample(logits, uniforms(2), top_k=8, **options)
-    assert wide.support.tolist() == [[-1, -1, -1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 3, 4, 5]]
+    assert wide.masks.tolist() == [[-1, -1, -1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 3, 4, 5]]
     for one in (drawn, nucleus, banned, wide):
-        assert one.support is not None
-        assert (one.support == one.tokens[:, None]).any(1).all()
-    assert sample(logits, uniforms(2), top_k=3).support is None
-    assert sample(logits, uniforms(2), top_k=3, greedy=True, **options).support is None
+        assert one.masks is not None
+        assert (one.masks == one.tokens[:, None]).any(1).all()
+    assert sample(logits, uniforms(2), top_k=3).masks is None
+    assert sample(logits, uniforms(2), top_k=3, greedy=True, **options).masks is None
 
 
 def test_joined_samples_have_masks_only_if_one_was_recorded() -> None:
@@ -159,7 +159,7 @@ def test_joined_samples_have_masks_only_if_one_was_recorded() -> None:
     plain, recorded = (
         sample(logits, uniforms(1), top_k=2, record=record) for record in (False, True)
     )
-    assert joined([plain, plain]).support is None
-    mixed = joined([plain, recorded]).support
+    assert joined([plain, plain]).masks is None
+    mixed = joined([plain, recorded]).masks
     assert mixed is not None
     assert mixed.tolist() == [[-1, -1], [1, 2]]

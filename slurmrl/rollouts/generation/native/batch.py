@@ -38,21 +38,21 @@ class ContinuousBatch:
         *,
         context: int | None,
         decode: Decode | None = None,
-        support: bool = True,
+        masked: bool = True,
         turns: bool = True,
         overlap: bool | None = None,
     ) -> None:
         """``context`` is the most tokens of a sequence, prompt included, at which it ends.
 
         None: a request that may become longer than the model's positions is rejected. ``decode`` is
-        needed for stop strings. ``support``: see ``ModelRunner``. Without ``turns``, the cache does
+        needed for stop strings. ``masked``: see ``ModelRunner``. Without ``turns``, the cache does
         not grow to keep prefixes of later prompts. With ``overlap``, the tokens of a call are read
         while the next one runs (default: on a GPU).
         """
         limits = bounded(limits, decoder)
         self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
         self._schedule = Schedule(limits, self._pool)
-        self._runner = ModelRunner(decoder, limits, self._pool, support=support)
+        self._runner = ModelRunner(decoder, limits, self._pool, masked=masked)
         self._limits, self._context, self._decode = limits, context, decode
         self._vocabulary = decoder.config.vocab_size
         self._check_length = decoder.config.check_length
@@ -169,17 +169,17 @@ class ContinuousBatch:
 
     def _process(self, sampled: SampledStep) -> None:
         """Take the samples of a call; end the sequences that are complete."""
-        tokens, logprobs, supports = sampled.read()
+        tokens, logprobs, masks = sampled.read()
         self.checksum = crc32(array("q", tokens), self.checksum)
         if not all(map(math.isfinite, logprobs)):
             raise RunFailedError("the model's logits are not finite: its weights have diverged")
-        for sequence, token, logprob, support in zip(
-            sampled.sequences, tokens, logprobs, supports, strict=True
+        for sequence, token, logprob, mask in zip(
+            sampled.sequences, tokens, logprobs, masks, strict=True
         ):
             sequence.unread -= 1
             if sequence.finish is not None:
                 continue  # the sequence had ended before this token
-            sequence.take(token, logprob, sampled.version, support, self._decode)
+            sequence.take(token, logprob, sampled.version, mask, self._decode)
             self.sampled += 1
             if sequence.finish is not None:
                 self._end(sequence)

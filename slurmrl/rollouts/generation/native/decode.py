@@ -102,10 +102,10 @@ class DecodeStep:
     """The calls of one decoder."""
 
     def __init__(
-        self, decoder: PagedDecoder, state: RowState, *, support: bool, capture: Capture | None
+        self, decoder: PagedDecoder, state: RowState, *, masked: bool, capture: Capture | None
     ) -> None:
-        """``support``: see ``ModelRunner``."""
-        self._decoder, self._state, self._support = decoder, state, support
+        """``masked``: see ``ModelRunner``."""
+        self._decoder, self._state, self._masked = decoder, state, masked
         self._capture, self._device = capture, state.last.device
         self._inputs: dict[int, Tensor] = {}
         """By B: [5, B] int64, the columns of ``RowInput``."""
@@ -217,7 +217,7 @@ class DecodeStep:
             top_p=top_p,
             greedy=greedy,
             banned=self._banned[shape.banned] if shape.banned else None,
-            support=self._support,
+            masked=self._masked,
             record=record,
         )
         self._state.last.index_copy_(0, rows, sampled.tokens)

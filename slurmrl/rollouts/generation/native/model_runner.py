@@ -45,34 +45,34 @@ class SampledStep:
     """Event of their arrival in host memory; None if they are already there."""
 
     def read(self) -> tuple[list[int], list[float], list[list[int]]]:
-        """Wait for the tokens, their log-probabilities and their recorded supports."""
+        """Wait for the tokens, their log-probabilities and their recorded sampling masks."""
         if self.copied is not None:
             self.copied.synchronize()
-        tokens, logprobs, support = self.samples
-        if support is None:
+        tokens, logprobs, masks = self.samples
+        if masks is None:
             return tokens.tolist(), logprobs.tolist(), [[]] * len(tokens)
-        kept = support != NONE
+        kept = masks != NONE
         ends = [0, *accumulate(kept.sum(-1).tolist())]
-        ids = support[kept].tolist()
-        supports = [ids[begin:end] for begin, end in pairwise(ends)]
-        return tokens.tolist(), logprobs.tolist(), supports
+        ids = masks[kept].tolist()
+        split = [ids[begin:end] for begin, end in pairwise(ends)]
+        return tokens.tolist(), logprobs.tolist(), split
 
 
 class ModelRunner:
     """The decoder, its cache, and its rows."""
 
-    def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
-        """``support`` selects the distribution of the log-probabilities.
+    def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, masked: bool) -> None:
+        """``masked`` selects the distribution of the log-probabilities.
 
-        With ``support``, it is the distribution over the tokens that top-k and top-p leave.
+        With ``masked``, it is the distribution over the tokens that top-k and top-p leave.
         Otherwise it is the whole distribution, as training computes it.
         """
-        self._limits, self._pool, self._support = limits, pool, support
+        self._limits, self._pool, self._masked = limits, pool, masked
         self._device = decoder.head_weight().device
         self._decoder = PagedDecoder(decoder, limits.page_tokens)
         self._rows = RowState(limits.rows, self._device)
         self._decode = DecodeStep(
-            self._decoder, self._rows, support=support, capture=capture_for(self._decoder)
+            self._decoder, self._rows, masked=masked, capture=capture_for(self._decoder)
         )
 
     def renew(self) -> None:
@@ -243,7 +243,7 @@ class ModelRunner:
             top_p=top_p,
             greedy=greedy,
             banned=stops if banned else None,
-            support=self._support,
+            masked=self._masked,
             record=record,
         )
 

@@ -133,9 +133,9 @@ class NativeRollout(SplitRollout):
         peers: SplitRanks | None = None,
         stale_cache: bool = False,
         turns: bool = True,
-        support: bool = True,
+        masked: bool = True,
     ) -> None:
-        """``version``, ``stale_cache``: see `BatchRollout`; ``support``: see `ModelRunner`.
+        """``version``, ``stale_cache``: see `BatchRollout`; ``masked``: see `ModelRunner`.
 
         ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
         ``decode`` turns token ids into text, for stop strings. The parameters of a decoder that is
@@ -150,7 +150,7 @@ class NativeRollout(SplitRollout):
         if context is None and turns:
             context = decoder.config.max_positions
         options: dict[str, Any] = {"context": context, "decode": decode, "turns": turns}
-        self._own = ContinuousBatch(decoder, limits or Limits(), support=support, **options)
+        self._own = ContinuousBatch(decoder, limits or Limits(), masked=masked, **options)
         self._decoder = decoder
         super().__init__(self._own, version, stale_cache=stale_cache, peers=peers, turns=turns)
 

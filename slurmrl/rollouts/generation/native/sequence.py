@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slurmrl.data.meta import SampledSupport
+from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import UsageError
 from slurmrl.rollouts.generation.base import Completion, Decode, Finish, GenerationRequest
 from slurmrl.tensors.layout import Array
@@ -39,7 +39,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the sampled tokens."""
     versions: list[str] = field(default_factory=list)
-    support: SampledSupport = field(default_factory=SampledSupport)
+    masks: SampledMasks = field(default_factory=SampledMasks)
     """Sampling masks of the sampled tokens, if the request asks for them."""
     experts: Array | None = None
     """Experts of all tokens, set when the sequence ends, if the request asks for them."""
@@ -63,7 +63,7 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.sampling_key = (
             *(options.temperature, options.top_k, options.top_p),
-            *(options.greedy, options.support),
+            *(options.greedy, options.masks),
         )
         self.stream = stream(request.seed, request.step, self.key)
 
@@ -88,18 +88,18 @@ class Sequence:
         return options.stop_token_ids if self.sampled < options.min_new_tokens else ()
 
     def take(
-        self, token: int, logprob: float, version: str, support: list[int], decode: Decode | None
+        self, token: int, logprob: float, version: str, mask: list[int], decode: Decode | None
     ) -> None:
         """Add a token that ``version`` of the weights sampled. It may end the sequence.
 
-        ``support`` is its sampling mask; ``decode`` is needed for stop strings.
+        ``mask`` is its sampling mask; ``decode`` is needed for stop strings.
         """
         options = self.request.options
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if options.support:
-            self.support.add(support)
+        if options.masks:
+            self.masks.add(mask)
         if token in options.stop_token_ids or (options.stop_strings and self._stopped(decode)):
             self.finish = "stop"
         elif len(self.tokens) >= self.limit:
@@ -121,7 +121,7 @@ class Sequence:
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             finish=self.finish,
-            support=self.support if self.request.options.support else None,
+            masks=self.masks if self.request.options.masks else None,
             experts=self.experts,
         )
 

@@ -14,13 +14,13 @@ from slurmrl.tensors.ops.logprobs import (
     packed_logprobs_of_logits,
     vocab_parallel_logprobs_and_entropy,
 )
-from slurmrl.tensors.ops.sampling import Support
+from slurmrl.tensors.ops.sampling import SamplingMasks
 
 TOKENS, HIDDEN, VOCABULARY = 37, 12, 301
 CU_SEQLENS = torch.tensor([0, 9, 10, 37], dtype=torch.int32)
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Support]:
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, SamplingMasks]:
     """Every third token, and the first of each sequence, was drawn from all tokens."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -35,15 +35,15 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
     targets = torch.tensor([row[len(row) // 2] if row else 7 for row in rows])
     sizes = torch.tensor([len(row) for row in rows], dtype=torch.int32)
     ids = torch.tensor([number for row in rows for number in row], dtype=torch.int32)
-    return hidden.to(dtype), weight.to(dtype), targets, Support.of(sizes, ids)
+    return hidden.to(dtype), weight.to(dtype), targets, SamplingMasks.of(sizes, ids)
 
 
 def reference(
-    hidden: Tensor, weight: Tensor, targets: Tensor, support: Support, temperature: float
+    hidden: Tensor, weight: Tensor, targets: Tensor, masks: SamplingMasks, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, over the logits of the support alone."""
+    """Token by token, over only the logits of the mask."""
     results = []
-    rows = support.ids.split(support.sizes.tolist())
+    rows = masks.ids.split(masks.sizes.tolist())
     for state, target, row in zip(hidden, targets, rows, strict=True):
         kept = row if len(row) else torch.arange(VOCABULARY)
         logq = (weight[kept] @ state / temperature).log_softmax(-1)
@@ -64,7 +64,7 @@ def assert_close(ours: Tensor | None, expected: Tensor | None) -> None:
 def test_masked_logprobs_equal_the_restricted_distribution(
     temperature: float, chunk: int | None
 ) -> None:
-    hidden, weight, targets, support = inputs()
+    hidden, weight, targets, masks = inputs()
     mix = torch.randn(2, TOKENS, generator=torch.Generator().manual_seed(1))
     results = []
     for exact in (False, True):
@@ -72,9 +72,9 @@ def test_masked_logprobs_equal_the_restricted_distribution(
         h.requires_grad_()
         w.requires_grad_()
         logp, entropy = (
-            reference(h, w, targets, support, temperature)
+            reference(h, w, targets, masks, temperature)
             if exact
-            else logprobs_and_entropy(h, w, targets, temperature, chunk, support)
+            else logprobs_and_entropy(h, w, targets, temperature, chunk, masks)
         )
         ((logp * mix[0]).sum() + (entropy * mix[1]).sum()).backward()
         results.append((logp.detach(), entropy.detach(), h.grad, w.grad))
@@ -86,14 +86,14 @@ def test_packed_sequences_keep_the_mask_of_each_token() -> None:
     """Not that of the token before it, whose hidden state it is drawn from; from hidden states
     and from logits.
     """
-    hidden, weight, targets, support = inputs()
+    hidden, weight, targets, masks = inputs()
     rest = [token for token in range(TOKENS) if token not in CU_SEQLENS[:-1].tolist()]
     before = torch.tensor(rest) - 1
-    own = support.at(torch.tensor(rest))
+    own = masks.at(torch.tensor(rest))
     expected = reference(hidden[before], weight, targets[rest], own, 0.8)
     packed = (targets, CU_SEQLENS, 0.8)
-    found = packed_logprobs_and_entropy(hidden, weight, *packed, support=support)
-    of_logits = packed_logprobs_of_logits(hidden @ weight.T, *packed, support)
+    found = packed_logprobs_and_entropy(hidden, weight, *packed, masks=masks)
+    of_logits = packed_logprobs_of_logits(hidden @ weight.T, *packed, masks)
     for made in (found, of_logits):
         for ours, wanted in zip(made, expected, strict=True):
             assert_close(ours[rest], wanted)
@@ -111,11 +111,11 @@ class _Ranks:
 
 
 def test_vocabulary_parallel_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a rank has no token of a support.
+    """This holds even if a rank has no token of a mask.
 
     Each rank's statistics are computed first, and given to all as the group would.
     """
-    hidden, weight, targets, support = inputs()
+    hidden, weight, targets, masks = inputs()
     each = -(-VOCABULARY // 4)
     parts = weight.split(each)
     sent: dict[int, Tensor] = {}
@@ -134,15 +134,13 @@ def test_vocabulary_parallel_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> Non
             )
             rows = Rows(cast(Group, _Ranks(rank)), each)
             h, w = hidden.clone().requires_grad_(), part.clone().requires_grad_()
-            logp, entropy = vocab_parallel_logprobs_and_entropy(
-                h, w, targets, rows, 0.7, 5, support
-            )
+            logp, entropy = vocab_parallel_logprobs_and_entropy(h, w, targets, rows, 0.7, 5, masks)
             ((logp * mix[0]).sum() + (entropy * mix[1]).sum()).backward()
             assert h.grad is not None
             assert w.grad is not None
             grads[rank] = h.grad, w.grad
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    expected = reference(h, w, targets, support, 0.7)
+    expected = reference(h, w, targets, masks, 0.7)
     ((expected[0] * mix[0]).sum() + (expected[1] * mix[1]).sum()).backward()
     assert_close(logp.detach(), expected[0].detach())
     assert_close(entropy.detach(), expected[1].detach())
@@ -151,12 +149,12 @@ def test_vocabulary_parallel_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rank_keeps_mask_ids_of_its_vocabulary_part() -> None:
-    """Tokens whose support lies elsewhere stay restricted."""
-    _, _, _, support = inputs()
-    local = support.within(100, 50)
-    inside = (support.ids >= 100) & (support.ids < 150)
-    assert torch.equal(local.ids + 100, support.ids[inside])
-    assert torch.equal(local.restricted, support.restricted)
+    """Tokens whose mask lies elsewhere stay restricted."""
+    _, _, _, masks = inputs()
+    local = masks.within(100, 50)
+    inside = (masks.ids >= 100) & (masks.ids < 150)
+    assert torch.equal(local.ids + 100, masks.ids[inside])
+    assert torch.equal(local.restricted, masks.restricted)
     assert (local.restricted & (local.sizes == 0)).any()
     padded = local.padded(3)
     assert padded.sizes.tolist() == [*local.sizes.tolist(), 0, 0, 0]
