@@ -163,7 +163,7 @@ def _limits(text: str) -> list[str]:
     type=FiniteRange(min=1, max=1e9),
     default=300.0,
     metavar="SECONDS",
-    help="SlurmdTimeout of the cluster, after which Slurm takes a silent host for lost. If it is 0 "
+    help="SlurmdTimeout of the cluster, after which Slurm considers a silent host lost. If it is 0 "
     "(never), give the time after which your site removes such a host. Default: 300.",
 )
 @click.option(

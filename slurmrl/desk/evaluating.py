@@ -165,7 +165,7 @@ def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Der
         model = find_checkpoint(checkpoint, folder.absolute())
         if suite != WHOLE or algorithm.get("name") != EVALUATE:
             _from_evaluation(source, algorithm, suite)
-        if "experiment" in source.values:  # else it is reported as required
+        if "experiment" in source.values:  # another check reports a missing name
             source.values["experiment"] = f"{source.spelling(('experiment',))}{EVALUATED}"
         source.values["trial"] = _as_name(f"{model.name}-{suite}") if suite else model.name
         actor = source.values.setdefault("actor", {})

@@ -193,8 +193,8 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
         raise AllocationError(f"{given} is not allowed: must divide {workers}, {of_actor}")
     value = f"'{config.rollout.gpus}'" if given is None else given
     raise AllocationError(
-        f"{value} is not allowed: no number of hosts with {given or LARGEST_HOST} GPUs has equal "
-        f"shares of {workers}, {of_actor}, and of {tasks} rollout tasks with {size} GPU each"
+        f"{value} is not allowed: hosts with {given or LARGEST_HOST} GPUs cannot share equally "
+        f"{workers}, {of_actor}, and {tasks} rollout tasks with {size} GPU each"
     )
 
 

@@ -31,7 +31,7 @@ class HostLosses:
         """Return the seconds from the loss of a host to the end of its round or job.
 
         ``first``: the host has the batch process, so other hosts requeue the job. Slurm ends a job
-        without spares as soon as it takes the host for lost.
+        without spares as soon as it considers the host lost.
         """
         by_slurm_s = self.disturbances.slurmd_timeout_s
         if self.hosts == 1:

@@ -396,7 +396,7 @@ class Disturbances:
     grace_s: float = 30.0
     """Seconds from the signal of a preemption to the kill."""
     slurmd_timeout_s: float = 300.0
-    """Seconds after which Slurm takes a silent host for lost (``SlurmdTimeout``)."""
+    """Seconds after which Slurm considers a silent host lost (``SlurmdTimeout``)."""
     stragglers: float = 0.0
     """Standard deviation of the logarithm of a host's seconds; a step waits for the slowest."""
     slow_hosts: float = 0.0

@@ -115,7 +115,7 @@ def operators(variables: Mapping[str, str]) -> Check:
         return ok("compiled operators", f"in {folder}")
     measured = f"none in {folder}: the first job compiles them, which takes 20 to 90 s"
     command = f"{env.OPS_CACHE.name}={folder} {libraries.COMMAND}"
-    return ok("compiled operators", f"{measured}; to do so before: {command}")
+    return ok("compiled operators", f"{measured}; to compile them now: {command}")
 
 
 def processor(models: Sequence[str]) -> list[Check]:

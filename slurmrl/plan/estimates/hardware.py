@@ -121,7 +121,7 @@ def read_file(path: Path) -> HardwareFile:
     """Return the profile in a file. Raises ConfigError and UnreadableInputError."""
     try:
         found = path.stat()
-    except OSError:  # `read` says why
+    except OSError:  # `read` reports the reason
         return checked(read(path))
     return _read(path, found.st_mtime_ns, found.st_size)
 

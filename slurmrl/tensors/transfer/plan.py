@@ -26,8 +26,8 @@ from slurmrl.errors import LayoutError
 from slurmrl.tensors.layout import ITEM_BYTES, Box, Holders, Index, Layout, TensorSpec
 
 SEGMENTS_PER_BUDGET = 4
-"""Number of segments of maximum size that fit into the staging budget, and so of chains that can
-pass through a rank at once."""
+"""Number of segments of maximum size that fit into the staging budget. As many chains can pass
+through a rank at once."""
 LONGEST_CHAIN = 32
 """Maximum number of ranks on other hosts that one holder serves, if other holders can serve the
 others: the last rank of a chain waits this many slots."""
