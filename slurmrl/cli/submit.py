@@ -170,7 +170,7 @@ def carry_out(
     """
     from slurmrl.desk.submitting import rehearse
 
-    compared: set[str] = set()  # the trials of several suites have one checkpoint
+    compared: set[str] = set()  # trials of several suites share one checkpoint
     checked = [report_checks(proposal, check_s, compared) for proposal in proposals]
     code = 0
     for proposal, findings in zip(proposals, checked, strict=True):

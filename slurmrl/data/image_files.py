@@ -134,7 +134,7 @@ def _opened(base: Path, image: ImageValue) -> Image:
         raise
     except pillow.DecompressionBombError as error:  # before the size is known
         raise ImageError(f"('{name}') has too many pixels; {most}") from error
-    except Exception as error:  # the same as above
+    except Exception as error:  # Pillow's decoders, as above
         _require_lasting(error, base, image)
         raise ImageError(f"('{name}') is not an image that Pillow can read") from error
     width, height = opened.size

@@ -45,7 +45,7 @@ def changed_data(config: Config) -> Iterator[Finding]:
     try:
         committed = read_state(paths.checkpoints / state.last_commit.directory).get("dataset") or {}
     except (DamagedCheckpointError, EnvironmentFailure):
-        return  # the job waits for it, or goes back to the commit before
+        return  # the job waits, or resumes from an earlier commit
     known: dict[str, Any] = committed.get("sources") or {}
     step = state.last_commit.step
     for name, part in config.dataset.parts.items():
@@ -75,7 +75,7 @@ def _is_same(part: DatasetConfig, fingerprint: str, prepared: Path) -> bool | No
     """
     try:
         files = open_source(Path(part.path), part.split).files
-    except ConfigError:  # another check reports it
+    except ConfigError:  # another check reports the error
         return True
     present = state_of(files)
     sizes = [file.stat().st_size for file in files]

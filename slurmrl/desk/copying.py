@@ -207,7 +207,7 @@ def _packed(contents: Mapping[str, bytes]) -> bytes:
         for name, content in contents.items():
             entries = {name: content}
             if name.endswith(".py"):
-                with suppress(SyntaxError):  # a process that imports it says so
+                with suppress(SyntaxError):  # a process that imports the module reports this
                     entries[f"{name}c"] = _bytecode(name, content)
             for entry, data in entries.items():
                 file.writestr(ZipInfo(entry), data, ZIP_DEFLATED, compresslevel=1)

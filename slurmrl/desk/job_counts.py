@@ -42,8 +42,8 @@ class Scaled:
 def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
     """Extend the chains of a live trial that are short of links.
 
-    Return None where no chain is: the trial has ended or must be resumed, has enough links, or is
-    no chain of Slurm jobs. ``dry_run`` only reports the number of new jobs.
+    Return None if no chain is short of links: the trial has ended or must be resumed, has enough
+    links, or has no chain of Slurm jobs. ``dry_run`` only reports the number of new jobs.
 
     Raises UsageError, SchedulerError.
     """

@@ -229,7 +229,7 @@ def ask_inspector(
     """
     config = folder / "config.yaml"
     config.write_text(dump(settings.config), encoding="utf-8")
-    place = folder / "empty"  # jobs have another current directory than the command, too
+    place = folder / "empty"  # jobs also run in another directory than the command
     place.mkdir()
     return ChildRequest(
         INSPECTOR,

@@ -251,7 +251,7 @@ def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCal
         make_private_directory(path.parent, calls=calls)
         try:
             _make_one(path, calls)
-        except FileNotFoundError as error:  # automounters report unknown names like this
+        except FileNotFoundError as error:  # automounters report unknown names in this way
             raise explain(error, "make directory", path) from error
 
 

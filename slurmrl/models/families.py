@@ -300,7 +300,7 @@ DEEPSEEK_V3 = Family(
     latent=True,
     files="slurmrl.models.shapes:experts",
     experts=CORRECTED,
-    fields={"num_nextn_predict_layers": "num_mtp_layers"},  # which transformers accepts too
+    fields={"num_nextn_predict_layers": "num_mtp_layers"},  # transformers accepts both names
     defaults={
         **CORRECTED_DEFAULTS,
         "rms_norm_eps": 1e-6,

@@ -56,7 +56,7 @@ class HFRouters:
         """
         self.routes = RecordedReads(1, self.blocks)
         for router in self._found:
-            with suppress(TypeError, RuntimeError):  # a router may need other arguments
+            with suppress(TypeError, RuntimeError):  # some routers need other arguments
                 router(torch.zeros(2, router.hidden, device="meta"))
         self.routes = None
 

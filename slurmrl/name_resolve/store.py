@@ -130,7 +130,7 @@ class NameStore:
     def clear_subtree(self, root: str) -> None:
         """Delete the keys of `find_subtree`."""
         for key in self.find_subtree(root):
-            with suppress(NameNotFoundError):  # another process has deleted it
+            with suppress(NameNotFoundError):  # another process has deleted the key
                 self.delete(key)
 
     def delete(self, name: str) -> None:

@@ -94,7 +94,7 @@ class ProcessId:
             text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             return None
-        fields = text.rpartition(")")[2].split()  # the name before it may contain anything
+        fields = text.rpartition(")")[2].split()  # the program's name may contain any character
         return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
     def alive(self) -> bool:
@@ -227,7 +227,7 @@ def is_another(run: RunPaths, made: object) -> bool:
             return False
         there = Path(made)
         return there.stat().st_ino != run.run.stat().st_ino and RunPaths(there).config.is_file()
-    except OSError:  # nothing is there any more
+    except OSError:  # the other directory no longer exists
         return False
 
 
@@ -351,7 +351,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
         try:
             request = documents.read(path, REQUEST, REQUIRED)
         except FileNotFoundError:
-            continue  # its submitter has not written it yet, or has died
+            continue  # the submitter has died or has not written it yet
         return Submission(
             number,
             request["scheduler"],

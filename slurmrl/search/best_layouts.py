@@ -205,7 +205,7 @@ def _best(
         engines = sorted({*_training(request), _engine(base.actor.backend)})
         count, generates = scheme.trainers, False
         if name == ROLLOUTS and not scheme.generation:
-            continue  # only evaluations use it
+            continue  # only evaluations use this model
         if name == ROLLOUTS:
             engines, apart = [scheme.generation], scheme.gpus - scheme.trainers
             count = apart or scheme.gpus

@@ -354,7 +354,7 @@ class Layout:
         """
         rows: dict[int, list[int]] = {}
         for rank, row in enumerate(shards):
-            rows.setdefault(id(row), []).append(rank)  # replicas may share one row of shards
+            rows.setdefault(id(row), []).append(rank)  # replicas may share one list of shards
         ranks: dict[str, dict[HeldBox, list[int]]] = {name: {} for name in tensors}
         for alike in rows.values():
             for shard in shards[alike[0]]:

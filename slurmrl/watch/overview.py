@@ -228,7 +228,7 @@ def _query(
                 found[snapshot.trial].problem = str(error)
             continue
         for group, ids in recovered.items():
-            key = f"{snapshot.trial}:{number}:{group}"  # groups of several trials in one query
+            key = f"{snapshot.trial}:{number}:{group}"  # one query covers groups of several trials
             jobs[key], owners[key] = ids, (snapshot, number, group)
     answers = []
     for task in scheduler.query(jobs):

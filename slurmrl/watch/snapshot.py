@@ -169,7 +169,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     try:
         groups = read_groups(paths)
     except CorruptFileError:
-        groups = ()  # treat it as missing: only the tables of tasks need it
+        groups = ()  # treat the plan as missing; only tables of tasks need it
     names = NameStore(paths.names)
     said = _said(names, state.incarnation)
     attempts = _attempts(names, groups)

@@ -94,7 +94,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 def kill_parent() -> None:
     """Kill the process that started this one, even if it is stopped."""
     parent = os.getppid()
-    if parent > 1:  # otherwise it has already ended
+    if parent > 1:  # 1: the parent has already ended
         os.kill(parent, signal.SIGKILL)
 
 
@@ -215,7 +215,7 @@ def spawn(
 
     def before_exec() -> None:
         ignore_signals()
-        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until the child has installed its handler
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until the child has a handler
         die_with(parent)
 
     try:

@@ -123,7 +123,7 @@ class Unreadable:
 class WakeTask:
     """The task's address for wake-ups about requests and weights. Each incarnation gets it."""
 
-    wakeups: WakeupAddress | None = None  # older versions called it `bell`; that one is obsolete
+    wakeups: WakeupAddress | None = None  # `bell` in old logs is obsolete
 
 
 COUNTS_S: Final = 30.0

@@ -216,7 +216,7 @@ async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found
         try:
             listed = field_of(address.text, await get("/openapi.json"), "paths")
         except UsageError:
-            listed = None  # a server may keep its list to itself
+            listed = None  # a server may hide its list
     finally:
         await client.close()
     routes = SERVER_KINDS[backend].routes

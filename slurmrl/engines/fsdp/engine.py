@@ -491,7 +491,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return super().updated(most)
 
     def offload(self) -> None:
-        if not self._shards.plan.offload:  # with cpu_offload, they are already in host memory
+        if not self._shards.plan.offload:  # cpu_offload has moved them to host memory already
             parameters = {} if self._optimizer is None else self._state()
             self._offload.take([*self._shards.local().values(), *parameters.values()])
 

@@ -164,7 +164,7 @@ class Shards:
         self.decoder.zero_grad()  # gradients of gathered parameters
         root = cast(FSDPModule, self.decoder)
         if self.plan.wrapped and root._get_fsdp_state()._is_root:  # the first forward sets this
-            self._stuck = not hasattr(root, "reset_iter_state")  # torch before 2.13 lacks it
+            self._stuck = not hasattr(root, "reset_iter_state")  # torch before 2.13
             if not self._stuck:
                 root.reset_iter_state()
             self.decoder.zero_grad()  # gradients of the shards

@@ -42,7 +42,7 @@ def require() -> None:
     # is set here. It does not depend on the layout.
     state = importlib.import_module("megatron.core.parallel_state")
     try:
-        vars(state)["torch"].cuda.current_device()  # as megatron sees it
+        vars(state)["torch"].cuda.current_device()  # the name under which megatron imports it
     except (AssertionError, RuntimeError) as error:
         raise UsageError(
             f"the megatron engine needs a GPU ({error}); on CPUs use the fsdp backend"

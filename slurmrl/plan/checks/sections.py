@@ -91,7 +91,7 @@ def _no_file(path: Path) -> str:
     if path.is_symlink():
         return f"it is a broken link to {path.readlink()}"
     names: list[str] = []
-    with suppress(OSError):  # no such folder, or one that others cannot list
+    with suppress(OSError):  # the folder is missing or cannot be listed
         names = os.listdir(path.parent) if "*" not in path.name else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"there is no such file or folder{f'; did you mean {close[0]}?' if close else ''}"

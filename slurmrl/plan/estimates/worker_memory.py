@@ -313,7 +313,7 @@ def own_share(arguments: Sequence[str]) -> float | None:
     try:
         return None if value is None else float(value)
     except ValueError:
-        return None  # the server refuses it
+        return None  # the server rejects such a value
 
 
 SGLANG: Final = "sglang"

@@ -394,12 +394,12 @@ def _remove_unlocked(parent: Path) -> None:
             continue
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # its own process has removed it
+        except FileNotFoundError:  # the process that made it has removed it
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # its own process is alive
+            continue  # the process that made it is alive
         else:
             _remove(folder)
         finally:
@@ -408,7 +408,7 @@ def _remove_unlocked(parent: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a folder, and the files of its servers in shared memory."""
-    for place, _, names in os.walk(folder):  # others may be removing it too
+    for place, _, names in os.walk(folder):  # other processes may be removing the folder too
         if LIST in names:
             remove_shared(os.path.join(place, LIST))
     shutil.rmtree(folder, ignore_errors=True)

@@ -365,7 +365,7 @@ CPU_FLAGS = (
 """Flags of a server without a GPU."""
 LEAST_SHARE, MOST_SHARE = 0.01, 0.98
 ENVIRONMENT: Mapping[str, str] = {
-    "SGLANG_USE_PICKLE_IPC": "0",  # otherwise it would unpickle data from its internal sockets
+    "SGLANG_USE_PICKLE_IPC": "0",  # no unpickling of data from internal sockets
     "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
 }

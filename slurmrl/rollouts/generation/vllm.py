@@ -350,7 +350,7 @@ torch's CPU generators cannot do: vLLM 0.32 ends with "CPU Generator does not us
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # otherwise it would unpickle requests
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # otherwise the server would unpickle requests
     "VLLM_API_KEY": "",  # a key of other servers, which this server would require
     "HF_HUB_OFFLINE": "1",
 }
@@ -411,7 +411,7 @@ class VllmServer(ServerKind):
                 "vllm",
             ),  # The model's generation config would change sampling silently.
             *("--tensor-parallel-size", str(self.tensor_ranks)),
-            "--disable-uvicorn-access-log",  # otherwise it logs a line for each completion
+            "--disable-uvicorn-access-log",  # otherwise the server logs each completion
             *("--max-model-len", "-1", "--scheduling-policy", "priority"),
             "--enable-prefix-caching",
             *(CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()),

@@ -197,7 +197,7 @@ class Follower:
     def _receive(self, wakeups: WakeupSocket) -> None:
         received = wakeups.receive()
         heard = [self._sources[source] for source in received.sources if source in self._sources]
-        if received.overflowed:  # any writer may have sent a lost one
+        if received.overflowed:  # any writer may have sent a dropped wake-up
             heard += self._sources.values()
         self._announced.update(one for one in heard if one.spare > 0)
         self.woken = bool(self._announced)

@@ -151,7 +151,7 @@ def _keep_freed_memory() -> None:
     time on a CPU.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc; elsewhere memory is managed as it is
+    if mallopt is not None:  # only glibc has this function
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 

@@ -314,7 +314,7 @@ class Warnings:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor has blocked them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor blocks them
 
     @property
     def received(self) -> bool:

@@ -304,7 +304,7 @@ class Children:
         """Handle the end of the fork server: its workers have ended with it."""
         assert self.fork_server is not None
         code = self.fork_server.process.wait()
-        self._hear_fork_server()  # messages that it sent before its end
+        self._hear_fork_server()  # read the messages that it sent before its end
         ended = [self._end(slot) for slot in self.slots]
         if any(ended):
             self._news.ended.append(Ended(self.fork_server.name, code, None, self._import_error))

@@ -285,7 +285,7 @@ class SampleChecks:
         except SampleFileError as error:
             cached = self._calls.caches(self._paths.rollouts)  # the folder itself may be missing
             pauses_s = HIDDEN_PAUSES_S if cached else ()
-            if check.failed >= len(pauses_s):  # greater if the folder was missing before
+            if check.failed >= len(pauses_s):  # the count may be greater if the folder was missing
                 return check.sample, str(error)
             due = now + pauses_s[check.failed]
             heapq.heappush(self._due, replace(check, due=due, failed=check.failed + 1))

@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
     if reason is not None:
         logger.info("nothing to do: %s", reason)
         if in_chain:
-            end_chain(link)  # the process that ended the trial may not have done this
+            end_chain(link)  # the process that ended the trial may have been killed
         return 0
     if options.failed is not None:
         cannot_begin(link, UsageError(options.failed), in_chain=in_chain)

@@ -410,7 +410,7 @@ def _blame(
     """
     if failure is None or failure.cause not in CAUSES or not failure.host:
         return
-    if failure.echo:  # a lost connection: either host, or a third one, may have failed
+    if failure.echo:  # after a lost connection, any host may have failed
         return
     again = blame(paths, failure.host, incarnation, failure.reason, attempt)
     if again or failure.certain:

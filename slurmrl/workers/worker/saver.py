@@ -104,7 +104,7 @@ class Saver:
         except EnvironmentFailure as error:
             logger.warning("%s", error)
             for path in (path for each in snapshots for path in each.paths(directory)):
-                discard(path, REAL)  # otherwise there may be no space to report it
+                discard(path, REAL)  # frees space, so that the error can be reported
             return replace(saved, error=str(error))
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
             traceback.print_exc()

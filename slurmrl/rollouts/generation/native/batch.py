@@ -95,7 +95,7 @@ class ContinuousBatch:
         step = self._schedule.next(self._flush)
         sampled = self._runner.run(step, self.version) if step.chunks else None
         self.read += sum(chunk.tokens for chunk in step.chunks)
-        self._flush()  # samples of the previous call, while this one runs
+        self._flush()  # read the previous call's samples while this call runs
         if sampled is not None:
             self._unread.append(sampled)
         if not self._overlap:
