@@ -67,6 +67,11 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         (*FSDP, *GENERATING),
         "trains experts on several tensor ranks with sequence parallelism only",
     ),
+    "split_biases": Capability(
+        (*FSDP, *GENERATING, HF),
+        "does not split experts with biases over tensor ranks: give them their own layout with t1 "
+        "((attn:…|ffn:…))",
+    ),
     "head_copies": Capability((*FSDP, *GENERATING), "does not copy heads of keys and values"),
 }
 """The capabilities of engines, by name. Checks and messages read only this table."""

@@ -32,8 +32,6 @@ from slurmrl.engines.host import HostCopies, Offload
 from slurmrl.engines.megatron.gpt import Chunk, PipelineSchedule, Use
 from slurmrl.engines.megatron.layers import (
     Micro,
-    Router,
-    balance_of,
     micro_batch,
     own_modules,
     te_modules,
@@ -51,6 +49,7 @@ from slurmrl.engines.megatron.parts import (
     place_of,
 )
 from slurmrl.engines.megatron.rank_state import ModelState, ShardedOptimizer
+from slurmrl.engines.megatron.routers import Router, balance_of
 from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
     Sums,
@@ -121,7 +120,7 @@ class MegatronEngine(TrainEngine):
         ranks = context.axis_size("cp")
         if not exchanges_heads(config.num_heads, config.num_kv_heads, self._place.tp, ranks):
             self._ring = Axis(context.axis_rank("cp"), ranks)
-        self._te = uses_te(model.transformer_engine, context.device, model.dtype)
+        self._te = uses_te(model.transformer_engine, context.device, model.dtype, config.moe)
         self._settings = transformer_config(
             config, context, model.dtype, model.recompute, transformer_engine=self._te
         )

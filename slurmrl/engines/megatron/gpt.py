@@ -28,8 +28,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slurmrl.engines.base import Outputs
-from slurmrl.engines.megatron.layers import Micro, Modules, Router, block_spec, marks
+from slurmrl.engines.megatron.layers import (
+    Micro,
+    Modules,
+    PackedAttention,
+    WholeExpertRow,
+    block_spec,
+)
 from slurmrl.engines.megatron.parts import Place, Stage
+from slurmrl.engines.megatron.routers import Router, marks
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.packed import predictions
 from slurmrl.tensors.ops.arguments import upload
@@ -98,6 +105,10 @@ class Chunk(GPTModel):  # type: ignore[misc]
             if isinstance(module, SPLIT):
                 _mark(module.weight, 1 if isinstance(module, RowParallelLinear) else 0)
             if isinstance(module, ColumnParallelLinear) and module.bias is not None:
+                _mark(module.bias, 0)
+            if isinstance(module, PackedAttention):
+                _mark(module.sinks, 0)
+            if isinstance(module, WholeExpertRow):
                 _mark(module.bias, 0)
         for name, parameter in self.named_parameters():
             if ".mlp.experts." in name:

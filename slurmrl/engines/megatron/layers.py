@@ -7,12 +7,6 @@ heads are exchanged or keys passed on.
 T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and value
 heads on this rank, D head size. Ranks along the context axis hold equal consecutive parts of the
 packed tokens, padded with a separate last sequence; attention sees whole sequences.
-
-Routers take recorded experts and add the load-balancing loss: L blocks with experts in a chunk, E
-experts, K of them for each token. megatron passes each layer a mask of its tokens, and keeps it for
-the layers that it computes again. The mask gives routers the facts about a micro-batch.
-Routers store nothing of it: several micro-batches may be in a pipeline, and a process may have
-several models. (megatron's own `RouterReplay` keeps records in lists of the class.)
 """
 
 from __future__ import annotations
@@ -34,7 +28,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -46,10 +39,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from slurmrl.engines.megatron.latent_layer import LatentSelfAttention
-from slurmrl.engines.megatron.parts import CORRECTION, Stage
+from slurmrl.engines.megatron.parts import Stage
+from slurmrl.engines.megatron.routers import Router
 from slurmrl.errors import UsageError
-from slurmrl.models.architecture import ModelConfig, MoE
-from slurmrl.models.experts import UNKNOWN, Balance, corrected_scores, scaled_weights
+from slurmrl.models.architecture import Clamp, ModelConfig, MoE
+from slurmrl.models.clamped_experts import clamped_product
+from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.layer_parts import (
     RMSNorm,
     RotaryTable,
@@ -61,10 +56,11 @@ from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.split import Axis
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
 from slurmrl.tensors.ops.arguments import upload
-from slurmrl.tensors.ops.attention import Packing, packed_attention
+from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.elementwise import gated_halves, rotate
 from slurmrl.tensors.ops.ring_attention import ring_attention, zigzag
 from slurmrl.tensors.ops.sampling import SamplingMasks
+from slurmrl.tensors.ops.sink_attention import causal_attention
 
 FIRST, END = "2.9.0a0", "2.12"
 """First release that megatron-core 0.16.1 supports, and the first release that is too new."""
@@ -104,10 +100,15 @@ class PackedAttention(nn.Module):
         pg_collection: Any,
         windows: tuple[int | None, ...],
         scale: float,
+        sinks: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
         self.scale = scale
+        self.sinks = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self.window = windows[layer_number - 1]
         self.group = pg_collection.cp
 
@@ -129,12 +130,14 @@ class PackedAttention(nn.Module):
         if packed_seq_params.bounds is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
             bounds, tokens = packed_seq_params.bounds, query.shape[0]
-            kind = (bounds, tokens, self.group, self.scale, self.window)
+            kind = (bounds, tokens, self.group, self.scale, self.window, self.sinks)
             return ring_attention(query, key, value, *kind)
+        sinks = self.sinks
         if ranks > 1:
             query, key, value = heads_of_all_tokens(query, key, value, self.group)
+            sinks = None if sinks is None else sinks.chunk(ranks)[self.group.rank()]
         query, key = rotate(query, *rotation), rotate(key, *rotation)
-        out = packed_attention(query, key, value, packing, self.scale, self.window)
+        out = causal_attention(query, key, value, packing, self.scale, self.window, sinks)
         return out if ranks == 1 else tokens_of_all_heads(out, self.group)
 
 
@@ -170,6 +173,21 @@ class RowProduct(RowParallelLinear):  # type: ignore[misc]
         return F.linear(input, weight)
 
 
+class WholeExpertRow(RowProduct):
+    """A row-parallel product of experts that no rank shares.
+
+    megatron adds the bias to the output in place, and so the output must not be a view, which
+    collectives of one rank would return. Tensor ranks have other experts or other tokens of an
+    expert, which the experts' own data axis sums up, so they must not sum the bias's gradients.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.explicit_expert_comm = True
+        bias: nn.Parameter = self.bias
+        vars(bias)["sequence_parallel"] = False
+
+
 class GatedHalves(nn.Module):
     """The gated product of the halves of a first linear layer's outputs.
 
@@ -186,110 +204,16 @@ class GatedHalves(nn.Module):
         return product.view(*x.shape[:-1], product.shape[1])
 
 
-def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
-    """Return the mask of tokens [T, 1 + L * E]: ``real`` [T], and allowed experts of each block.
+class ClampedGates(nn.Module):
+    """The gated product of clamped experts, whose first layer gives gates and halves by turns."""
 
-    With ``recorded`` experts [T, L, K], a token may be sent only to these experts of a block. It
-    may be sent to all experts if the record does not name K different ones, for example if it is
-    `UNKNOWN`. Without a record, the mask is [T, 1].
-    """
-    if recorded is None:
-        return real[:, None]
-    allowed = real.new_zeros((*recorded.shape[:2], experts))
-    allowed.scatter_(-1, recorded.long().clamp(min=0), recorded != UNKNOWN)
-    free = allowed.sum(-1, keepdim=True) != recorded.shape[-1]
-    return torch.cat((real[:, None], (allowed | free).flatten(1)), 1)
+    def __init__(self, config: TransformerConfig, *, clamp: Clamp) -> None:
+        super().__init__()
+        self.clamp = clamp
 
-
-class Router(TopKRouter):  # type: ignore[misc]
-    """A router that takes recorded experts, with a load-balancing loss over the whole batch.
-
-    It adds the gradient of that loss. megatron's own loss is per micro-batch, or uses counts that
-    change between micro-batches.
-    """
-
-    router_replay: _Among | None
-
-    def __init__(self, *, moe: MoE, balance: Balance | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.moe = moe
-        if moe.corrected:
-            correction = torch.zeros(moe.experts, dtype=torch.float32, device=self.weight.device)
-            self.register_buffer(CORRECTION, correction)
-        self.balance = balance
-        self.number = 0 if balance is None else balance.join()
-        self.block = 0
-        """This router's index among the routers of its chunk."""
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weights and the choices, both [T, E], of ``logits`` [T, 1, E].
-
-        The mask [T, 1, 1 + L * E] has the tokens' `marks`. It is None if there is neither a record
-        nor a loss.
-        """
-        if padding_mask is None:
-            assert self.balance is None
-            return self._among(logits, None)
-        marked, experts = padding_mask.flatten(1), logits.shape[-1]
-        real, allowed = marked[:, :1], marked[:, 1:]
-        first = self.block * experts
-        own = allowed[:, first : first + experts] if allowed.shape[1] else None
-        weights, chosen = self._among(logits, own)
-        if self.balance is None:
-            return weights, chosen
-        probabilities = logits.view_as(weights).softmax(-1, dtype=torch.float32) * real
-        counts = (chosen & real).sum(0)
-        return self.balance.follow(self.number, weights, probabilities, counts), chosen
-
-    def _among(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and choices among the ``allowed`` experts [T, E]; None: among all."""
-        if self.moe.corrected:
-            return self._corrected(logits.flatten(0, -2), allowed)
-        self.router_replay = None if allowed is None else _Among(allowed)
-        try:
-            chosen: tuple[Tensor, Tensor] = super().routing(logits)
-        finally:
-            self.router_replay = None
-        return chosen
-
-    def _corrected(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As the built-in decoder; groups do not restrict recorded experts."""
-        scores, values = corrected_scores(self.moe, logits, self.get_buffer(CORRECTION))
-        if allowed is not None:
-            recorded = scores.masked_fill(~allowed, -torch.inf)
-            values = torch.where(allowed.all(-1, keepdim=True), values, recorded)
-        experts = values.topk(self.moe.per_token).indices
-        weights = scaled_weights(self.moe, scores.gather(-1, experts))
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, experts, True)
-        return torch.zeros_like(scores).scatter(-1, experts, weights), chosen
-
-
-@dataclass(frozen=True)
-class _Among:
-    """Replacement of megatron's `RouterReplay` in a call of a router."""
-
-    allowed: Tensor
-    """[T, E]"""
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        compute_topk: Callable[..., tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scores [T, E] and numbers of the best allowed experts."""
-        among = scores.masked_fill(~self.allowed, -torch.inf)
-        return compute_topk(among, topk, num_groups, group_topk)
-
-
-def balance_of(config: ModelConfig) -> Balance | None:
-    """The loss, as a mean over all layers with experts; a stage has some of these layers."""
-    moe = config.moe
-    if moe is None or not moe.balance or not moe.layers:
-        return None
-    return Balance(moe.experts, moe.per_token, moe.balance / len(moe.layers))
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` [..., 2i] to the gated product [..., i]."""
+        return clamped_product(x, self.clamp)
 
 
 @dataclass(frozen=True)
@@ -312,6 +236,9 @@ def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute)
     """Norms of the built-in decoder, megatron's linear layers, one expert after the other."""
     activation = ModuleSpec(GatedHalves, {"activation": config.activation})
     matrices = MLPSubmodules(ColumnParallelLinear, activation, RowProduct)
+    if config.moe is not None and config.moe.clamp is not None:
+        gates = ModuleSpec(ClampedGates, {"clamp": config.moe.clamp})
+        matrices = MLPSubmodules(ColumnParallelLinear, gates, WholeExpertRow)
     return Modules(
         layer=SelectiveLayer if recompute == "selective" else TransformerLayer,
         norm=ModuleSpec(Norm, {"offset": config.family.norm_offset, "device": device}),
@@ -333,7 +260,8 @@ def block_spec(config: ModelConfig, stage: Stage, modules: Modules) -> Transform
 
 
 def _layer(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
-    core = partial(PackedAttention, windows=config.windows, scale=config.score_scale)
+    options: dict[str, Any] = {"windows": config.windows, "scale": config.score_scale}
+    core = partial(PackedAttention, **options, sinks=config.family.sinks)
     parts = SelfAttentionSubmodules(
         linear_qkv=modules.column,
         core_attention=core,
@@ -447,12 +375,16 @@ def micro_batch(
     return Micro(padded, cu_sorted, places, back, params, masks=drawn_from, experts=experts)
 
 
-def uses_te(wanted: bool | None, device: torch.device, dtype: str) -> bool:
+def uses_te(wanted: bool | None, device: torch.device, dtype: str, moe: MoE | None = None) -> bool:
     """Whether layers use TransformerEngine's modules.
 
     If ``wanted`` is None, they do if it is installed, on GPUs in half precision (its float32
-    products use TF32). Raises UsageError if they are wanted and missing.
+    products use TF32). Raises UsageError if they are wanted and missing, or cannot be used.
     """
+    if moe is not None and moe.clamp is not None:
+        if wanted:
+            raise UsageError("transformer_engine: true is not supported with clamped experts")
+        return False
     if wanted is None:
         return device.type == "cuda" and dtype != "float32" and te.HAVE_TE and _suits()
     if wanted and not te.HAVE_TE:

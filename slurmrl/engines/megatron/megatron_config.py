@@ -63,7 +63,8 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
         layernorm_zero_centered_gamma=transformer_engine and config.family.norm_offset,
-        add_bias_linear=config.mlp_bias,
+        add_bias_linear=config.mlp_bias
+        or (config.moe is not None and config.moe.clamp is not None),
         add_qkv_bias=config.qkv_bias,
         qk_layernorm=config.qk_norm,
         hidden_dropout=0.0,

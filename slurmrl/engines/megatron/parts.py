@@ -227,6 +227,10 @@ class _Parts:
             rows.append((f"{name}q_proj", group * shared * size, shared * size))
             rows += [(f"{name}{part}_proj", group * size, size) for part in "kv"]
         self._columns(f"{storage}linear_qkv", rows)
+        if config.family.sinks:
+            own = groups * shared
+            at = f"{storage}core_attention.sinks"
+            self._rows(at, [(f"{name}sinks", own * place.tp_rank, own)])
         self._inner(f"{storage}linear_proj", f"{name}o_proj", place.tp, place.tp_rank)
         if config.qk_norm:
             for part in "qk":
@@ -258,16 +262,23 @@ class _Parts:
     def _experts(self, storage: str, name: str, experts: int) -> None:
         place = self.place
         self._whole(f"{storage}router.weight", f"{name}gate.weight")
-        local = experts // place.ep
+        local, gates = experts // place.ep, ["gate", "up"]
+        clamped = f"{name}gate.bias" in self.shapes
+        if clamped:
+            self._whole(f"{storage}router.bias", f"{name}gate.bias")
+            gates = ["gate_up"]
         for index in range(local):
             expert = place.ep_rank * local + index
-            for matrix, halves, split in (("fc1", ("gate", "up"), 1), ("fc2", ("down",), 2)):
+            for matrix, halves, split in (("fc1", gates, 1), ("fc2", ["down"], 2)):
                 at = storage + self.expert.format(matrix=matrix, index=index)
                 self._expert(at, name, halves, expert, split)
+                if clamped:
+                    bias = f"{name}experts.{halves[0]}_proj_bias"
+                    box = Box((expert, 0), (1, self.shapes[bias][1]))
+                    at = at.replace("weight", "bias")
+                    self.parts[at] = [Shard.contiguous(bias, box, at)]
 
-    def _expert(
-        self, storage: str, name: str, halves: tuple[str, ...], expert: int, split: int
-    ) -> None:
+    def _expert(self, storage: str, name: str, halves: list[str], expert: int, split: int) -> None:
         """Matrices of one expert, whose dim ``split`` the ranks share."""
         offset, shards = 0, []
         for half in halves:
@@ -344,6 +355,8 @@ def misfits(
     for spelled, size, what, number in parts:
         if number % size:
             yield f"{spelled} does not divide {what} {number}"
+    if moe is not None and moe.clamp is not None and place.etp > 1:
+        yield f"t{place.etp} of experts splits experts with biases; give them their own layout"
     if moe is not None and place.tp > 1 and trains_whole:
         yield f"on t{place.tp}, experts can be trained only with sequence parallelism"
     if vocabulary // place.tp * (place.tp - 1) >= config.vocab_size:
@@ -368,19 +381,19 @@ def check(config: ModelConfig) -> None:
     """Raise UsageError if megatron-core has no modules for an architecture."""
     problems = []
     family, moe = config.family, config.moe
+    clamped = moe is not None and moe.clamp is not None
+    biased = config.mlp_bias or clamped
     if family.norm_bias or not family.gated or config.rope is None:
         problems.append(
             "the engine needs rotary positions, gated feed-forward blocks and RMS norms"
         )
-    elif config.o_bias != config.mlp_bias or (config.o_bias and not config.qkv_bias):
+    elif config.o_bias != biased or (config.o_bias and not config.qkv_bias):
         problems.append(
             "megatron-core supports biases in all matrices, or only in the matrices of queries, "
             "keys and values"
         )
-    if moe and config.o_bias:
+    if moe and config.o_bias and not clamped:
         problems.append("megatron-core does not support experts in a model with attention_bias")
-    if family.sinks:
-        problems.append("its attention layers have no sinks")
     if moe and moe.normalized and moe.per_token == 1:
         problems.append(
             "num_experts_per_tok 1 with norm_topk_prob gives every expert the weight 1, so the "

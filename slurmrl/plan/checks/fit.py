@@ -20,7 +20,7 @@ from slurmrl.plan.engine_rules import HF, can, lacking
 from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.call_costs import Checked, Variant, memories, placed_models
 from slurmrl.plan.estimates.hardware import GIB, hardware_of
-from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
+from slurmrl.plan.estimates.shape import Lengths, ModelShape, expert_tp, lengths_of, shape_of
 from slurmrl.plan.estimates.worker_memory import (
     Fullest,
     fullest_gpu,
@@ -211,6 +211,10 @@ def _experts(fit: Fit) -> Found:
     if fit.shape is not None and not fit.shape.experts and (ep > 1 or etp > 1):
         axis, size = ("ep", f"e{ep}") if ep > 1 else ("etp", f"t{etp} of ffn")
         yield Misfit(axis, "the model has no experts", size)
+    reason = lacking(fit.allocation.backend, "split_biases")
+    split = expert_tp(fit.allocation)
+    if reason and fit.shape is not None and fit.shape.biased_experts and split > 1:
+        yield Misfit("etp", reason, f"t{split}")
 
 
 def _microbatches(fit: Fit) -> Found:

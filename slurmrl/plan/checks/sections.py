@@ -176,7 +176,9 @@ def engine_options(draft: Draft) -> Iterator[Problem]:
     """Settings that not every engine supports."""
     for role, model in draft.models():
         for field in OF_ENGINES:
-            reason = draft.lacks(role, field)
+            reason, shape = draft.lacks(role, field), shape_of(model)
+            if field == "transformer_engine" and shape is not None and shape.biased_experts:
+                reason = reason or "its experts have no clamped gates; leave it out"
             if reason and getattr(model, field) and draft.writes(role, field):
                 yield draft.reject((role, field), f": {reason}", value=True)
 

@@ -148,6 +148,7 @@ class ModelShape:
     expert_inner: int = 0
     shared_inner: int = 0
     """Inner size of the shared experts, which process every token."""
+    biased_experts: bool = False
     dense_layers: int = 0
     """Number of layers without experts in a model with experts."""
     equal_vocabulary: bool = False
@@ -255,6 +256,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
         experts_per_token=_number(full, "num_experts_per_tok") or min(2, experts),
         expert_inner=_number(full, "moe_intermediate_size") or inner,
         shared_inner=_shared(full),
+        biased_experts=bool(family and family.experts and family.experts.clamped),
         dense_layers=_dense_layers(full, layers),
         latent=latent,
     )

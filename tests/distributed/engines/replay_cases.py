@@ -100,7 +100,7 @@ def recorded(case: Setup | Case, blocks: int, experts: int, folder: Path) -> Rec
 def marked(recorded: list[list[list[int]]], experts: int) -> list[list[int]]:
     """The mask of real tokens with these experts."""
     megatron_cpu.install()
-    from slurmrl.engines.megatron.layers import marks
+    from slurmrl.engines.megatron.routers import marks
 
     found = torch.tensor(recorded, dtype=torch.int16)
     return marks(torch.ones(len(found), dtype=torch.bool), found, experts).int().tolist()

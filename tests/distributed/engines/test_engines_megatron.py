@@ -97,6 +97,17 @@ LATENT = {
 }
 LATENT.pop("use_qk_norm")
 PLAIN_QUERIES = {**LATENT, "q_lora_rank": None, "initializer_range": 0.14}
+SINKS = {
+    **EVEN,
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 16,
+    "sliding_window": 5,
+    "swiglu_limit": 0.3,
+    "initializer_range": 0.15,
+}
 BUDGET = {"max_tokens_per_microbatch": 16, "model": {"make_vocab_size_divisible_by": 1}}
 STEPS = 3
 ROUNDING = 2e-6
@@ -121,8 +132,15 @@ FAST: Layouts = {
     "c3 ring": (placed(cp=3), EVEN, "lm"),
     "corrected t2 sp p2": (placed(tp=2, sp=True, pp=2), GLM, "lm"),
     "latent t2 sp": (placed(tp=2, sp=True), LATENT, "lm"),
+    "sinks t2 sp e2": (placed(tp=2, sp=True, experts=grid(1, 1, 2, 1)), SINKS, "lm"),
 }
 LONG: Layouts = {
+    "sinks p2 c2": (placed(pp=2, cp=2), SINKS, "lm"),
+    "sinks d2 e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), SINKS, "lm"),
+    "sinks c3 ring": (placed(cp=3), SINKS, "lm"),
+    "sinks attn t2 d2 ffn d4": (
+        placed(tp=2, sp=True, dp=2, experts=grid(1, 4, 1, 1)), SINKS, "lm",
+    ),
     "latent t2 p2": (placed(tp=2, pp=2, sp=True), PLAIN_QUERIES, "lm"),
     "latent c2 e2": (placed(cp=2, experts=grid(1, 1, 2, 1)), LATENT, "lm"),
     "latent p2 c2": (placed(pp=2, cp=2), PLAIN_QUERIES, "lm"),

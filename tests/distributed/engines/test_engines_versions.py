@@ -27,7 +27,7 @@ from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import random_model
 from tests.distributed.engines.test_engines_families import FAMILIES
 from tests.distributed.engines.test_engines_layouts import MODELS, SPLITS
-from tests.distributed.engines.test_engines_megatron import BUDGET, GLM, TIED, grid
+from tests.distributed.engines.test_engines_megatron import BUDGET, GLM, SINKS, TIED, grid
 from tests.distributed.engines.version_cases import Taken
 from tests.pool import RankPool
 
@@ -77,6 +77,9 @@ def test_ranks_of_a_transformers_model_publish_the_tensors_of_an_export(
     [
         pytest.param(placed(pp=2, tp=2), TIED, id="p2t2 tied"),
         pytest.param(placed(dp=2, experts=grid(1, 1, 2, 1)), GLM, id="d2 experts e2"),
+        pytest.param(
+            placed(tp=2, sp=True, experts=grid(1, 1, 2, 1)), SINKS, id="t2 experts e2 sinks"
+        ),
     ],
 )
 def test_megatron_ranks_publish_the_tensors_of_an_export(

@@ -34,6 +34,7 @@ SPARSE = {
     **DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 6, "mlp_only_layers": [0],
 }  # fmt: skip
+CLAMPED = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,10 @@ def test_flat_ranges_cover_the_same_elements_as_the_pieces(cuts: list[int]) -> N
             "only in the matrices of queries",
         ),
         ({**SPARSE, "num_experts_per_tok": 1, "norm_topk_prob": True}, "every expert the weight 1"),
+        (
+            {**DENSE, "model_type": "gpt_oss", "attention_bias": False},
+            "only in the matrices of queries",
+        ),
         ({**DENSE, "model_type": "gpt9"}, "is not supported"),
     ],
 )
@@ -193,6 +198,7 @@ def test_supported_models_are_accepted() -> None:
         (DENSE, {"tp": 2}, 20, "t2 leaves a rank without a token of the vocabulary of 10"),
         (SPARSE, {"ep": 3}, 12, "e3 does not divide the number of experts 4"),
         (SPARSE, {"etp": 4}, 12, "t4 of experts does not divide their inner size 6"),
+        (CLAMPED, {"etp": 2}, 12, "t2 of experts splits experts with biases"),
     ],
 )
 def test_layout_that_does_not_fit_the_model_is_reported(

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "small": ARCHITECTURE,
     "qwen3_moe": EXPERTS,
     "mixtral": {**LARGE, "model_type": "mixtral", "num_local_experts": 4},
+    "gpt_oss": {**LARGE, "model_type": "gpt_oss", "num_local_experts": 4},
     "gpt2": {"model_type": "gpt2", "vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2},
 }
 BACKEND, MEGATRON = "actor.backend", "actor.backend=megatron:"
