@@ -12,9 +12,12 @@ PICTURE_FAMILIES: Final = frozenset(
     )
 )
 """Families that join the images of several prompts along dim 0 of each argument."""
+PATCH: Final = {"patch_size": 14, "temporal_patch_size": 2, "in_channels": 3}
+"""Sizes of Qwen2.5-VL's patches. SGLang mistakes other patches for hidden states of images."""
 STRAY: Final = 0
 """The token that is read in place of a placeholder without an image."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
+    "sglang": ("qwen2_5_vl", "qwen3_vl"),
     "vllm": ("qwen2_5_vl", "qwen3_vl"),
 }
 """Families to which servers get images. For other families, the requests to a server were not
@@ -26,11 +29,14 @@ WITHOUT_ENCODER: Final = frozenset(("qwen3_5", "qwen3_5_moe"))
 
 def served_refusal(values: Mapping[str, Any], server: str) -> str:
     """Return why a server gets no images for the model of a ``config.json`` object; or ""."""
-    family, known = values.get("model_type"), SERVED.get(server, ())
+    family, known = values.get("model_type"), SERVED[server]
     if family in known:
+        tower = {**PATCH, **(values.get("vision_config") or {})}
+        odd = any(tower[name] != size for name, size in PATCH.items())
+        if odd and (server, family) == ("sglang", "qwen2_5_vl"):
+            sizes = ", ".join(f"{name} {size}" for name, size in PATCH.items())
+            return f"sglang servers read images of {family} models only with {sizes}"
         return ""
-    if not known:
-        return f"{server} servers get no images; allowed: {', '.join(SERVED)}"
     names = ", ".join(known)
     return f"{server} servers get no images for {family} models; allowed families: {names}"
 

@@ -9,6 +9,7 @@ can read, and another process could take the port first.
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import sys
@@ -58,6 +59,39 @@ def need_no_gpu() -> None:
     torch.cuda.cudart = PageableMemory
 
 
+def read_arrays() -> None:
+    """Let requests carry the arrays of images as base64 text, which SGLang reads only as tensors.
+
+    SGLang would read lists of numbers, but does not compute with them.
+    """
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    generate = TokenizerManager.generate_request
+
+    def generate_request(self: Any, request: Any, *others: Any) -> Any:
+        data = getattr(request, "image_data", None)
+        if isinstance(data, list):
+            request.image_data = [
+                {name: _as_tensor(value) for name, value in each.items()}
+                if isinstance(each, dict)
+                else each
+                for each in data
+            ]
+        return generate(self, request, *others)
+
+    TokenizerManager.generate_request = generate_request
+
+
+def _as_tensor(value: Any) -> Any:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "base64"}:
+        return value
+    import numpy as np
+    import torch
+
+    numbers = np.frombuffer(bytearray(base64.b64decode(value["base64"])), value["dtype"])
+    return torch.from_numpy(numbers.reshape(value["shape"]))
+
+
 def main(path: str, arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server
@@ -65,6 +99,7 @@ def main(path: str, arguments: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     listen_on(path)
+    read_arrays()
     http_server._freeze_gc_after_server_warmup = lambda _: None  # it would use the unused port
     try:
         run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))

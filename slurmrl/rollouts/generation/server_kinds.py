@@ -62,6 +62,7 @@ DROPPED = (
 """Variables of a worker that a server does not get. They mean something else to a server, or only
 the worker's engine needs them: a server cannot free memory of expandable segments."""
 SOCKET = "server.sock"
+TIED = "tie_word_embeddings"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -238,6 +239,11 @@ class ServerKind(ABC):
         return serving.tokenizer if self.image_token is None else serving.processor
 
     @property
+    def unties(self) -> bool:
+        """Whether the server gets the output layer of a tied model as a tensor."""
+        return False
+
+    @property
     def quantized(self) -> bool:
         """Whether servers of this run have matrices in FP8."""
         return isinstance(self.serving, Serving) and self.serving.quantized
@@ -258,7 +264,7 @@ class ServerKind(ABC):
 
     def model_config(self) -> dict[str, Any]:
         """Return the ``config.json`` with which a server starts."""
-        values = weights_config(self.config, self.dtype)
+        values = weights_config(self.config, self.dtype, unties=self.unties)
         return fp8_config(values) if self.quantized else values
 
     def dialect_options(self) -> Mapping[str, Any]:
@@ -348,12 +354,18 @@ class ServerKind(ABC):
         return self.memory_flags(share, *torch.cuda.mem_get_info(self.device))
 
 
-def weights_config(config: ModelConfig | HFConfig, dtype: str) -> dict[str, Any]:
+def weights_config(
+    config: ModelConfig | HFConfig, dtype: str, *, unties: bool = False
+) -> dict[str, Any]:
     """Return the ``config.json`` of weights that servers load, without the model's stop tokens.
 
-    Each request has its own stop tokens.
+    Each request has its own stop tokens. ``unties``: whether the output layer is a tensor of its
+    own, although the model ties it.
     """
-    return {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}
+    values = {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}
+    tied = {TIED: values[TIED] and not unties} if TIED in values else {}
+    text = values.get("text_config")  # servers read the field here
+    return {**values, **tied, **({"text_config": {**text, **tied}} if text else {})}
 
 
 class WholeWeights:

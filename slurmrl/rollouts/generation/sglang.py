@@ -95,7 +95,7 @@ class SglangDialect(HttpDialect):
         if token >= size:  # SGLang would compute with an unknown token
             raise UsageError(f"{sampling.name}: token {token} is not in the vocabulary of {size}")
         piecewise = self._samplings[sampling.name] = PiecewiseSampling(
-            self._within_context(sampling)
+            self._within_context(await self._with_images(sampling))
         )
         try:
             while await self._running_before(piecewise.aborted):
@@ -368,11 +368,15 @@ ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_PICKLE_IPC": "0",  # no unpickling of data from internal sockets
     "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",  # its cache of images would survive updates of weights
 }
 """Variables of a server, which override the job's variables."""
 FP8_ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 """Further variables of a server with FP8 matrices. On Blackwell GPUs, SGLang rewrites the factors
 for DeepGEMM at the first load only: it would misread the factors of later versions."""
+UNCOMPILED: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}
+"""Further variables for images on a CPU. SGLang compiles the image encoder at the first image. That
+takes a CPU a minute, in which the server answers no probe."""
 
 
 class SglangServer(ServerKind):
@@ -388,10 +392,10 @@ class SglangServer(ServerKind):
         request end it. Stop strings and a minimum of new tokens need a tokenizer; its end of a
         sequence then always ends a completion.
         """
-        if serving.tokenizer is None:
-            text: tuple[str, ...] = ("--skip-tokenizer-init",)
-        else:
-            text = ("--tokenizer-path", str(serving.tokenizer))
+        tokenizer = self.tokenizer(serving)  # its folder also has the processor for images
+        text: tuple[str, ...] = () if serving.text else ("--skip-tokenizer-init",)
+        if tokenizer is not None:
+            text = (*text, "--tokenizer-path", str(tokenizer))
         on_cpu = self.device.type == "cpu"
         flags = CPU_FLAGS if on_cpu else ("--enable-memory-saver",) if serving.sleeps else ()
         return (
@@ -426,7 +430,9 @@ class SglangServer(ServerKind):
         return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:
-        return {**ENVIRONMENT, **(FP8_ENVIRONMENT if self.quantized else {})}
+        slow = self.image_token is not None and self.device.type == "cpu"
+        further = {**(FP8_ENVIRONMENT if self.quantized else {}), **(UNCOMPILED if slow else {})}
+        return {**ENVIRONMENT, **further}
 
     def dialect_options(self) -> Mapping[str, Any]:
         return {"routed": RoutedLayers.of(self.config)}

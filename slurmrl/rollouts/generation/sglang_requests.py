@@ -33,6 +33,7 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
 from slurmrl.rollouts.generation.dialect import SamplingRequest
+from slurmrl.rollouts.generation.image_requests import PromptImage
 from slurmrl.tensors.layout import Array
 
 NEUTRAL: Mapping[str, float] = {
@@ -106,6 +107,28 @@ def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict
         "return_routed_experts": options.experts,
         "priority": sampling.priority,
         "extra_key": cache,
+        **image_data(sampling.images),
+    }
+
+
+def image_data(images: Sequence[PromptImage]) -> dict[str, Any]:
+    """Return the field with the arrays of a prompt's images, as `launch_sglang` reads them."""
+    if not images:
+        return {}
+    names = images[0].arguments
+    joined = {name: np.concatenate([e.arguments[name] for e in images]) for name in names}
+    return {
+        "image_data": [
+            {"format": "processor_output"}
+            | {
+                name: {
+                    "dtype": str(array.dtype),
+                    "shape": array.shape,
+                    "base64": base64.b64encode(array.tobytes()).decode(),
+                }
+                for name, array in joined.items()
+            }
+        ]
     }
 
 

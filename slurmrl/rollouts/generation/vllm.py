@@ -369,8 +369,8 @@ class VllmServer(ServerKind):
     speaks = VllmDialect
 
     @property
-    def _unties(self) -> bool:
-        """Whether the server gets the output layer of a tied model as a tensor.
+    def unties(self) -> bool:
+        """As in the contract.
 
         vLLM on CPUs repacks matrices when it loads them, and reloads only the embedding of a tied
         model: the output layer would keep the random values that the server started with.
@@ -378,13 +378,9 @@ class VllmServer(ServerKind):
         tied = self.config.tie_embeddings and self.config.model_type not in WITHOUT_HEAD
         return tied and self.device.type == "cpu" and isinstance(self.serving, Serving)
 
-    def model_config(self) -> dict[str, Any]:
-        """As in the contract."""
-        return super().model_config() | ({"tie_word_embeddings": False} if self._unties else {})
-
     def dialect_options(self) -> Mapping[str, Any]:
         """As in the contract."""
-        return {"embedding": embedding_tensor(self.config) if self._unties else None}
+        return {"embedding": embedding_tensor(self.config) if self.unties else None}
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
         """As in the contract.

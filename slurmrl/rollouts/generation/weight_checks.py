@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -62,6 +62,8 @@ TYPES: Mapping[str, str] = {
     "half": "float16",
 }
 """Types of servers, by each of their names."""
+LANGUAGE_MODEL = ("model.language_model.", "language_model.model.", "model.")
+"""Prefixes of a language model next to an image encoder, on servers and in files."""
 SHOWN = 3
 KEPT = 2
 """Number of versions whose checksums are kept: servers may load different versions."""
@@ -93,10 +95,12 @@ def parameter(
     files: FolderTensors, config: Mapping[str, Any], name: str, part: TensorPart
 ) -> Tensor | None:
     """Return a server's parameter; None for an unknown one."""
+    specs = files.specs()
+    if "vision_config" in config:
+        name, config = _beside_encoder(name, specs), config.get("text_config", config)
     module, _, kind = name.rpartition(".")
     path, _, module = module.rpartition(".")
     sources = [f"{path}.{each}.{kind}" for each in JOINED.get(module, ())] or [name]
-    specs = files.specs()
     if kind in EXPERTS:
         return _experts(files, name, part)
     if any(source not in specs for source in sources):
@@ -128,6 +132,19 @@ def _read(files: FolderTensors, name: str, spec: TensorSpec, axis: int, own: ran
     found = as_tensor(files.read(name, Box(tuple(start), tuple(size))), spec.dtype)
     missing = len(own) - size[axis]
     return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+
+
+def _beside_encoder(name: str, specs: Collection[str]) -> str:
+    """Return the name in files of a parameter of a language model next to an image encoder.
+
+    The result is empty for the encoder: servers store some of its parameters in other forms, and a
+    frozen encoder does not differ between versions.
+    """
+    if name.endswith(LM_HEAD):
+        return next((each for each in (LM_HEAD, f"language_model.{LM_HEAD}") if each in specs), "")
+    own = next((each for each in LANGUAGE_MODEL if name.startswith(each)), None)
+    files = [each for each in LANGUAGE_MODEL if f"{each}{VOCABULARY[0]}" in specs]
+    return files[0] + name.removeprefix(own) if own and files else ""
 
 
 def _experts(files: FolderTensors, name: str, part: TensorPart) -> Tensor | None:

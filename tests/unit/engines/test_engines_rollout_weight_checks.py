@@ -62,6 +62,22 @@ def version(folder: Path, name: str = "1.1", seed: int = 0) -> WeightVersion:
     return WeightVersion(name=name, folder=folder)
 
 
+@pytest.mark.parametrize("stored", ["model.language_model.", "language_model.model.", "model."])
+def test_language_model_is_compared_next_to_an_image_encoder(tmp_path: Path, stored: str) -> None:
+    """Servers and files have other prefixes. The encoder is not compared: it may be frozen."""
+    given = {name.replace("model.", stored, 1): each for name, each in tensors().items()}
+    save_file({**given, "visual.norm.bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    files, made = open_folder(tmp_path), tensors()
+    config = {"model_type": "qwen3_vl", "text_config": CONFIG, "vision_config": {}}
+    for own in ("model.", "language_model.model."):
+        half = parameter(files, config, f"{own}layers.0.self_attn.qkv_proj.bias", TensorPart(1, 2))
+        parts = [made[f"{LAYER}.self_attn.{each}_proj.bias"].chunk(2)[1] for each in "qkv"]
+        assert half is not None
+        assert torch.equal(half, torch.cat(parts))
+    for name in ("visual.norm.bias", "model.visual.norm.bias", "lm_head.weight"):
+        assert parameter(files, config, name, TensorPart()) is None
+
+
 @pytest.mark.parametrize("of", [1, 2, 4])
 def test_parameters_are_merged_split_and_padded_like_in_servers(tmp_path: Path, of: int) -> None:
     """With 4 ranks, two of them hold each of the 2 key-value heads."""
