@@ -227,12 +227,12 @@ def _missing(
 def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], list[str]]:
     """Return linear layers by name, and the names of layers whose weights are read directly.
 
-    They do not include the output layer, a value head and an image encoder.
+    They do not include the output layer, a value head and parts that read images or sounds.
     """
     ends = [_head(model), getattr(model, "score", None)]
-    reader = PictureReader.of(model)
-    for part in () if reader is None else (reader.tower, *reader.unused):
-        ends += part.modules()
+    if (reader := PictureReader.of(model)) is not None:
+        text = set(reader.text.modules())
+        ends += [module for module in model.modules() if module not in text]
     layers: dict[str, nn.Module] = {}
     bypassed = []
     for name, layer in model.named_modules():

@@ -75,6 +75,13 @@ class PictureReader:
         return found
 
     @property
+    def text(self) -> nn.Module:
+        """The language model, without the output layer."""
+        body: Any = self._inner.base_model
+        found: nn.Module = body.language_model
+        return found
+
+    @property
     def unused(self) -> list[nn.Module]:
         """The parts of the model that no batch uses: `OTHERS`."""
         parts = (getattr(self._inner.base_model, name, None) for name in OTHERS)
@@ -86,8 +93,7 @@ class PictureReader:
         These are all trained parameters outside the language model and the output layer: a batch
         without pictures does not use them.
         """
-        body: Any = self._inner.base_model
-        text = {id(p) for p in body.language_model.parameters()}
+        text = {id(p) for p in self.text.parameters()}
         inner: Any = self._inner
         text |= {id(p) for p in inner.get_output_embeddings().parameters()}
         return [p for p in inner.parameters() if p.requires_grad and id(p) not in text]

@@ -206,3 +206,14 @@ def test_audio_encoder_is_never_trained(train_vision: bool, tmp_path: Path) -> N
     adapted = [name for name, p in model.named_parameters() if p.requires_grad]
     assert adapted
     assert not [name for name in adapted if "audio" in name or "vision_tower" in name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_in_the_language_model_only(family: str, tmp_path: Path) -> None:
+    """A projector of images is a linear layer too."""
+    values = Model(vision=True).marked(write_processor(tmp_path, family))
+    model = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=3, dtype=torch.float32)
+    attach_to(model, Lora(rank=2, targets="all-linear"))
+    adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert adapted
+    assert not [name for name in adapted if "language_model" not in name]
