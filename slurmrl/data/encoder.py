@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import ChatTemplate, MarkedText
 from slurmrl.data.conversations import Message
+from slurmrl.data.image_sources import ImageFiles
 from slurmrl.data.tokenizer import end_id, text_ids, without_ends
 from slurmrl.errors import ChatTemplateError
 
@@ -92,6 +93,8 @@ class Encoder:
     ) -> None:
         """``directory``: the prepared data, which gets the rows' pictures; None to write none."""
         self._config, self._directory = config, directory
+        self.images = ImageFiles()
+        """The files of images that were read."""
         self._tokenizer = tokenizer
         self._continuations = Continuations(tokenizer)
         self.chat = ChatTemplate(config, tokenizer) if config.is_chat else None
@@ -139,7 +142,7 @@ class Encoder:
     def _pictures(self) -> PictureEncoder:
         from slurmrl.data.picture_encoder import PictureEncoder  # only datasets with images need it
 
-        return PictureEncoder(self._config, self._tokenizer, self._directory)
+        return PictureEncoder(self._config, self._tokenizer, self._directory, self.images)
 
     def pictured(
         self, messages: Sequence[Message], tools: Any, images: Sequence[ImageValue], *, prompt: bool

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.image_sources import ImageFiles
 from slurmrl.errors import MissingDependencyError
 from slurmrl.fsio import inputs
 
@@ -80,14 +81,14 @@ def check_image(base: Path, image: ImageValue) -> None:
         pass
 
 
-def load_image(base: Path, image: ImageValue) -> Image:
+def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -> Image:
     """Return an image with its pixels, upright and in RGB. Raises as `check_image` does.
 
-    Pillow does not turn an image as its EXIF tag says.
+    ``files`` records its file. Pillow does not turn an image as its EXIF tag says.
     """
     from PIL import ImageOps
 
-    with _opened(base, image) as opened:
+    with _opened(base, image, files) as opened:
         try:
             return _rgb(ImageOps.exif_transpose(opened))
         except ImageError as error:
@@ -117,7 +118,7 @@ def _rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _opened(base: Path, image: ImageValue) -> Image:
+def _opened(base: Path, image: ImageValue, files: ImageFiles | None = None) -> Image:
     pillow, name = _pillow(), _shown(image)
     path = _path(base, image) if isinstance(image, str) else None
     try:
@@ -129,6 +130,8 @@ def _opened(base: Path, image: ImageValue) -> Image:
         if (size := len(content) if path is None else path.stat().st_size) > LARGEST_FILE:
             limit = f"at most {LARGEST_FILE >> 20} MiB are allowed"
             raise ImageError(f"('{name}') has {size / 2**20:.0f} MiB; {limit}")
+        if isinstance(image, str) and files is not None:
+            content, path = files.read(base, image), None
         opened: Image = pillow.open(BytesIO(content) if path is None else path)
     except (ImageError, MemoryError):
         raise

@@ -15,6 +15,7 @@ import numpy as np
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import MarkedText
 from slurmrl.data.image_files import ImageError, ImageValue, base_of, load_image
+from slurmrl.data.image_sources import ImageFiles
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.tensors.pictures import PictureInputs, key_of, write
@@ -50,14 +51,21 @@ class PictureEncoder:
     """Runs a processor on the conversations of a dataset."""
 
     def __init__(
-        self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None
+        self,
+        config: DatasetConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        directory: Path | None,
+        files: ImageFiles,
     ) -> None:
         """``directory``: the prepared data, which gets the pictures; None to write none.
+
+        ``files`` records the images that are read.
 
         Raises UsageError if the tokenizer's folder has no processor.
         """
         self._processor: Any = load_processor(tokenizer)
         self._base, self._directory = base_of(config), directory
+        self._files = files
         limits = (config.max_tokens, config.max_prompt_tokens if config.kind == "prompt" else None)
         self._most = min((limit for limit in limits if limit is not None), default=None)
 
@@ -68,7 +76,7 @@ class PictureEncoder:
         cannot be read for now.
         """
         try:
-            loaded = [load_image(self._base, image) for image in images]
+            loaded = [load_image(self._base, image, self._files) for image in images]
         except ImageError as error:
             return f"an image {error}"
         try:

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Final
 from slurmrl import log
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import RowTokens
+from slurmrl.data.image_files import base_of
+from slurmrl.data.image_sources import ImageFiles, Sources, images_of
 from slurmrl.data.prepared import VERSION, PreparedRows, PreparedWriter, read_manifest
 from slurmrl.data.records import MOST_PROBLEMS, NumberedRow, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import CHUNK_ROWS, IMAGE_ROWS, RowTokenizer
-from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.data.sources import open_source
 from slurmrl.data.types import own_convert, own_source, type_of_rows
 from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Problem, UsageError
@@ -177,15 +178,16 @@ def _is_current(
             return False
         with closing(PreparedRows(directory, calls=calls)) as prepared:
             manifest = prepared.manifest
+        images = images_of(directory, calls=calls) if manifest.pictures else None
     except CorruptFileError as error:
         logger.warning("%s", error)
         return False
     path = Path(config.path)
-    files = open_source(path, config.split).files
-    if manifest.source_state and manifest.source_state == state_of(files):
+    sources = Sources(open_source(path, config.split).files, base_of(config), images)
+    if manifest.source_state and manifest.source_state == sources.state():
         return True
-    return manifest.source == fingerprint_of(
-        files, lambda share: progress(f"comparing {path.name}, {share:.0%}")
+    return manifest.source == sources.fingerprint(
+        lambda share: progress(f"comparing {path.name}, {share:.0%}")
     )
 
 
@@ -211,7 +213,11 @@ def _make(
             writer.add(row, name, record.number, stored, difficulty)
         reader.finish()
         source = reader.records.source
-        writer.publish(wanted, source.fingerprint(), source.state, reader.left_out)
+        content, state = source.fingerprint(), source.state
+        if pictures:
+            reader.images.write(directory, calls=calls)
+            content, state = reader.images.fingerprint(content), reader.images.state(state)
+        writer.publish(wanted, content, state, reader.left_out)
     seconds = time.monotonic() - began
     logger.info("tokenized %d rows of %s in %.1f s", reader.records.rows, config.path, seconds)
 
@@ -250,6 +256,11 @@ class TokenReader:
         self._tokens = RowTokenizer(self.kind, tokenizer, self.records.where, directory)
         self._most_rows = CHUNK_ROWS if config.images_key is None else IMAGE_ROWS
         self._progress = progress
+
+    @property
+    def images(self) -> ImageFiles:
+        """The files of images that were read."""
+        return self._tokens.images
 
     @property
     def left_out(self) -> int:

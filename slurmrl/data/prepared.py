@@ -7,6 +7,7 @@ Contents of a directory, with little-endian numbers:
   dataset with images the content key of its pictures (`KEY_BYTES`, zeros for none), and what else
   samples need of the row (JSON, see `RowType.stored`);
 - ``pictures/``: the pictures of a dataset with images (`tensors.pictures`);
+- ``images.json``: the files of these images (`image_sources`);
 - ``index.bin``: an `Entry` of seven int64 and a float64 for each row, and one entry for the end;
 - ``manifest.json``: written last. Without it the directory does not count.
 
@@ -86,9 +87,9 @@ class PreparedManifest:
     recipe: str
     """Fingerprint of the settings and the tokenizer."""
     source: str
-    """Fingerprint of the user's file."""
+    """Fingerprint of the user's file, and of its images (`Sources`)."""
     source_state: str
-    """Size and times of the user's file when it was read."""
+    """Size and times of these files when they were read."""
     rows: int
     left_out: int
     """Rows above the length limits."""

@@ -47,6 +47,7 @@ class RowTokenizer:
         self._kind = kind
         self._config = kind.config
         self._encoder = Encoder(kind.config, tokenizer, directory)
+        self.images = self._encoder.images
         self._where = where
         self._problems: list[Problem] = []
 

@@ -13,9 +13,10 @@ from typing import Any, Final
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.schema.config import StopWhen
+from slurmrl.data.image_files import base_of
+from slurmrl.data.image_sources import HALF, Sources, images_of
 from slurmrl.data.prepared import PreparedManifest, read_manifest
 from slurmrl.data.rows import DatasetRows
-from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.data.sources import open_source
 from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.env import user_name
@@ -49,15 +50,15 @@ def changed_data(config: Config) -> Iterator[Finding]:
     known: dict[str, Any] = committed.get("sources") or {}
     step = state.last_commit.step
     for name, part in config.dataset.parts.items():
-        same = name not in known or _is_same(part, known[name], paths.data)
-        if same is True:
+        changed = "" if name not in known else _changed(part, known[name], paths.data)
+        if changed == "":
             continue
         weight = _weight(config, state)
         message = (
-            f"{part.path} has changed since step {step} of the trial, whose order of rows cannot "
+            f"{changed} has changed since step {step} of the trial, whose order of rows cannot "
             "be kept: put the old content back, or start another trial: slurmrl submit CONFIG --new"
         )
-        if same is None:
+        if changed is None:
             weight = Weight.WARNING
             message = (
                 f"{part.path} was written since step {step} of the trial and is too large to be "
@@ -67,34 +68,50 @@ def changed_data(config: Config) -> Iterator[Finding]:
         yield Finding("data", weight, message, key)
 
 
-def _is_same(part: DatasetConfig, fingerprint: str, prepared: Path) -> bool | None:
-    """Return whether a source has the content with this fingerprint.
+def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | None:
+    """Return the file of a source, or its image, whose content differs from this fingerprint.
 
-    None: neither the sizes and times of prepared rows tell it, and the files are too large to be
-    read.
+    Return "" if none differs. Return None if neither the sizes and times of prepared rows tell it,
+    and the files are too large to be read.
     """
     try:
         files = open_source(Path(part.path), part.split).files
     except ConfigError:  # another check reports the error
-        return True
-    present = state_of(files)
-    sizes = [file.stat().st_size for file in files]
-    for manifest in _manifests(prepared):
-        if present and manifest.source_state == present:
-            return manifest.source == fingerprint
-        before = [int(size) for size in manifest.source_state.split()[::3]]
-        if manifest.source == fingerprint and before and before != sizes:
-            return False
-    if sum(sizes) > MOST_BYTES:
+        return ""
+    base, images = base_of(part), None
+    for directory, manifest in _manifests(prepared):
+        try:
+            listed = images_of(directory) if manifest.pictures else None
+        except CorruptFileError:
+            continue
+        sources = Sources(files, base, listed)
+        if (present := sources.state()) and manifest.source_state == present:
+            return "" if manifest.source == fingerprint else part.path
+        if manifest.source == fingerprint:
+            before = [int(size) for size in manifest.source_state.split()[::3]]
+            now = sources.sizes()
+            if before and before[: len(files)] != now[: len(files)]:
+                return part.path
+            if before and before != now and sum(now) > MOST_BYTES:
+                return f"an image of {part.path}"
+            images = listed
+    sources = Sources(files, base, images)
+    if sum(sources.sizes()) > MOST_BYTES:
         return None
-    return fingerprint_of(files, lambda share: None) == fingerprint
+    present = sources.fingerprint(lambda share: None)
+    if present == fingerprint:
+        return ""
+    if part.images_key is None or not fingerprint.startswith(present[:HALF]):
+        return part.path
+    # Without the list of images, the run compares them after it has prepared the data again.
+    return "" if images is None else f"image {sources.changed_image()} of {part.path}"
 
 
-def _manifests(prepared: Path) -> Iterator[PreparedManifest]:
+def _manifests(prepared: Path) -> Iterator[tuple[Path, PreparedManifest]]:
     for directory in prepared.glob("*.*"):
         with suppress(CorruptFileError):
             if (manifest := read_manifest(directory)) is not None:
-                yield manifest
+                yield directory, manifest
 
 
 def _weight(config: Config, state: TrialState) -> Weight:

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from slurmrl.desk.report.report_data import read_samples
 from tests.support.family_checks import TRIAL, finished, newest, of_generation
 from tests.support.held import NO_LIMIT, Hold
+from tests.support.picture_models import draw
 from tests.support.picture_prompts import write_source
 from tests.support.trials import Site, kill_one
 
@@ -97,6 +98,7 @@ def test_conversations_with_images_train_adapters_or_the_image_encoder(tmp_path:
         actor = {**base["actor"], "backend": layout, "train_vision": True}
         losses[layout] = [step["loss"] for step in finished(site, {**base, **sft, "actor": actor})]
     torch.testing.assert_close(*(torch.tensor(each) for each in losses.values()))
+    _rejects_changed_image(site, source, {**base, **sft, "actor": actor})
     before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
     after = AutoModelForImageTextToText.from_pretrained(newest(site, "exports")).state_dict()
     assert any("vision_tower" in n and not after[n].equal(before[n]) for n in after)
@@ -109,6 +111,20 @@ def test_conversations_with_images_train_adapters_or_the_image_encoder(tmp_path:
     changed = [name for name in after if not after[name].equal(before[name])]
     assert changed
     assert all("language_model" in name for name in changed)
+
+
+def _rejects_changed_image(site: Site, source: Path, settings: dict[str, Any]) -> None:
+    """Require that neither a submission nor a job continues a trial with a changed image."""
+    image = source / "4.png"
+    content = image.read_bytes()
+    draw(image, 3, (48, 16))
+    file = str(site.write("longer.yaml", {**settings, "total_steps": 3}))
+    submit = ("submit", file, "--scheduler", "local", "--wait")
+    said = site.slurmrl(*submit, code=None)
+    assert said.returncode != 0
+    assert f"image 4.png of {source / 'rows.jsonl'} has changed since step 2" in said.stderr
+    image.write_bytes(content)
+    site.slurmrl(*submit)
 
 
 def test_tasks_and_episodes_read_images_like_the_trainers(tmp_path: Path) -> None:

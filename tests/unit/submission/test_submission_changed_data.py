@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from slurmrl.data import image_sources
+from slurmrl.data.image_sources import ImageFiles
 from slurmrl.data.prepared import VERSION
 from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.desk import content_checks as changed
@@ -118,7 +120,7 @@ def test_file_is_not_read_again_if_prepared_rows_have_its_state(
 ) -> None:
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
     site.prepare(monkeypatch)
-    monkeypatch.setattr(changed, "fingerprint_of", None)
+    monkeypatch.setattr(image_sources, "fingerprint_of", None)
     assert site.findings() == []
 
 
@@ -126,7 +128,7 @@ def test_file_with_another_size_is_not_read(site: Site, monkeypatch: pytest.Monk
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
     site.prepare(monkeypatch)
     site.files["two"].write_text(ROW + OTHER)
-    monkeypatch.setattr(changed, "fingerprint_of", None)
+    monkeypatch.setattr(image_sources, "fingerprint_of", None)
     assert [found.weight for found in site.findings()] == [Weight.FAILED]
 
 
@@ -137,7 +139,85 @@ def test_submit_does_not_read_a_large_file_with_other_times(
     site.prepare(monkeypatch)
     site.files["two"].write_text(OTHER)
     monkeypatch.setattr(changed, "MOST_BYTES", len(ROW) - 1)
-    monkeypatch.setattr(changed, "fingerprint_of", None)
+    monkeypatch.setattr(image_sources, "fingerprint_of", None)
     (found,) = site.findings()
     assert (found.weight, found.key) == (Weight.WARNING, "dataset.sources.two.path")
     assert "too large to be compared here" in found.message
+
+
+def with_images(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Give the second source two images; return their files."""
+    monkeypatch.setattr("slurmrl.data.source_files.SETTLED_NS", 0)
+    dataset = site.config.dataset.model_copy(update={"images_key": "images"})
+    site.config = site.config.model_copy(update={"dataset": dataset})
+    images = [site.files["two"].with_name(name) for name in ("a.png", "b.png")]
+    read = ImageFiles()
+    for image in images:
+        image.write_bytes(b"one")
+        read.read(image.parent, image.name)
+    site.prepare(monkeypatch)
+    directory = site.run.paths.data / "recipe.1"
+    read.write(directory)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    known = {"pictures": True, "source": read.fingerprint(manifest["source"])}
+    known["source_state"] = read.state(manifest["source_state"])
+    (directory / "manifest.json").write_text(json.dumps({**manifest, **known}))
+    known = {**site.sources(), "two": known["source"]}
+    site.commit(dataset={"size": 2, "fingerprint": "f", "sources": known})
+    return images
+
+
+@pytest.mark.parametrize("content", [b"two", b"three", None])
+def test_changed_or_missing_image_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    _, image = with_images(site, monkeypatch)
+    assert site.findings() == []
+    if content is None:
+        image.unlink()
+    else:
+        image.write_bytes(content)
+    (found,) = site.findings()
+    assert (found.weight, found.key) == (Weight.FAILED, "dataset.sources.two.path")
+    assert found.message.startswith(f"image b.png of {site.files['two']} has changed since step 3")
+    image.write_bytes(b"one")
+    assert site.findings() == [], "the old content is back"
+
+
+def test_changed_rows_with_images_are_reported_as_rows(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_images(site, monkeypatch)
+    site.files["two"].write_text(OTHER)
+    (found,) = site.findings()
+    assert found.message.startswith(f"{site.files['two']} has changed since step 3")
+
+
+def test_large_images_are_not_read_on_a_login_node(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, image = with_images(site, monkeypatch)
+    monkeypatch.setattr(changed, "MOST_BYTES", 5)
+    monkeypatch.setattr(image_sources, "_read_hash", None)
+    assert site.findings() == []
+    image.write_bytes(b"two")
+    (found,) = site.findings()
+    assert found.weight == Weight.WARNING
+    image.write_bytes(b"three")
+    (found,) = site.findings()
+    assert (found.weight, found.message.split(" has changed")[0]) == (
+        Weight.FAILED,
+        f"an image of {site.files['two']}",
+    )
+
+
+def test_run_compares_images_if_prepared_rows_are_gone(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, image = with_images(site, monkeypatch)
+    image.write_bytes(b"two")
+    for path in site.run.paths.data.glob("*/*"):
+        path.unlink()
+    assert site.findings() == []
+    site.files["two"].write_text(OTHER)
+    assert [found.weight for found in site.findings()] == [Weight.FAILED]

@@ -199,6 +199,10 @@ def test_changed_file_is_named_if_the_commit_lists_sources(
     monkeypatch.setattr(again, "_sources", lambda directories: {"one": "a", "two": "c"})
     with pytest.raises(UsageError, match=r"the dataset two\.jsonl has changed since the last"):
         again.use_dataset(SIZE, "f2", {"": 7})
+    dataset = dataset.model_copy(update={"images_key": "images"})
+    again.config = again.config.model_copy(update={"dataset": dataset})
+    with pytest.raises(UsageError, match=r"two\.jsonl \(or an image of its rows\) has changed"):
+        again.use_dataset(SIZE, "f2", {"": 7})
 
 
 def test_data_order_needs_the_dataset(make_settings: Any) -> None:
