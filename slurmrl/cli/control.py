@@ -42,7 +42,7 @@ except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueErr
           f"({file}). --update-code uses the current code", file=sys.stderr)
     sys.exit(3)
 """
-"""Runs the slurmrl of a trial, and reports damage to its files, which cannot report it."""
+"""Program that runs the slurmrl of a trial, and reports damage to the files of this slurmrl."""
 
 
 @click.command(

@@ -40,7 +40,7 @@ MOST_LINES = 100
 POLL_S = {"local": 0.5}
 """Seconds between two looks at a run."""
 SHARED_POLL_S = 10.0
-"""The same where scheduler and directory are shared with other users."""
+"""Seconds between two looks if other users share the scheduler and the directory."""
 LEAVE_S = 15.0
 """Seconds to wait for the processes of an ended local trial to exit."""
 EXIT_CODES = {"COMPLETED": 0, "FAILED": 1}

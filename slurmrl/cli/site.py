@@ -316,8 +316,8 @@ def _row(group: Sequence[Check]) -> tuple[str, str, str, str]:
 def _together(checks: Sequence[Check]) -> list[list[Check]]:
     """Hosts with equal results share a row.
 
-    So do more than MOST_HOSTS that pass a check and differ only in numbers; their row shows the
-    slowest.
+    More than MOST_HOSTS hosts that pass a check and differ only in numbers share a row, too; it
+    shows the slowest.
     """
     groups: dict[tuple[str, ...], list[Check]] = {}
     names = [one.name for one in checks if one.state == "ok"]

@@ -184,7 +184,7 @@ def carry_out(
 def start(
     proposal: Proposal, checked: Sequence[Finding], *, wait: bool | None, as_json: bool
 ) -> int:
-    """Submit. ``wait=None`` watches a local run and returns after submitting a Slurm job."""
+    """Submit; with ``wait=None``, watch a local run, but return after submitting a Slurm job."""
     from slurmrl.desk import submitting as submission
 
     watch = proposal.kind == "local" if wait is None else wait

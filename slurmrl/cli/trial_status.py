@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slurmrl.watch.overview import SchedulerFactory
 
 STATES = ("RUNNING", "PENDING", "INTERRUPTED", "FAILED", "CANCELLED", "COMPLETED")
-"""In the order of ``--sort state``."""
+"""States in the order of ``--sort state``."""
 FIRST_S, LONGEST_S = 1.0, 30.0
 """Pauses of ``--watch``: a look at many trials costs more than one at new events or output."""
 

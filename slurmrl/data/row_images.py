@@ -27,7 +27,7 @@ class Pictured(NamedTuple):
 
     messages: list[Message]
     images: list[ImageValue]
-    """In the order of their parts."""
+    """The images in the order of their parts."""
 
 
 def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> Pictured | str:

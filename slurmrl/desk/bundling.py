@@ -53,7 +53,7 @@ OF_CLUSTER: Final[Mapping[KeyPath, str]] = {
 }
 """Files for servers that only the cluster needs, and the values that replace them in checks."""
 LEFT_ALONE = (("cluster", "variables_file"),)
-"""Secrets."""
+"""Keys of files with secrets, which a bundle does not contain."""
 HEADER = "# Made by slurmrl bundle. Relative paths are files of the bundle.\n"
 PACKAGE: Final = "slurmrl"
 PLATFORMS: Final = ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1")
@@ -129,7 +129,7 @@ def _elsewhere(source: Source) -> dict[KeyPath, str]:
 class Contents:
     config: bytes
     files: Mapping[str, Path]
-    """By their names in the bundle, which ascend."""
+    """Files by their names in the bundle, in ascending order."""
     notes: tuple[str, ...]
     """Files that the cluster must have."""
 

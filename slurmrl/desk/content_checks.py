@@ -71,8 +71,8 @@ def changed_data(config: Config) -> Iterator[Finding]:
 def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | None:
     """Return the file of a source, or its image, whose content differs from this fingerprint.
 
-    Return "" if none differs. Return None if neither the sizes and times of prepared rows tell it,
-    and the files are too large to be read.
+    Return "" if none differs. Return None if the sizes and times of prepared rows do not tell, and
+    the files are too large to be read.
     """
     try:
         files = open_source(Path(part.path), part.split).files
@@ -115,7 +115,7 @@ def _manifests(prepared: Path) -> Iterator[tuple[Path, PreparedManifest]]:
 
 
 def _weight(config: Config, state: TrialState) -> Weight:
-    """A trial that is complete would not read its data again."""
+    """Return the weight of changed data; a complete trial would not read its data again."""
     end = state.end
     if end is None or end.kind is not Kind.FINISHED:
         return Weight.FAILED

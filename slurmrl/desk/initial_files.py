@@ -66,7 +66,7 @@ STARTERS: Final[dict[str, Starter]] = {
     "reward_model": Starter("reward_model.yaml", "pairs.jsonl"),
     "distill": Starter("distill.yaml", "answers.jsonl", rewards=True),
 }
-"""By name of the algorithm."""
+"""Files by the name of the algorithm."""
 
 
 def starter_files(kind: str, output: Path) -> dict[Path, str]:
@@ -192,9 +192,9 @@ HEAD: Final = """\
 # shows which ones. `root` and all settings of `cluster` are allowed here.
 """
 UNSET: Final = "..."
-"""In place of a value that was left out."""
+"""Text in place of a value that was left out."""
 TIMEOUT_S = 20.0
-"""For each of Slurm's commands."""
+"""Limit in seconds for each of Slurm's commands."""
 NETWORK = Path("/sys/class/net")
 INFINIBAND = "32"
 """ARPHRD_INFINIBAND of linux/if_arp.h."""
@@ -257,7 +257,7 @@ def interfaces(folder: Path = NETWORK) -> list[NetworkInterface]:
 
 
 def is_infiniband(interface: Path) -> bool:
-    """Whether the kernel's folder of an interface says so."""
+    """Return whether the kernel's folder of an interface says that it is an InfiniBand one."""
     try:
         return (interface / "type").read_text().strip() == INFINIBAND
     except OSError:
@@ -286,7 +286,7 @@ def first_questions(found: Survey, root: str) -> Iterator[Question]:
 
 
 def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Question]:
-    """Those about the hosts of a partition (empty: the cluster's default), and the others.
+    """Yield questions about the hosts of a partition (empty: the default one), and all later ones.
 
     ``modules`` are those that are loaded in this shell, as LOADEDMODULES lists them.
     """

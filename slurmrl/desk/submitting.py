@@ -247,7 +247,7 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 
 def _check_code(proposal: Proposal) -> None:
-    """The jobs read our files with the trial's own code, which must therefore equal ours."""
+    """Raise if the trial's code differs from ours, because it has to read files that we write."""
     code = trial_code.current_code(proposal.paths)
     if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial

@@ -124,7 +124,7 @@ def no_outputs(head: Head, device: torch.device) -> Outputs:
 def in_order(
     sample: SequenceSample, parts: Sequence[Sequence[int]], results: Sequence[Outputs]
 ) -> Outputs:
-    """Per-token results of micro-batches in the sample's order."""
+    """Return the per-token results of micro-batches in the order of the sample."""
     tokens = item_tokens(sample)
     by_name: dict[str, list[Tensor]] = {name: [torch.empty(0)] * sample.bs for name in results[0]}
     for part, outputs in zip(parts, results, strict=True):

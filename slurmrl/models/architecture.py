@@ -229,7 +229,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Not always hidden_size / num_heads. With latent attention, the size that attention reads."""
+    """Not always hidden_size / num_heads. For latent attention, the size that attention reads."""
     activation: str
     norm_eps: float
     initializer_range: float

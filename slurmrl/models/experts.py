@@ -5,10 +5,10 @@ T tokens, K experts per token, E experts, h hidden size, i inner size of an expe
 The load-balancing loss is over all tokens of an optimizer step (Fedus et al. 2021, Switch
 Transformers, equations 4 to 6). Where n_e of N tokens choose expert e, and P_e is the mean
 probability that they give it, the loss of a block is E times the sum over its E experts of (n_e /
-N) * P_e. The counts are constants of its gradient, so each token's part of it follows from the
-token's own probabilities and the counts of the whole batch. A batch is split into micro-batches
-and over ranks, so its tokens are counted first: a forward pass of all micro-batches without
-gradients, then a sum over the ranks, then the training passes.
+N) * P_e. The counts have no gradient, so a token's part of the loss's gradient follows from its
+own probabilities and the counts of the whole batch. A batch is split into micro-batches and over
+ranks, so its tokens are counted first: a forward pass of all micro-batches without gradients, then
+a sum over the ranks, then the training passes.
 
 C cells of the cache, L blocks with experts, K experts of a token in each.
 """

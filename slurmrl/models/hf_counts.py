@@ -28,7 +28,7 @@ class RankElements(NamedTuple):
     dense_layer: tuple[int, int]
     """Dense elements and elements of experts of the largest layer without experts."""
     expert_layer: tuple[int, int]
-    """The same for the largest layer with experts."""
+    """Dense elements and elements of experts of the largest layer with experts."""
 
 
 @lru_cache(maxsize=16)

@@ -22,10 +22,10 @@ from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Box
 
 FORM: Final = "slurmrl.models.hf_files:file_form"
-"""By its name: transformers takes seconds to import."""
+"""The function is resolved by name, because transformers takes seconds to import."""
 MODULE: Final = "slurmrl.models.hf_form"
 LIMIT_S: Final = 600.0
-"""For a child, which imports transformers."""
+"""Limit in seconds for a child process, which imports transformers."""
 
 
 def file_form(config: HFConfig, head: Head) -> FileForm:

@@ -30,7 +30,7 @@ LOG = log.get(__name__)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest relative difference (of 2-norms) that counts as rounding, by dtype."""
 COARSE_TOLERANCE = 0.1
-"""The same for half precision."""
+"""Largest relative difference that counts as rounding in half precision."""
 LEAST_LEAK, NOISE_FACTOR = 1e-6, 3.0
 """A sequence sees its neighbor if other tokens of the neighbor change its outputs by more than the
 first number, and by more than this multiple of the change in a separate row, which is rounding."""

@@ -44,7 +44,7 @@ class HeadsCore(Protocol):
     """Attention of tokens whose heads come as one tensor."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As an ``AttentionCore``."""
+        """Compute attention as an ``AttentionCore`` does."""
         ...
 
     def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:

@@ -20,7 +20,7 @@ from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.tensors.ops.elementwise import rotate
 
 NORM_EPS = 1e-6
-"""Of the norms of latent vectors, whatever a config's ``rms_norm_eps`` is, as in transformers."""
+"""The norms of latent vectors ignore a config's ``rms_norm_eps``, as in transformers."""
 
 
 class LatentAttention(nn.Module):

@@ -328,7 +328,7 @@ def tokens_of_all_heads(x: Tensor, group: Group) -> Tensor:
 
 
 class RingCore:
-    """An ``AttentionCore`` of packed sequences whose keys are passed round the context ranks.
+    """An ``AttentionCore`` of packed sequences whose keys are passed around the context ranks.
 
     The parts of the last ranks may end with padding, which attention does not see.
     """

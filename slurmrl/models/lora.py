@@ -55,7 +55,7 @@ class Adapters:
             self._own_keys = split.own_tokens(self._keys[order])
 
     def product(self, layer: Linear, x: Tensor) -> Tensor | None:
-        """Computed in the dtype of x; nothing while the adapters are not in use."""
+        """Return the product in the dtype of x; None while the adapters are not in use."""
         if not self._used:
             return None
         dropout = None

@@ -59,7 +59,7 @@ HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".m
 that the families compute themselves."""
 SHOWN: Final = 5
 WEIGHED = 2**16
-"""Elements of which bits are weighed at a time, in the cache of a processor's core."""
+"""Number of elements whose bits are weighed at a time, in the cache of a core."""
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:

@@ -106,11 +106,11 @@ class PagedCache:
 
     @property
     def has_experts(self) -> bool:
-        """Whether there are any to record."""
+        """Whether the model has experts to record."""
         return bool(self._numbers)
 
     def record_experts(self) -> None:
-        """Applies from now on; tokens in the cache have no record."""
+        """Record experts from now on; tokens that are in the cache already have no record."""
         cells = self.spare + 1 if self.pages else 0
         self.experts = [
             torch.zeros((cells, count), dtype=torch.int16, device=self._device)

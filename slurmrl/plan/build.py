@@ -34,7 +34,7 @@ STORED: Final = "slurmrl.algorithms.rollout_calls:StoredInterface"
 """Interface that reads the completions of rollout tasks instead of generating."""
 STORED_METRICS: Final = ("response_length", "prompt_length", "finished")
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
-"""From the outermost to the innermost: tensor-parallel ranks communicate most and are adjacent,
+"""Axes from outermost to innermost: tensor-parallel ranks communicate most and are adjacent,
 pipeline stages communicate least. The order is Megatron's (Narayanan et al. 2021)."""
 
 

@@ -77,7 +77,7 @@ class Measure(StrEnum):
     LOSS = "loss"
     """The mean of -log p over all ``tokens`` of answers, from each item's ``logprob``."""
     PERPLEXITY = "perplexity"
-    """Its exponential."""
+    """The exponential of ``loss``."""
 
     def score(self, metric: str) -> str:
         """Return the score from which a metric is computed; losses have another name."""
@@ -97,7 +97,7 @@ class Summary:
     """Summary of all lines of the results of a trial."""
 
     estimates: Mapping[str, Estimate]
-    """By the name of the metric."""
+    """Estimates by the name of the metric."""
     scores: Sequence[Record]
     """A short line about each item, in the order of the results."""
 
@@ -208,7 +208,7 @@ class Graph:
         ]
 
     def _sort(self) -> tuple[Call, ...]:
-        """Kahn's algorithm; of several ready calls the first comes first."""
+        """Order the calls by Kahn's algorithm; ready calls keep the order of ``calls``."""
         waiting = {call.name: {parent.name for parent in self.parents(call)} for call in self.calls}
         order: list[Call] = []
         while len(order) < len(self.calls):
@@ -223,7 +223,7 @@ class Graph:
 
     @staticmethod
     def _cycle(waiting: dict[str, set[str]]) -> str:
-        """One cycle among calls that all wait: follow their needs until a name repeats."""
+        """Return a cycle of waiting calls: follow what each call needs until a name repeats."""
         path = [next(iter(waiting))]
         while True:
             needed = min(waiting[path[-1]])
@@ -276,7 +276,7 @@ class PlannedCall(Protocol):
     def outputs(self) -> tuple[str, ...]: ...
     @property
     def pre_hooks(self) -> Sequence[object]:
-        """Their ``str`` describes them."""
+        """Hooks before the call; the ``str`` of a hook describes it."""
         ...
 
     @property

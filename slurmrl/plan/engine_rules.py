@@ -359,4 +359,4 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
         ),
     ),
 }
-"""By the name of the backend."""
+"""Rules by the name of the backend."""

@@ -40,7 +40,7 @@ DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 TASKS_BACKEND: Final = "native:d1"
 WITHOUT_ENCODER: Final = "slurmrl.models.picture_families:WITHOUT_ENCODER"
-"""Its layer is above the plan's, so it is resolved by name."""
+"""The value is resolved by name, because its layer is above the plan's."""
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
 """Roles that never start from the actor's weights: a copy of the actor is no teacher."""
 INHERITED: Final = (

@@ -232,7 +232,7 @@ def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, Ke
 
 
 BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
-"""Its layer is above the plan's, so it is resolved by name."""
+"""The class is resolved by name, because its layer is above the plan's."""
 RECORDED: Final = {
     "rollout.top_k": "slurmrl.algorithms.schema:supports",
     "rollout.replay_experts": "slurmrl.algorithms.schema:routes",
@@ -283,7 +283,7 @@ def _wrong_default(schema: type[BaseModel]) -> str:
 
 
 def _without_validators(schema: type[BaseModel]) -> type[BaseModel]:
-    """The same settings, of which only the types and limits are checked."""
+    """Return a schema of the same settings that checks only their types and limits."""
     fields: dict[str, Any] = {
         name: (field.annotation, field) for name, field in schema.model_fields.items()
     }

@@ -139,7 +139,7 @@ def _sized(settings: Settings, plan: Plan) -> Settings:
 
 
 def _on_ranks(settings: Settings, plan: Plan) -> Settings:
-    """The same with the number of GPUs that the plan gives to each rank."""
+    """Return settings with the number of GPUs that the plan gives to each rank."""
     update = {"gpus_per_worker": plan.trainers.gpus_per_worker}
     cluster = settings.config.cluster.model_copy(update=update)
     return replace(settings, config=settings.config.model_copy(update={"cluster": cluster}))
@@ -312,7 +312,7 @@ def _server_in_task(settings: Settings, rollout: Placement | None) -> int | None
 
 
 def _without_adapters(settings: Settings) -> Settings | None:
-    """The same with all weights trained; None if no model has adapters."""
+    """Return settings that train all weights; None if no model has adapters."""
     roles = {use.role: settings.config.model(use.role) for use in settings.algorithm.roles()}
     update = {
         role: model.model_copy(update={"lora": None})

@@ -123,7 +123,7 @@ class ProfileUse:
 
     file: Path
     settings: dict[str, Any]
-    """By dotted key, without settings of the configuration or the command line."""
+    """Settings by dotted key, without those of the configuration and the command line."""
 
     def to_json(self) -> dict[str, Any]:
         return {"file": str(self.file), "settings": self.settings}
@@ -143,7 +143,7 @@ class Settings:
     notes: tuple[str, ...] = ()
     """Deprecated spellings with their replacements, and metrics that are left out."""
     missing: tuple[Problem, ...] = ()
-    """When planning: the problems that would prevent a submission."""
+    """Problems that would prevent a submission; they are collected when planning."""
     folders: tuple[Path, ...] = ()
     """Folders that are searched for the user's own code."""
     profile: ProfileUse | None = None

@@ -31,9 +31,9 @@ from slurmrl.run.paths import RunPaths
 FIELDS: Final = ("path", "tokenizer")
 LAST: Final = "last"
 LONGEST: Final = 8
-"""Trials that start from each other and are followed."""
+"""Maximum number of trials that start from each other and are followed."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_actor"
-"""Its layer is above the plan's, so it is resolved by name."""
+"""The function is resolved by name, because its layer is above the plan's."""
 _EXPORT: Final = re.compile(r"step-(?P<step>\d+)(?P<adapter>-adapter)?")
 _PINNED: Final = re.compile(r"step-(\d+)\.(\d+)-checkpoint")
 """Step and incarnation (see `RunPaths.pinned`)."""

@@ -116,7 +116,7 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
 
 
 def _prefix(group: GroupRequest) -> str:
-    """Only the supervisor knows that it must unblock the signal."""
+    """Block the signal only for the supervisor, which knows that it must unblock it."""
     return "" if group.command else "$slurmrl_block "
 
 

@@ -141,7 +141,7 @@ def search(
 def _marked(
     one: Answer, known: Sequence[Answer], made: LearnedChange, follows: tuple[str, ...]
 ) -> Answer:
-    """Return an answer of a changed configuration as an answer of the given one."""
+    """Return an answer for a changed configuration as an answer for the given configuration."""
     if any(one is other for other in known):
         return one
     overrides = {**made.settings, **one.overrides}

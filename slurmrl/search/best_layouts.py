@@ -121,7 +121,7 @@ def fits_into_memory(checked: Checked) -> bool:
 
 
 def _agrees(loaded: Settings, answer: Answer, request: SearchRequest) -> bool:
-    """Return whether a configuration with the overrides of an answer has its prediction."""
+    """Return whether a configuration with an answer's overrides has the answer's prediction."""
     step = predict_step(loaded, request.mean)
     return step is not None and math.isclose(step.total, answer.step.total, rel_tol=1e-6)
 
@@ -150,7 +150,7 @@ def _require_numbers(checked: Checked) -> None:
 
 
 def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, str]:
-    """The better first; of equal ones, that with fewer GPUs and then with fewer changes."""
+    """Better answers come first; of equal ones, those with fewer GPUs, then fewer changes."""
     first = answer.step.total if request.objective == "time" else answer.gpu_seconds
     return first, answer.gpu_seconds, len(answer.overrides), str(answer.overrides)
 

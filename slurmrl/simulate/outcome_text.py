@@ -29,7 +29,7 @@ class SimulationAnswers:
 
     @property
     def best(self) -> Runs:
-        """The runs with the time limit that most runs finish with, and then first."""
+        """The runs with the time limit with which most runs finish, and finish earliest."""
         return min(self.runs, key=lambda one: (-one.finished, one.seconds.middle))
 
 

@@ -250,7 +250,7 @@ def _gpus(trainers: GroupPlan, tasks: TaskCosts | None, factor: float) -> int:
 def _decoding(
     settings: Settings, mean: MeanTokens | None, predicted: StepSeconds
 ) -> tuple[float, LongestCompletion | None]:
-    """Return the seconds of the trainers that follow the longest completion, and that."""
+    """Return the trainers' seconds that grow with the longest completion, and this completion."""
     seconds = sum(
         parts.get("decode", 0.0)
         for name, parts in predicted.calls.items()

@@ -42,7 +42,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
                                               activity of the ranks of a running trial, with one
                                               entry for equal ranks; see run/hang.py. Entries of
                                               other ranks than trainers have "world": "rollout/3"
-      "rollouts": {                           null without rollout tasks, and unless it runs
+      "rollouts": {                           null without rollout tasks or a running trial
         "waits_for": "for groups of rollout tasks: 3 of 8",   the trainers; empty: they do not wait
         "wanted": 4,                          tasks that may run at a time
         "tasks": [{"task": "rollout/3", "attempt": 0, "host": "n7", "state": "works",

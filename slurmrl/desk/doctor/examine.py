@@ -59,7 +59,7 @@ class Examination:
     job: bool
     timeout_s: float
     check_timeout_s: float | None = None
-    """For the files of the configuration's trial; None skips them."""
+    """Limit for checking the files of the configuration's trial; None skips them."""
 
 
 def examine(what: Examination, say: Say) -> list[Check]:
@@ -228,7 +228,7 @@ def check_scheduler(
 
 
 def check_root(folder: Path) -> list[Check]:
-    """``folder`` is a private folder next to the runs."""
+    """Check the directory of the runs; ``folder`` is a private folder next to the runs."""
     return [
         *guarded("ownership", ROOT_ADVICE, lambda: directory.owner(folder)),
         *guarded("directory", ROOT_ADVICE, lambda: directory.latency(folder)),

@@ -61,7 +61,7 @@ _ADVICE = (
     "the directory of --root must be the same inside, and writable for you",
 )
 CUDA_LIBRARY = "libcuda.so.1"
-"""The driver's, which comes from the host."""
+"""The library of the driver, which comes from the host."""
 
 
 def result_name(task: int) -> str:
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check_container(folder: Path, task: int, slurm: Slurm) -> list[Check]:
-    """``folder`` is the job's; ``slurm`` names a container."""
+    """Check the container that ``slurm`` names; ``folder`` is the folder of the job."""
     command = [*interpreter(slurm, os.environ), "-P", "-c", _PROGRAM, str(folder), str(task)]
     began = time.monotonic()
     try:
@@ -168,7 +168,7 @@ def inside_name(task: int) -> str:
 
 
 def main_inside(arguments: Sequence[str]) -> None:
-    """``arguments``: the job's folder and the number of the host."""
+    """Run the checks inside a container; ``arguments``: the job's folder, the host's number."""
     folder, task = Path(arguments[0]), int(arguments[1])
     calls.set_private_umask()
     checks = checks_inside(folder, documents.read(folder / directory.ASK))

@@ -95,7 +95,7 @@ def _verdict(
 
 
 ANSWER_S: Final = 15.0
-"""For each question."""
+"""Seconds to wait for each answer of a server."""
 Settings = Mapping[str, Any]
 
 

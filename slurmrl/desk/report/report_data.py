@@ -73,7 +73,7 @@ class CallTime:
 
     name: str
     ranks: Sequence[int]
-    """That run it; empty if the plan does not say."""
+    """The ranks that run the call; empty if the plan does not say."""
     seconds: float
     """Mean of the newest steps."""
     predicted_s: float | None = None
@@ -155,7 +155,7 @@ class TrialReport:
     config: str
     """The resolved configuration as YAML."""
     settings: Mapping[str, Any]
-    """The same by dotted key."""
+    """The resolved configuration by dotted key."""
     environment: Mapping[str, Any]
     """The record of the newest code snapshot: versions, packages, git."""
     diffs: Mapping[str, str]
@@ -316,7 +316,7 @@ class Extent:
     """Values of a metric in one trial."""
 
     common: Point | None
-    """At the last step of which both trials have a value; None without such a step."""
+    """The point at the last step for which both trials have a value; None without one."""
     last: Point
     least: Point
     greatest: Point

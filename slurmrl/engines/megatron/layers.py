@@ -304,7 +304,7 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
     packing: Packing | None = None
     rotation: Rotation | None = None
-    """With ``bounds``, only for this rank's tokens."""
+    """The rotation; with ``bounds``, only for this rank's tokens."""
     bounds: list[int] | None = None
     """The boundaries of the sequences, if ranks pass keys and values on."""
 

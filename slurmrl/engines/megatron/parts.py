@@ -54,7 +54,7 @@ class Stage:
     ends: bool
 
     def blocks(self, config: ModelConfig) -> slice:
-        """Its blocks with experts, among the model's blocks with experts."""
+        """Return the chunk's blocks with experts, as a slice of all blocks with experts."""
         sparse = () if config.moe is None else config.moe.layers
         first = sum(layer < self.first_layer for layer in sparse)
         last = sum(layer < self.first_layer + self.layers for layer in sparse)

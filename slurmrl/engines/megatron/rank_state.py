@@ -134,7 +134,7 @@ class ModelState:
         return self.shards(moments=moments) | self._constants()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """By storage."""
+        """Return the parameters by the names of their storages."""
         return {
             f"{index}.{name}": parameter
             for index, chunk in enumerate(self._chunks)

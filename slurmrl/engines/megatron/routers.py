@@ -91,7 +91,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return chosen
 
     def _corrected(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As the built-in decoder; groups do not restrict recorded experts."""
+        """Return scores as the built-in decoder; groups do not restrict recorded experts."""
         scores, values = corrected_scores(self.moe, logits, self.get_buffer(CORRECTION))
         if allowed is not None:
             recorded = scores.masked_fill(~allowed, -torch.inf)

@@ -42,7 +42,7 @@ class Split:
     """Tensor ranks hold parts of matrices; context ranks hold parts of the packed tokens.
 
     With ``sequence``, tensor ranks hold parts of the tokens too, outside of matrix products. With
-    ``ring``, attention passes keys round the context ranks; otherwise they exchange tokens for
+    ``ring``, attention passes keys around the context ranks; otherwise they exchange tokens for
     heads.
     """
 

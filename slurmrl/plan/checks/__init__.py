@@ -71,7 +71,7 @@ class Draft:
         return self.problem(key_path, f"{_shown(value)}is not allowed{reason}")
 
     def _below_models(self, key_path: KeyPath) -> KeyPath:
-        """The key in the file of one that begins with a role."""
+        """Return the key in the file for a key that may begin with a role."""
         return ("models", *key_path) if key_path[0] in self.config.models else key_path
 
 

@@ -397,7 +397,7 @@ def _split(checked: Checked, limit: int) -> str:
 
 
 def _with_room(config: Config) -> Config:
-    """The same with as many hosts as the layouts need."""
+    """Return the configuration with as many hosts as the layouts need."""
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"hosts": None})})
 
 

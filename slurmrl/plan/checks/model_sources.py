@@ -27,7 +27,7 @@ REFUSAL: Final = "slurmrl.models.adapters:refusal"
 HF_REFUSAL: Final = "slurmrl.models.hf_adapters:refusal"
 TENSOR_REFUSAL: Final = "slurmrl.models.hf_tensor:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
-"""Their layer is above the plan's, so they are resolved by name, as schemas are."""
+"""These are resolved by name, as schemas are, because their layer is above the plan's."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:

@@ -282,7 +282,7 @@ def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
 def graphs(draft: Draft) -> Iterator[Problem]:
     """The calls fit together.
 
-    (A new algorithm's may not.) Where settings exclude each other, those are the reason.
+    The calls of a new algorithm may not. Settings that exclude each other are reported elsewhere.
     """
     config, algorithm = draft.config, draft.algorithm
     if any(conflicts(draft)):

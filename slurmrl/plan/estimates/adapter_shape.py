@@ -18,7 +18,7 @@ from slurmrl.plan.estimates.shape import (
 from slurmrl.registry import resolve
 
 ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
-"""Its layer is above the plan's, so it is resolved by name."""
+"""The function is resolved by name, because its layer is above the plan's."""
 
 
 def adapter_parameters(

@@ -230,7 +230,7 @@ def cost_in(
     allocation: Allocation,
     mean: MeanTokens | None = None,
 ) -> CallCost | None:
-    """The same for a model of the plan with other settings and another layout."""
+    """Return the cost for a model of the plan with other settings and another layout."""
     config, algorithm = checked.config, checked.algorithm
     shape = shape_of(model)
     most = lengths_of(config, algorithm, shape)

@@ -255,11 +255,11 @@ class Efficiency:
     latency: float
     """Seconds of a sum over the GPUs of a host, without its data."""
     network_latency: float
-    """The same between hosts."""
+    """Seconds of latency between hosts."""
     token: float
     """Seconds for which the GPU waits for the host, per token of a batch in the built-in engine."""
     row: float
-    """The same for each sequence of the batch."""
+    """Seconds for which the GPU waits for the host, per sequence of the batch."""
     rest: float
     """Seconds of a step outside its calls, as a share of the seconds of its calls."""
     gathers: float = 0.0

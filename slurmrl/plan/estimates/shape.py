@@ -369,7 +369,7 @@ def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> f
 KEPT_BY_SERVERS: Final = 8
 """Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
 LONGEST_ROW: Final = "slurmrl.data.records:longest_row"
-"""Its layer is above the plan's, so it is resolved by name."""
+"""The function is resolved by name, because its layer is above the plan's."""
 TRAINING: Final = ("dataset",)
 """The key of the training dataset."""
 

@@ -113,7 +113,7 @@ class LogPosition:
 
     segment: Annotated[int, COUNT] = 0
     offset: Annotated[int, SIZE] = 0
-    """In bytes."""
+    """Offset in bytes."""
 
 
 def segment_path(path: Path, number: int) -> Path:

@@ -342,7 +342,7 @@ class Survival:
 
     @property
     def share(self) -> float | None:
-        """From 0 to 1; None without an update."""
+        """A share from 0 to 1; None without an update."""
         if not self.whole:
             return None
         return min(max(self.kept / self.whole, 0.0), 1.0)

@@ -88,7 +88,7 @@ class Schedule:
         self._limits, self._pool = limits, pool
         self._waiting: list[tuple[Rank, Sequence]] = []
         self.running: list[Sequence] = []
-        """In the order of service."""
+        """Sequences in the order in which they are served."""
         self._rows = list(range(limits.rows - 1, -1, -1))
 
     @property

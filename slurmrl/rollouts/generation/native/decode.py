@@ -89,8 +89,8 @@ class _CUDAGraph:
 def capture_for(decoder: PagedDecoder) -> Capture | None:
     """Return how to capture a decoder's calls, or None to compute them directly.
 
-    Calls are not captured on CPUs, with ranks that compute together, and with experts: there the
-    host reads how many tokens each expert gets.
+    Calls are not captured on CPUs, with ranks that compute together, or with experts, whose
+    numbers of tokens the host reads.
     """
     model = decoder.decoder
     if not model.head_weight().is_cuda or not model.split.whole or model.config.moe is not None:
@@ -108,7 +108,7 @@ class DecodeStep:
         self._decoder, self._state, self._masked = decoder, state, masked
         self._capture, self._device = capture, state.last.device
         self._inputs: dict[int, Tensor] = {}
-        """By B: [5, B] int64, the columns of ``RowInput``."""
+        """For each B, the columns of ``RowInput`` as [5, B] int64."""
         self._banned: dict[tuple[int, ...], Tensor] = {}
         self._graphs: dict[DecodeShape, DecodeGraph | None] = {}
         """None: computed once, which does the initialization that a capture cannot."""
