@@ -179,22 +179,22 @@ def search(
             "no combination of layouts and settings fits: use more GPUs or a range of them "
             "(--gpus 4..8), other engines (--engines)"
             + (" or a larger --gpu-hours" if gpu_hours else "")
-            + found.remedy
+            + "".join(f"\n  {reason}" for reason in found.obstacles)
             + "".join(f"\n--allow {reason}" for reason in found.searched.refused)
         )
     if write is not None:
         text = presenting.edited(path.read_text("utf-8"), found.overrides, answers[0], found.given)
         _write(write, text, found, answers[0])
     shown = (answers, found.given, found.request, found.hardware)
-    allowed = found.searched if allow else None
+    facts: Any = {"fits": found.given_fits, "rejected": found.searched.rejected}
+    facts["searched"] = found.searched if allow else None
     if as_json:
-        values = presenting.values(*shown, fits=found.given_fits, searched=allowed)
+        values = presenting.values(*shown, **facts)
         click.echo(json.dumps({**values, "calibration": compared} if compared else values))
         return 0
     from slurmrl.display import terminal
 
-    table = presenting.document(*shown, fits=found.given_fits, searched=allowed)
-    click.echo(terminal.as_text(table))
+    click.echo(terminal.as_text(presenting.document(*shown, **facts)))
     if compared:
         click.echo(f"\n{compared}")
     for line in found.assumed:
@@ -250,8 +250,8 @@ class _Searched(NamedTuple):
     searched: Searched
     assumed: Sequence[str]
     """Settings that the configuration lacks."""
-    remedy: str
-    """Words to add if nothing fits: the lengths may be the model's."""
+    obstacles: Sequence[str]
+    """Reasons if nothing fits."""
     overrides: Mapping[str, Any]
     """Settings of the command line, by dotted key."""
     load: Load
@@ -295,6 +295,7 @@ def _search(
     from slurmrl.search.answers import named_changes
     from slurmrl.search.answers import search as best
     from slurmrl.search.best_layouts import fits_into_memory
+    from slurmrl.search.no_answer import reasons
 
     allowed = named_changes(wanted.allow)
     where, assumed = chosen_root(root), list[str]()
@@ -336,9 +337,10 @@ def _search(
     changed = {key: _value(settings, key) for key in keys}
     fits = fits_into_memory(settings)
     searched = replace(searched, answers=limited)
-    remedy = f", or {text}" if (text := assumed_lengths(settings)) else ""
+    obstacles = [] if limited else reasons(settings, request, searched.rejected)
+    obstacles += [] if limited or not (text := assumed_lengths(settings)) else [text]
     return _Searched(
-        request, hardware, given, fits, searched, notes, remedy, changed, loaders[1], load_file
+        request, hardware, given, fits, searched, notes, obstacles, changed, loaders[1], load_file
     )
 
 
@@ -430,6 +432,8 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
     from slurmrl.search.best_layouts import SearchRequest
 
     engines = frozenset(name.strip() for name in wanted.engines.split(",") if name.strip())
+    if not engines:
+        raise click.UsageError(f"--engines names no engine; allowed: {', '.join(sorted(ENGINES))}")
     for name in sorted(engines - ENGINES.keys()):
         raise click.UsageError(f"--engines: no engine '{name}'; {near(name, list(ENGINES))}")
     config = settings.config

@@ -84,6 +84,8 @@ class Searched:
     """The best answer with the same result of training; None if none fits."""
     refused: Sequence[str] = ()
     """Changes without an answer, each with the reason."""
+    rejected: Sequence[str] = ()
+    """Reasons why a submission would reject combinations, among which faster ones are."""
 
 
 def search(
@@ -102,7 +104,8 @@ def search(
 
     Raises UsageError if seconds cannot be predicted.
     """
-    answers = search_layouts(checked, request, _CountingLoad(submit, {}), progress)
+    given = _CountingLoad(submit, {})
+    answers = search_layouts(checked, request, given, progress)
     unchanged = answers[0] if answers else None
     refused: list[str] = []
     possible: dict[str, LearnedChange] = {}
@@ -135,7 +138,7 @@ def search(
             f"{' and '.join(names)}: {reason}"
             for reason in reasons or ["no combination fits into the GPUs"]
         ]
-    return Searched(answers, unchanged, refused)
+    return Searched(answers, unchanged, refused, list(dict.fromkeys(given.reasons))[:MOST_REASONS])
 
 
 def _marked(
@@ -242,15 +245,21 @@ def document(
     *,
     fits: bool,
     searched: Searched | None = None,
+    rejected: Sequence[str] = (),
 ) -> Document:
     """Return the answers as a table.
 
     ``given`` is the prediction of the given configuration, which ``fits`` into memory or not.
-    ``searched`` has the allowed changes; None if none are allowed.
+    ``searched`` has the allowed changes; None if none are allowed. ``rejected`` has the reasons of
+    a submission against other combinations.
     """
+    refusal = "a submission would reject other combinations, among which faster ones are:"
     return Document(
         f"the best {len(answers)}" if len(answers) > 1 else "the best",
-        list(_blocks(answers, given, hardware, searched, fits=fits)),
+        [
+            *_blocks(answers, given, hardware, searched, fits=fits),
+            *([Lines(refusal, list(rejected))] if rejected else []),
+        ],
         subtitle=f"mean lengths: {request.mean.prompt:g} tokens of prompt, "
         f"{request.mean.response:g} of completion",
     )
@@ -350,6 +359,7 @@ def values(
     *,
     fits: bool,
     searched: Searched | None = None,
+    rejected: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The answers as JSON values."""
     found: dict[str, Any] = {}
@@ -378,6 +388,7 @@ def values(
         ],
         "source": hardware.source,
         "error": hardware.error,
+        "rejected": list(rejected),
         "hardware": {name: list(number) for name, number in hardware.numbers.items()},
         **found,
     }

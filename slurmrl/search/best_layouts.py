@@ -80,7 +80,17 @@ class Answer:
         return self.gpus * self.step.total
 
 
-class _Scheme(NamedTuple):
+class ModelPart(NamedTuple):
+    """A model of the plan, and the GPUs and engines that it may use."""
+
+    name: str
+    gpus: int
+    engines: list[str]
+    generates: bool
+    """Whether its ranks also generate."""
+
+
+class GpuUse(NamedTuple):
     """A way to use the GPUs: the trainers' GPUs, and the engine that generates."""
 
     gpus: int
@@ -105,7 +115,7 @@ def search(
     """
     _require_numbers(checked)
     found = list(known)
-    for scheme in _schemes(checked, request):
+    for scheme in (way for gpus in request.gpus for way in ways(checked, request, gpus)):
         made = f"generation by {scheme.generation}" if scheme.generation else "the actor generates"
         progress(f"{scheme.gpus} GPUs, {made}: {len(found)} combinations fit")
         found += _best(checked, request, scheme, found, load)
@@ -155,33 +165,36 @@ def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, s
     return first, answer.gpu_seconds, len(answer.overrides), str(answer.overrides)
 
 
-def _schemes(checked: Checked, request: SearchRequest) -> Iterator[_Scheme]:
-    """Yield the ways to use the GPUs that do not change the result of training.
+def ways(checked: Checked, request: SearchRequest, gpus: int) -> Iterator[GpuUse]:
+    """Yield the ways to use a number of GPUs that do not change the result of training.
 
     The use of rollout tasks never changes.
     """
     config = checked.config
-    generates = _generates(checked)
     own = _engine(config.rollout.backend)
     engines = sorted(
         engine for engine in {*request.engines, *([own] if own else [])} if can(engine, "rollouts")
     )
-    for gpus in request.gpus:
-        if not generates:
-            yield _Scheme(gpus, gpus, "")
-        elif config.rollout.backend and in_tasks(config.rollout):
-            for engine in engines:
-                for trainers in _splits(gpus):
-                    yield _Scheme(gpus, trainers, engine)
-        else:
-            yield _Scheme(gpus, gpus, "")
-            for engine in engines:
-                yield _Scheme(gpus, gpus, engine)
+    if not _generates(checked):
+        yield GpuUse(gpus, gpus, "")
+    elif config.rollout.backend and in_tasks(config.rollout):
+        for engine in engines:
+            for trainers in _splits(gpus):
+                yield GpuUse(gpus, trainers, engine)
+    else:
+        yield GpuUse(gpus, gpus, "")
+        for engine in engines:
+            yield GpuUse(gpus, gpus, engine)
 
 
 def _splits(gpus: int) -> Iterator[int]:
-    """Yield GPUs for the trainers: eighths of all."""
+    """Yield GPUs for the trainers: eighths of all, and powers of two on either side.
+
+    Batches and heads are often multiples of powers of two.
+    """
     parts = {gpus * eighths // 8 for eighths in range(1, 8)}
+    powers = [2**power for power in range(gpus.bit_length()) if gpus <= 16 * 2**power]
+    parts |= {part for power in powers for part in (power, gpus - power)}
     yield from sorted(part for part in parts if 0 < part < gpus)
 
 
@@ -193,25 +206,17 @@ def _engine(backend: str) -> str:
 def _best(
     checked: Settings,
     request: SearchRequest,
-    scheme: _Scheme,
+    scheme: GpuUse,
     found: Sequence[Answer],
     load: Callable[[Mapping[str, Any]], Settings | None],
 ) -> list[Answer]:
     """Return the best answers of a scheme, as far as they are better than those found."""
-    start = _cleared(checked, scheme)
+    start, parts = parts_of(checked, request, scheme)
     base = start.config
-    lists: list[list[Candidate]] = []
-    for name in placed_models(start):
-        engines = sorted({*_training(request), _engine(base.actor.backend)})
-        count, generates = scheme.trainers, False
-        if name == ROLLOUTS and not scheme.generation:
-            continue  # only evaluations use this model
-        if name == ROLLOUTS:
-            engines, apart = [scheme.generation], scheme.gpus - scheme.trainers
-            count = apart or scheme.gpus
-        elif name == "actor":
-            generates = not scheme.generation and _generates(start)
-        lists.append(of_model(start, name, count, engines, request.mean, generates=generates))
+    lists = [
+        of_model(start, one.name, one.gpus, one.engines, request.mean, generates=one.generates)
+        for one in parts
+    ]
     limit = memory_bytes(base.cluster) or math.inf
     kept: list[Answer] = []
     rejected = 0
@@ -239,6 +244,25 @@ def _best(
         elif (rejected := rejected + 1) == MOST_REJECTED:
             break
     return kept
+
+
+def parts_of(
+    checked: Settings, request: SearchRequest, scheme: GpuUse
+) -> tuple[Variant, list[ModelPart]]:
+    """Return the configuration with room for all GPUs, and the GPUs and engines of each model."""
+    start = _cleared(checked, scheme)
+    parts = []
+    for name in placed_models(start):
+        engines = sorted({*_training(request), _engine(start.config.actor.backend)})
+        if name == ROLLOUTS and not scheme.generation:
+            continue  # only evaluations use this model
+        if name == ROLLOUTS:
+            count = scheme.gpus - scheme.trainers or scheme.gpus
+            parts.append(ModelPart(name, count, [scheme.generation], generates=False))
+            continue
+        generates = name == "actor" and not scheme.generation and _generates(start)
+        parts.append(ModelPart(name, scheme.trainers, engines, generates=generates))
+    return start, parts
 
 
 def _training(request: SearchRequest) -> list[str]:
@@ -318,7 +342,7 @@ def _in_order(
                 heapq.heappush(queue, entry(after))
 
 
-def _cleared(checked: Checked, scheme: _Scheme) -> Variant:
+def _cleared(checked: Checked, scheme: GpuUse) -> Variant:
     """The configuration with room for all GPUs, and with the engine that generates."""
     config = checked.config
     cluster = config.cluster.model_copy(update={"hosts": None})
@@ -359,7 +383,7 @@ def _has_room(rollout: Rollout, gpus: int) -> bool:
 def _answer(
     checked: Settings,
     start: Variant,
-    scheme: _Scheme,
+    scheme: GpuUse,
     chosen: Sequence[Candidate],
     request: SearchRequest,
 ) -> Answer | None:

@@ -124,6 +124,15 @@ def of_model(
     return sorted(kept, key=lambda each: each.key)
 
 
+def least_memory(checked: Checked, name: str, gpus: int, engines: Iterable[str]) -> int | None:
+    """Return the bytes that a model needs at least on a GPU; None if no layout is possible."""
+    demand = demand_of(checked, name, placed_models(checked)[name])
+    if demand is None:
+        return None
+    found = _variants(checked, name, demand, gpus, engines, generates=False)
+    return min((estimate(variant).together for variant in found), default=None)
+
+
 def _calls(checked: Checked, name: str, *, generates: bool) -> list[Call]:
     """The calls of a step on a model, with generation on the actor if its ranks generate."""
     names = [each for each in placed_models(checked) if not (generates and each == ROLLOUTS)]

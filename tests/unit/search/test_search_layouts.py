@@ -175,6 +175,28 @@ def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
         assert one.step.asynchronous == {"actor_gen"}
 
 
+def test_tasks_may_take_a_third_of_the_gpus(config: Path) -> None:
+    """Batch and heads are powers of two, and no eighth of 24 GPUs is one above 3."""
+    tasks = ("algorithm.name=grpo", "rollout.tasks={}", "rollout.backend=vllm:d4")
+    sizes = {parse(one.backends["actor"]).world_size for one in answers(config, *tasks, gpus=(24,))}
+    assert sizes <= {8, 16}
+    assert sizes
+
+
+def test_reasons_of_rejected_combinations_are_shown(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "rollout.python: is required; set the Python of an environment in which vllm is"
+    given = ("--gpus", "8", "algorithm.name=grpo", "algorithm.kl.coef=0")
+    _, out, _ = run(capsys, config, *given)
+    assert "a submission would reject" not in out
+    _, out, _ = run(capsys, config, *given, "--engines", "fsdp,vllm")
+    assert "a submission would reject other combinations" in out
+    assert reason in out
+    _, printed, _ = run(capsys, config, *given, "--engines", "fsdp,vllm", "--json")
+    assert any(reason in one for one in json.loads(printed)["rejected"])
+
+
 def test_adapters_and_their_shared_reference_change_layout_together(config: Path) -> None:
     lines = TEXT.splitlines()
     first = next(n for n, line in enumerate(lines) if "architecture: {" in line)
@@ -378,6 +400,10 @@ def test_gpu_counts_of_a_range_fill_whole_hosts(
         (("--engines", "vlm"), "no engine 'vlm'; did you mean 'vllm'"),
         (("--write", "/elsewhere.yaml"), "must be in the folder of"),
         (("--gpus", "8", "cluster.gpu_memory=8G"), "fits: use more GPUs or a range of them"),
+        (("--gpus", "1", "cluster.gpu_memory=8G"), "actor on 1 GPU needs at least"),
+        (("--gpus", "8", "cluster.gpu_memory=26G"), "the models together need more memory"),
+        (("--gpus", "7", "actor.implementation=hf"), "with 7 GPUs: no layout of actor on 7 GPUs"),
+        (("--engines", ","), "--engines names no engine; allowed: fsdp"),
         (("--gpu-hours", "0.001"), "or a larger --gpu-hours"),
         (("--gpu-hours", "nan"), "nan is not allowed; expected a finite number"),
         (("--prompt-tokens", "nan"), "nan is not allowed; expected a finite number"),
@@ -468,7 +494,7 @@ def test_lengths_of_the_model_are_assumed_only_with_a_note(
     assert f"assumed: dataset.max_prompt_tokens={assumed}" in error
     code, _, error = run(capsys, config, "--gpus", 8, "cluster.gpu_memory=24G")
     assert code == 2
-    assert "or set dataset.max_prompt_tokens (without it, 8192 tokens are assumed)" in error
+    assert "set dataset.max_prompt_tokens (without it, 8192 tokens are assumed)" in error
 
 
 def test_unknown_model_is_named_if_no_setting_limits_the_lengths(
