@@ -404,8 +404,9 @@ def _missing(settings: Settings, plan: Plan) -> Iterator[tuple[str, str]]:
             reported.add(model.engine)
             key = dotted((*role_key(model.role), "backend"))
             yield key, f"{model.engine} needs a package that {sys.prefix} lacks: {rules.install}"
-        if section.transformer_engine and not _is_here(TRANSFORMER_ENGINE):
-            key = dotted((*role_key(model.role), "transformer_engine"))
+        wanted = "fp8" if section.fp8 else "transformer_engine"
+        if getattr(section, wanted) and not _is_here(TRANSFORMER_ENGINE):
+            key = dotted((*role_key(model.role), wanted))
             yield key, f"{sys.prefix} lacks TransformerEngine (docs/engines.md)"
 
 

@@ -44,6 +44,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "transformer_engine": Capability(
         ("megatron", HF), "does not build layers from TransformerEngine"
     ),
+    "fp8": Capability(("megatron",), "does not compute in FP8"),
     "adapters": Capability((*FSDP, HF), "does not train adapters"),
     "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
     "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),

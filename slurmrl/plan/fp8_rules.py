@@ -16,6 +16,8 @@ FP8_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Families of which both servers store exactly the matrices of `TARGETS` in FP8."""
 FP8_CAPABILITY: Final = (8, 9)
 """The least compute capability of GPUs with products of FP8 matrices."""
+ALIGNMENT: Final = 16
+"""Number by which TransformerEngine must be able to divide the sizes of FP8 matrices."""
 BLOCK: Final = 128
 """Rows and columns of a block of elements that share a factor."""
 LARGEST: Final = 448.0
@@ -42,10 +44,10 @@ def fp8_config(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def unequal_blocks(shape: ModelShape, tp: int) -> Iterator[tuple[str, float]]:
-    """Yield each size of a tensor rank's matrices that is not a multiple of `BLOCK`.
+def unequal_sizes(shape: ModelShape, tp: int, multiple: int) -> Iterator[tuple[str, float]]:
+    """Yield each size of a tensor rank's matrices that is not a multiple of a number.
 
-    Servers join matrices and split them over ``tp`` tensor ranks, in whole blocks.
+    For servers the number is `BLOCK`: they join matrices and split them in whole blocks.
     """
     sizes = {
         "hidden_size": shape.hidden,
@@ -56,4 +58,4 @@ def unequal_blocks(shape: ModelShape, tp: int) -> Iterator[tuple[str, float]]:
         sizes["intermediate_size of a tensor rank"] = shape.inner / tp
     if shape.experts:
         sizes["the inner size of experts of a tensor rank"] = shape.expert_inner / tp
-    yield from ((name, size) for name, size in sizes.items() if size % BLOCK)
+    yield from ((name, size) for name, size in sizes.items() if size % multiple)

@@ -46,6 +46,7 @@ OWN_WEIGHTS: Final = ("teacher", "reward_model")
 INHERITED: Final = (
     "implementation",
     "dtype",
+    "fp8",
     "gradient_checkpointing",
     "transformer_engine",
     "max_tokens_per_microbatch",

@@ -100,6 +100,8 @@ def unlike_training(config: Config) -> str:
     parts = []
     if found.dtype != own:
         parts.append(f"in {found.dtype} ({found.source}) instead of {own} (actor.dtype)")
+    if config.actor.fp8 is not None:
+        parts.append("without the FP8 of training (actor.fp8)")
     parts += [f"with {each.title} ({each.setting})" for each in found.rounding]
     return f"completions are generated {' and '.join(parts)}" if parts else ""
 

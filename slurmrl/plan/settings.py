@@ -94,6 +94,7 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     layouts.generation,
     generators.servers,
     fp8_checks.fp8,
+    fp8_checks.fp8_training,
     sections.folder_of_runs,
     model_sources.weights,
     model_sources.lengths,

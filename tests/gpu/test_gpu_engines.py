@@ -12,9 +12,18 @@ import torch.distributed as dist
 
 from slurmrl.config.schema.roles import Model
 from slurmrl.engines import ENGINES
+from slurmrl.plan.fp8_rules import FP8_CAPABILITY
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.parallel.groups import ParallelContext, build
-from tests.distributed.engines.cases import Placed, batch, denominator, loss, model, prompts
+from tests.distributed.engines.cases import (
+    ARCHITECTURE,
+    Placed,
+    batch,
+    denominator,
+    loss,
+    model,
+    prompts,
+)
 from tests.distributed.engines.megatron_cases import placed
 from tests.distributed.engines.test_engines_contract import plain_decoder
 from tests.distributed.engines.test_engines_families import MOE
@@ -115,6 +124,31 @@ def test_bfloat16_trains_near_float32(
         sample = batch(number)
         one, other = (e.train_batch(sample, loss, denominator(sample)) for e in (exact, rounded))
         assert other["loss"] == pytest.approx(one["loss"], rel=5e-2)
+
+
+@pytest.mark.parametrize("settings", ["megatron with TransformerEngine"], indirect=True)
+@pytest.mark.parametrize("fp8", ["hybrid", "e4m3"])
+def test_fp8_trains_near_bfloat16(
+    context: ParallelContext, settings: tuple[str, dict[str, Any]], fp8: str, tmp_path: Path
+) -> None:
+    """Two engines with the same weights give the same losses: no scale comes from earlier steps."""
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("this GPU has no FP8 products")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    to_hf(with_experts({**ARCHITECTURE, **sizes}), tmp_path)
+    first, again, exact = (
+        make(settings[0], context, tmp_path, dtype="bfloat16", fp8=each)
+        for each in (fp8, fp8, None)
+    )
+    for number in range(STEPS):
+        sample = batch(number)
+        one, other, usual = (
+            engine.train_batch(sample, loss, denominator(sample))
+            for engine in (first, again, exact)
+        )
+        assert one == other
+        assert one["loss"] == pytest.approx(usual["loss"], rel=0.1)
+        assert one["loss"] != usual["loss"]
 
 
 @pytest.mark.parametrize("settings", ["fsdp"], indirect=True)

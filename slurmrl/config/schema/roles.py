@@ -234,7 +234,7 @@ class Model(Section):
 
     A role other than the actor inherits these keys from the actor if it does not set them: the
     weights (`path` or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`,
-    `dtype`, `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`.
+    `dtype`, `fp8`, `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`.
     `teacher` and `reward_model` must set their weights. No role inherits `lora` and `optimizer`.
     Example: `{path: /models/Qwen2.5-0.5B-Instruct, backend: "fsdp:d4"}`
     """
@@ -300,6 +300,11 @@ class Model(Section):
     """Whether megatron builds its layers from TransformerEngine's linear layers, norms and grouped
     experts. In float32, its matrix products use TF32. Default: true in bfloat16 on GPUs if a
     release that megatron-core supports is installed."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """For megatron: compute the linear layers of dense models in FP8 with TransformerEngine
+    (docs/engines.md#fp8-in-training). `hybrid` uses e4m3 in forward passes and e5m2 for gradients
+    of outputs; `e4m3` uses e4m3 for both. Weights keep their types. Default: none. Example:
+    `hybrid`"""
     ema: PositiveFraction | None = None
     """For `ref` on fsdp: the reference follows the actor. After each training step, each reference
     weight becomes ema times the actor's weight plus (1 - ema) times its old value. The reference

@@ -66,6 +66,8 @@ from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.layer_parts import RotaryTable
 from slurmrl.models.parallel.split import Axis
+from slurmrl.plan.fp8_rules import ALIGNMENT
+from slurmrl.rollouts.generation.fp8_weights import require_fp8
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.ops.arguments import upload
@@ -120,9 +122,17 @@ class MegatronEngine(TrainEngine):
         ranks = context.axis_size("cp")
         if not exchanges_heads(config.num_heads, config.num_kv_heads, self._place.tp, ranks):
             self._ring = Axis(context.axis_rank("cp"), ranks)
-        self._te = uses_te(model.transformer_engine, context.device, model.dtype, config.moe)
+        wanted = model.transformer_engine if model.fp8 is None else True
+        self._te = uses_te(wanted, context.device, model.dtype, config.moe)
+        if model.fp8 is not None:
+            require_fp8(f"{role}.fp8", context.device)
         self._settings = transformer_config(
-            config, context, model.dtype, model.recompute, transformer_engine=self._te
+            config,
+            context,
+            model.dtype,
+            model.recompute,
+            transformer_engine=self._te,
+            fp8=model.fp8,
         )
         self._modules = (
             te_modules() if self._te else own_modules(config, context.device, model.recompute)
@@ -303,7 +313,7 @@ class MegatronEngine(TrainEngine):
             most = longest(sample)
             self.config.check_length(most)
         split = self._place.tp if self._settings.sequence_parallel else 1
-        multiple = self.context.axis_size("cp") * split
+        multiple = self.context.axis_size("cp") * split * (ALIGNMENT if self._settings.fp8 else 1)
         dtype = self._settings.params_dtype
         masks, experts = masks_of(sample), None
         if sample is not None and EXPERTS in sample.keys:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from slurmrl.models.recompute import Recompute
 from slurmrl.tensors.ops.elementwise import ACTIVATIONS
 from slurmrl.tensors.parallel.groups import ParallelContext
 
+STATELESS = {"fp8_recipe": "tensorwise", "disable_parameter_transpose_cache": True}
+"""Settings of FP8 with which each pass depends on the weights and inputs only: scales are those of
+the current tensors, not of earlier steps, and no FP8 copy of weights outlives a micro-batch."""
 EXPERTS = {
     "ep": "ep",
     "expt_tp": "etp",
@@ -40,6 +43,7 @@ def transformer_config(
     recompute: Recompute,
     *,
     transformer_engine: bool,
+    fp8: Literal["hybrid", "e4m3"] | None = None,
 ) -> TransformerConfig:
     """Return megatron-core's config of a model.
 
@@ -81,6 +85,7 @@ def transformer_config(
         **_pipeline(context, dtype),
         **_experts(config, context),
         **_recompute(recompute, transformer_engine=transformer_engine),
+        **({} if fp8 is None else {"fp8": fp8, **STATELESS}),
     )
 
 

@@ -12,7 +12,7 @@ from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.checks import Draft
 from slurmrl.plan.engine_rules import last_value
 from slurmrl.plan.estimates.shape import config_values, shape_of
-from slurmrl.plan.fp8_rules import BLOCK, FP8_FAMILIES, unequal_blocks
+from slurmrl.plan.fp8_rules import ALIGNMENT, BLOCK, FP8_FAMILIES, unequal_sizes
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.precision import generating
 
@@ -53,13 +53,40 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         return
     if (shape := shape_of(actor)) is None:
         return
-    for name, size in unequal_blocks(shape, allocation.sizes["tp"]):
+    for name, size in unequal_sizes(shape, allocation.sizes["tp"], BLOCK):
         reason = (
             f" with '{allocation}': {name} is {size:g}, must be a multiple of {BLOCK} (blocks of "
             f"{BLOCK} x {BLOCK} elements share a factor)"
         )
         yield draft.reject(key, reason, value)
         return
+
+
+def fp8_training(draft: Draft) -> Iterator[Problem]:
+    """TransformerEngine can compute the matrices of a role in FP8."""
+    told: set[tuple[str, str]] = set()
+    for role, model in draft.models():
+        allocation = draft.allocations().get(role)
+        if model.fp8 is None or allocation is None or draft.lacks(role, "fp8"):
+            continue  # another check rejects other engines
+        shape, where = shape_of(model), role if draft.writes(role, "fp8") else "actor"
+        reason = ""
+        if model.transformer_engine is False:
+            reason = " with transformer_engine: false, which computes in FP8"
+        elif model.dtype != "bfloat16":
+            reason = f" with dtype {model.dtype}: the rest of the model computes in bfloat16"
+        elif shape is not None and (shape.experts or shape.latent is not None):
+            kind = "experts" if shape.experts else "latent attention"
+            reason = f": the actor has {kind}, and FP8 is for dense layers only"
+        elif shape is not None:
+            sizes = unequal_sizes(shape, allocation.sizes["tp"], ALIGNMENT)
+            for name, size in sizes:
+                reason = (
+                    f" with '{allocation}': {name} is {size:g}, must be a multiple of {ALIGNMENT}"
+                )
+        if reason and (where, reason) not in told:
+            told.add((where, reason))  # roles inherit the setting
+            yield draft.reject((where, "fp8"), reason, model.fp8)
 
 
 def _twice(draft: Draft) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ REWARDS: Final = "slurmrl.rewards:REWARDS"
 NO_DATASET: Final = "slurmrl.data.source_files:no_dataset"
 """The table of rewards, and the check of folders of datasets. They are in layers above the
 plan, so they are resolved by name."""
-OF_ENGINES: Final = ("cpu_offload", "transformer_engine")
+OF_ENGINES: Final = ("cpu_offload", "transformer_engine", "fp8")
 """Settings of a model that not every engine supports."""
 
 
@@ -179,8 +179,9 @@ def engine_options(draft: Draft) -> Iterator[Problem]:
             reason, shape = draft.lacks(role, field), shape_of(model)
             if field == "transformer_engine" and shape is not None and shape.biased_experts:
                 reason = reason or "its experts have no clamped gates; leave it out"
-            if reason and getattr(model, field) and draft.writes(role, field):
-                yield draft.reject((role, field), f": {reason}", value=True)
+            value = getattr(model, field)
+            if reason and value and draft.writes(role, field):
+                yield draft.reject((role, field), f": {reason}", value)
 
 
 def averages(draft: Draft) -> Iterator[Problem]:

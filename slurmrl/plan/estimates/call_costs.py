@@ -16,7 +16,7 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Cluster, Config, Model
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.dataflow import Call, Head, Method, RoleUse
-from slurmrl.plan.engine_rules import BUILT_IN
+from slurmrl.plan.engine_rules import BUILT_IN, can
 from slurmrl.plan.estimates.hardware import GIB, Hardware, Machine, hardware_of, shipped_gpu
 from slurmrl.plan.estimates.memory import (
     BYTES,
@@ -40,7 +40,7 @@ from slurmrl.plan.estimates.pass_seconds import (
     inference,
     training,
 )
-from slurmrl.plan.estimates.server_types import narrower_types, shape_on
+from slurmrl.plan.estimates.server_types import FASTER, narrower_types, shape_on
 from slurmrl.plan.estimates.shape import (
     Lengths,
     ModelShape,
@@ -324,6 +324,7 @@ def _pass_job(
         repeated=REPEATED[model.recompute],
         frozen=model.lora is not None,
         optimizer_bytes=_optimizer_bytes(model),
+        rate=FASTER if model.fp8 and can(allocation.backend, "fp8") else 1.0,
         offloaded=model.cpu_offload,
         small=sharded and whole_weights(shape, allocation, "float32") <= SMALL_BYTES,
     )

@@ -62,6 +62,8 @@ class PassJob:
     """Whether only adapters are trained."""
     optimizer_bytes: float = 28
     """Bytes that the optimizer moves for each element that a rank has."""
+    rate: float = 1.0
+    """Operations per second of matrix products, as a multiple of those of ``width``."""
     offloaded: bool = False
     """Whether weights and optimizer state are in the host's memory."""
     small: bool = False
@@ -223,7 +225,7 @@ def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float
         flops = 2 * tokens * shape.mlp_matrices * shape.hidden * each
         seconds += flops / machine.flops(share, job.width)
     weights = layer_parameters(shape, job.allocation, moe=moe).total
-    return max(seconds, weights * job.width / machine.streamed)
+    return max(seconds / job.rate, weights * job.width / machine.streamed)
 
 
 def _attention(job: PassJob, machine: Machine, own: float) -> float:

@@ -22,7 +22,14 @@ from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio.calls import REAL, explain
 from slurmrl.models.hf import CONFIG_FILE, as_tensor, read_values
 from slurmrl.models.model_tensors import SafetensorsFolder
-from slurmrl.plan.fp8_rules import BLOCK, FACTORS, LARGEST, MATRICES, fp8_config
+from slurmrl.plan.fp8_rules import (
+    BLOCK,
+    FACTORS,
+    FP8_CAPABILITY,
+    LARGEST,
+    MATRICES,
+    fp8_config,
+)
 from slurmrl.tensors.checkpoint.export import write_index, write_json
 from slurmrl.tensors.layout import Box
 
@@ -30,6 +37,17 @@ AT_A_TIME: Final = 2**24
 """Most elements of which FP8 numbers are computed at a time: the GPU has a server."""
 LEAST: Final = 1e-12
 """Least magnitude to which a block of zeros is mapped."""
+
+
+def require_fp8(key: str, device: torch.device) -> None:
+    """Raise UsageError, which names the setting ``key``, for a GPU without FP8 products."""
+    if device.type != "cuda":
+        return
+    if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise UsageError(
+            f"{key} needs GPUs of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
+            f"higher; {torch.cuda.get_device_name(device)} has {'.'.join(map(str, found))}"
+        )
 
 
 @contextmanager

@@ -30,9 +30,10 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import storage_of
-from slurmrl.plan.fp8_rules import FP8_CAPABILITY, fp8_config
+from slurmrl.plan.fp8_rules import fp8_config
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.fp8_weights import require_fp8
 from slurmrl.rollouts.generation.image_requests import image_token_of
 from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
@@ -137,18 +138,6 @@ class Servers:
         self.free()
 
 
-def _check_capability(device: torch.device) -> None:
-    """Raise UsageError for a GPU without FP8 products."""
-    if device.type != "cuda":
-        return
-    if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
-        raise UsageError(
-            f"rollout.quantization 'fp8' needs GPUs of compute capability "
-            f"{'.'.join(map(str, FP8_CAPABILITY))} or higher; {torch.cuda.get_device_name(device)} "
-            f"has {'.'.join(map(str, found))}"
-        )
-
-
 def cache_flags(serving: Serving) -> Sequence[str]:
     """Return the arguments with which a server stores keys and values in another type."""
     return () if serving.cache_dtype is None else ("--kv-cache-dtype", serving.cache_dtype)
@@ -213,7 +202,7 @@ class ServerKind(ABC):
         self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
         self.image_token = image_token_of(config.values) if isinstance(config, HFConfig) else None
         if self.quantized:
-            _check_capability(device)
+            require_fp8("rollout.quantization", device)
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:

@@ -73,6 +73,22 @@ def test_layers_use_transformer_engine_modules(te_ranks: RankPool) -> None:
     assert not kinds & {"Norm", "RowParallelLinear", "SequentialMLP"}
 
 
+@pytest.mark.parametrize("fp8", ["hybrid", "e4m3", None])
+def test_fp8_reaches_megatron_without_state_between_steps(
+    te_ranks: RankPool, fp8: str | None
+) -> None:
+    """Micro-batches have a multiple of 16 tokens, which FP8 products need."""
+    settings = model(architecture=EVEN, dtype="bfloat16", fp8=fp8, **USED, **BUDGET)
+    case = Case(placed(), settings)
+    ((found, tokens),) = te_ranks(1, f"{HERE}:fp8_settings", case)
+    assert found["bf16"]
+    assert (found["fp8"], tokens) == (fp8, 2 if fp8 is None else 16)
+    if fp8 is not None:  # scales of earlier steps would have to be part of checkpoints
+        assert found["fp8_recipe"] == "tensorwise"
+        assert not found["fp8_param"]
+        assert found["disable_parameter_transpose_cache"]
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recomputation_does_not_change_the_step(

@@ -19,6 +19,14 @@ def kinds(case: Case) -> set[str]:
     return {type(module).__name__ for chunk in chunks for module in chunk.modules()}
 
 
+def fp8_settings(case: Case) -> tuple[dict[str, Any], int]:
+    """Settings of megatron-core for FP8, and the tokens of a padded micro-batch of two."""
+    engine: Any = make(case)
+    names = ("fp8", "fp8_recipe", "fp8_param", "disable_parameter_transpose_cache", "bf16")
+    micro = engine._micro(None)
+    return {name: getattr(engine._settings, name) for name in names}, len(micro.ids)
+
+
 def chosen(release: str, dtype: str) -> tuple[bool, list[str]]:
     """Whether that release is used on a GPU that nobody has said anything about, and warnings."""
     transformer_engine_cpu.install()

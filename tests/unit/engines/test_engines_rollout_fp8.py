@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio.calls import REAL
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.rollouts.generation import fp8_weights, server_kinds
+from slurmrl.rollouts.generation import fp8_weights
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.rollouts.generation.fp8_weights import fp8_folder, quantize
 from slurmrl.rollouts.generation.server_instance import Patience
@@ -186,8 +186,8 @@ def test_gpu_without_fp8_products_is_rejected_by_name(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
-    message = "needs GPUs of compute capability 8.9 or higher; NVIDIA A100 has 8.0"
+    message = "actor.fp8 needs GPUs of compute capability 8.9 or higher; NVIDIA A100 has 8.0"
     with pytest.raises(UsageError, match=message):
-        server_kinds._check_capability(torch.device("cuda"))
+        fp8_weights.require_fp8("actor.fp8", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    server_kinds._check_capability(torch.device("cuda"))
+    fp8_weights.require_fp8("actor.fp8", torch.device("cuda"))

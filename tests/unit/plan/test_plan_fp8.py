@@ -168,3 +168,59 @@ def test_fp8_is_rejected_without_gpus(plan_ppo: Load, kind: str, setting: str) -
     allowed = load(plan_ppo, *APART, f"rollout.backend={kind}:d16", setting)
     assert lacking_gpus(allowed, make_plan(allowed, scheduler="slurm")) == []
     assert not [problem for problem in allowed.missing if problem.key == key]
+
+
+MEGATRON = (
+    "actor.backend=megatron:d16",
+    "actor.fp8=hybrid",
+    "rollout.backend=native:d16",
+    "rollout.python=",
+    "cluster.slurm.gpu_type=h100",
+)
+
+
+def test_fp8_of_training_speeds_up_products_and_corrects_losses(plan_ppo: Load) -> None:
+    settings = load(plan_ppo, *MEGATRON)
+    assert not [problem for problem in settings.missing if problem.key.endswith("fp8")]
+    assert settings.config.model("ref").fp8 == "hybrid"  # KL compares equal computations
+    assert vars(settings.algorithm)["correction"] == "truncate"
+    assert any("without the FP8 of training (actor.fp8)" in note for note in settings.notes)
+    seconds = []
+    for fp8 in ("null", "e4m3"):
+        calls = load(plan_ppo, *MEGATRON, f"actor.fp8={fp8}")
+        rows = report(calls, make_plan(calls, scheduler="slurm"))["calls"]
+        seconds.append({row["name"]: row["seconds"] for row in rows})
+    usual, fp8 = seconds
+    assert fp8["actor_train"] < usual["actor_train"]
+    assert fp8["actor_gen"] == usual["actor_gen"]
+
+
+@pytest.mark.parametrize(
+    ("message", "overrides", "architecture"),
+    [
+        ("hybrid' is not allowed: fsdp does not compute in FP8; allowed backends: megatron",
+         ("actor.backend=fsdp:d16",), {}),
+        ("'int8' is not allowed", ("actor.fp8=int8",), {}),
+        ("with transformer_engine: false", ("actor.transformer_engine=false",), {}),
+        ("with dtype float32", ("actor.dtype=float32",), {}),
+        (
+            "the actor has experts, and FP8 is for dense layers only",
+            (),
+            {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256},
+        ),
+        (
+            "intermediate_size of a tensor rank is 1185, must be a multiple of 16",
+            ("actor.backend=megatron:d4t4",),
+            {"intermediate_size": 4740},
+        ),
+    ],
+)  # fmt: skip
+def test_fp8_of_training_is_rejected_where_it_could_not_run(
+    plan_ppo: Load, message: str, overrides: tuple[str, ...], architecture: dict[str, object]
+) -> None:
+    try:
+        found = load(plan_ppo, *MEGATRON, *overrides, **architecture).missing
+    except ConfigError as error:
+        found = error.problems
+    (problem,) = (problem for problem in found if problem.key == "actor.fp8")
+    assert message in problem.message

@@ -148,3 +148,12 @@ def test_engine_without_its_package_is_rejected(
     inside = proposed(tmp_path, backend, "cluster.slurm.container=apptainer exec image.sif")
     assert missing(inside, monkeypatch, "megatron.core") == []
     assert missing(proposed(tmp_path, backend), monkeypatch) == []
+
+
+def test_fp8_without_transformer_engine_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("actor.backend=megatron:d1", "actor.fp8=hybrid", "actor.dtype=bfloat16")
+    found = missing(proposed(tmp_path, *settings), monkeypatch, "transformer_engine")
+    assert "actor.fp8" in {one.key for one in found}
+    assert all("lacks TransformerEngine" in one.message for one in found)
