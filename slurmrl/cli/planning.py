@@ -24,7 +24,7 @@ class Shown(NamedTuple):
     document: Document
     """The plan as a document, for text or SVG."""
     warnings: Sequence[str] = ()
-    """Printed below it."""
+    """Warnings, which are printed below the plan."""
 
 
 @click.command(

@@ -24,7 +24,7 @@ LARGEST_LIST: Final = 2**30
 HALF: Final = 32
 """Characters of a fingerprint of `Sources` that are about the files of rows; others follow."""
 GONE: Final = "gone"
-"""State and fingerprint of images of which one no longer exists: no others have it."""
+"""State and fingerprint of images of which one no longer exists; no other images have them."""
 
 
 class ImageFiles:

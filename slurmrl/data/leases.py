@@ -167,8 +167,8 @@ class SampleLedger(Ledger):
     def finish(self, lease: str, sample: StoredGroup) -> bool:
         """Take the sample of a leased item.
 
-        Return whether it counts (see `rejected`). If the sample is rolled back, queue its item
-        again.
+        Return whether the sample counts (see `rejected`). If the sample is rolled back, queue its
+        item again.
         """
         if not self._release(lease, (sample.item,)):
             self.rejected[LATE] += 1

@@ -69,11 +69,11 @@ class Entry(NamedTuple):
     name: int
     """Bytes of the id."""
     line: int
-    """Its number in the user's file (`NumberedRow.number`)."""
+    """Number of the row in the user's file (`NumberedRow.number`)."""
     row_check: int
     """CRC-32 of the row's bytes."""
     difficulty: float
-    """Its number under ``curriculum_key``; 0 without one."""
+    """The row's number under ``curriculum_key``; 0 without one."""
     check: int
     """CRC-32 of the row's number and the fields above."""
 

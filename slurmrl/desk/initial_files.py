@@ -48,9 +48,9 @@ class Starter:
     template: str
     """File name of the configuration's template."""
     data: str
-    """Lines of data as it reads them."""
+    """Lines of data as the algorithm reads them."""
     rewards: bool = False
-    """Whether it needs a reward."""
+    """Whether the algorithm needs a reward."""
 
 
 STARTERS: Final[dict[str, Starter]] = {
@@ -207,7 +207,7 @@ class NetworkInterface:
     name: str
     is_infiniband: bool
     is_default: bool
-    """Whether the default route uses it."""
+    """Whether the default route uses the interface."""
 
 
 @dataclass

@@ -239,10 +239,10 @@ def _checked(request: ChildRequest, name: str, timeout_s: float) -> dict[str, An
 @dataclass(frozen=True)
 class DataRow:
     number: int
-    """Its line in a JSONL file; its place in other files. From 1."""
+    """Line of the row in a JSONL file, or its place in other files; counted from 1."""
     id: str
     where: str
-    """Its place, for messages."""
+    """Place of the row, for messages."""
     values: dict[str, Any]
 
 
@@ -253,7 +253,7 @@ class Item:
     row: DataRow
     completion: str
     finished: bool = True
-    """Whether it ended by itself."""
+    """Whether the completion ended by itself."""
 
 
 class FoundRows:

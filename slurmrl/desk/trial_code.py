@@ -44,7 +44,7 @@ PACKAGE = "slurmrl"
 MOST_COPIES = 3
 """Attempts to copy code that changes during the copy."""
 PAUSE_S = 1.0
-"""Seconds between them."""
+"""Seconds between two attempts."""
 Record = Callable[[Path], None]
 """Writes the provenance record into a snapshot."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})

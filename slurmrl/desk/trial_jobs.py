@@ -126,7 +126,7 @@ def cancel(paths: RunPaths) -> Kind:
 def stop(paths: RunPaths) -> Jobs:
     """Tell the jobs of the newest submission to commit and exit; cancel its queued ones.
 
-    Return all of them. Raises UsageError for a trial that has ended or has no job, SchedulerError.
+    Return all jobs. Raises UsageError for a trial that has ended or has no job, SchedulerError.
     """
     name = paths.full_name
     end = fold(History(paths.history).read()).end

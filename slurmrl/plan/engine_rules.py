@@ -108,7 +108,7 @@ class EngineRules:
     """``module:Class`` of the torch-free class whose ``from_hf`` rejects architectures that it
     cannot run."""
     module: str = ""
-    """Module that it needs in addition to slurmrl's dependencies; servers have it in theirs."""
+    """Module that the engine needs besides slurmrl's dependencies; servers have their own."""
     install: str = ""
     """Command that installs the module."""
     needs_gpu: bool = False

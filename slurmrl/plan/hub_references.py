@@ -55,7 +55,7 @@ class HubResolver:
         run = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
         self._before = read(run.config).values if run.config.is_file() else {}
         self._lost: set[str] = set()
-        """Folders of models that are not there as a whole; each is one problem."""
+        """Folders of models of which files are missing; each is one problem."""
 
     def resolved(self) -> Config:
         """The configuration with folders."""

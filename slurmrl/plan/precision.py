@@ -32,8 +32,8 @@ ROUNDING: Final = (
     *((f"--{name}",) for name in ("modelopt-quant", "rl-quant-profile", "torchao-config")),
     *((f"--{name}-dtype",) for name in ("kv-cache", "mamba-cache", "mamba-ssm-cache", "mamba-ssm")),
 )
-"""Flags with which a server computes otherwise than in its type, unless their value is that type
-or one of `EXACT`."""
+"""Flags that change in which type a server computes, unless their value is the server's type or
+one of `EXACT`."""
 EXACT: Final = ("", "auto", "none", "null", "float32")
 SERVER_ARGS: Final = "rollout.server_args"
 

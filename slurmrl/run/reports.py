@@ -301,7 +301,7 @@ class Ending:
     incarnation: int
     job: JobTag = JobTag()
     failure: Failure = field(default_factory=Failure)
-    """Its first failure; `Failure()` if nothing was reported."""
+    """The incarnation's first failure; `Failure()` if nothing was reported."""
     warned: Warned | None = None
     """The warning that its job would end."""
     hang: Hang | None = None

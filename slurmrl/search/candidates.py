@@ -44,7 +44,7 @@ class Candidate:
 
     name: str
     model: Model
-    """Its section; for generation, the actor's."""
+    """Section of the model; for generation, the actor's."""
     allocation: Allocation
     seconds: float
     memory: Memory

@@ -96,7 +96,7 @@ class TaskPool:
         self._read: list[tuple[str, StoredGroup]] = []
         """The results that were read since the last commit."""
         self._snapshot = 0
-        """Number of these that the checkpoint being written holds."""
+        """Number of these results that the checkpoint being written holds."""
         self._versions: list[tuple[str, float]] = []
         """The newest weight versions, and when each can be read."""
         self._orphaned_at = math.inf

@@ -30,7 +30,7 @@ DAY_S: Final = 86400.0
 START_S: Final = 60.0
 """Seconds from the start of a job to the load of the models: imports, process groups, data."""
 RESTART_S: Final = 15.0
-"""The same for an incarnation in a job that runs already."""
+"""Seconds from the start of an incarnation in a running job to the load of the models."""
 WRITE_RATE: Final = 10e9
 """Bytes per second of the shared directory."""
 DELTA: Final = 0.05
@@ -107,7 +107,7 @@ class TrialCosts:
     step_s: float
     """Mean seconds of a step of the trainers."""
     decoding_s: float
-    """The part of these that follows the longest completion."""
+    """The part of these seconds that grows with the longest completion."""
     longest: LongestCompletion | None
     """The longest completion of a step that the trainers generate."""
     start_s: float

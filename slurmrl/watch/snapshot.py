@@ -70,7 +70,7 @@ class Traces:
 
     begun: Begun
     failure: Failure | None
-    """Its first failure."""
+    """The incarnation's first failure."""
     warned: Warned | None
     """The warning that its job will end."""
     hang: Hang | None
@@ -91,7 +91,7 @@ class TrialSnapshot:
     """Seconds since the epoch by this host's clock; used for display only."""
     state: Recent
     submission: Submission | None
-    """The newest one; None for a trial that was created but never submitted."""
+    """The newest submission; None for a trial that was created but never submitted."""
     groups: tuple[Group, ...]
     said: Mapping[str, Any]
     """The last status of the current incarnation's master; empty before the first."""
@@ -100,7 +100,7 @@ class TrialSnapshot:
     task_failures: Mapping[tuple[str, int], tuple[int, Failure]]
     """The newest failures of rollout tasks: attempt and reason by group and task."""
     incarnations: Sequence[Traces]
-    """The newest ones, oldest first."""
+    """The newest incarnations, oldest first."""
     lines: Sequence[Mapping[str, Any]]
     """The newest lines of metrics."""
     evaluated: Mapping[str, Any]

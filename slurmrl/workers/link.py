@@ -247,7 +247,7 @@ class Turn:
     """The previous start."""
     left: Left = Left.UNKNOWN
     run: str = ""
-    """Its run directory; a copy of the directory has its turn, too."""
+    """The trial's run directory. A copy of the directory contains this record, too."""
 
     @property
     def job(self) -> str:

@@ -54,7 +54,7 @@ class Examination:
     root: Path | None
     """``--root`` or SLURMRL_ROOT; None leaves it to the configuration."""
     fallback: Path
-    """The root if neither sets one."""
+    """The root if option, variable and configuration set none."""
     scheduler: str | None
     job: bool
     timeout_s: float

@@ -32,7 +32,7 @@ from slurmrl.scheduler.client import SRUN
 FOLDER = ".doctor"
 GROUP = "doctor"
 MINUTES = "5"
-"""The time limit: the checks take seconds, on a busy host or a slow directory longer."""
+"""Time limit of the job; checks take seconds, or longer on a busy host or slow directory."""
 LEAD_S = 1
 """The minimum, because the job has no state to save and Slurm may warn it up to a minute early."""
 RUNS_S = 180.0

@@ -39,7 +39,7 @@ BUILDS = {12: "cu126", 13: "cu130"}
 FEW_FILES = 4096
 """A worker with NCCL holds some hundred descriptors, a launcher of many hosts a few for each."""
 FEW_PROCESSES = 2048
-"""Threads count: one worker has about a hundred."""
+"""Threads count as processes, and a worker has about a hundred."""
 _LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[0-9A-Fa-f-]+)\)")
 GPU_ADVICE = (
     "look at 'scontrol show node' for the site's name of GPUs and set cluster.slurm.gpu_directive "

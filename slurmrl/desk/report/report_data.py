@@ -216,7 +216,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
-    """Return at most ``most`` rows: first of training, then of evaluations, marked ``evaluation``.
+    """Return up to ``most`` rows: of training, then of evaluations, marked as ``evaluation``.
 
     If there are both, at most half of the rows are of each kind. If there are more rows, steps in
     the middle are left out evenly: the first and the newest step are kept. Long strings are cut.

@@ -234,7 +234,7 @@ class Efficiency:
     products: float
     """Share of the peak in products of large matrices."""
     grouped: float
-    """The same in products of experts, whose tokens are sorted first."""
+    """Share of the peak in products of experts, whose tokens are sorted first."""
     half_side: float
     """Smallest side of a product that reaches half of these shares."""
     attention: float
@@ -243,7 +243,7 @@ class Efficiency:
     stream: float
     """Share of the memory's bandwidth in elementwise operations."""
     decoding: float
-    """The same in an engine that samples one token of each sequence at a time."""
+    """Share of the bandwidth in an engine that samples one token of each sequence at a time."""
     links: float
     """Share of the rates of links and adapters."""
     overlap: float

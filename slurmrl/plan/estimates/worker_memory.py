@@ -50,7 +50,7 @@ class Fullest:
 
     rank: int = 0
     models: tuple[str, ...] = ()
-    """The models on it."""
+    """The models on the GPU."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes by content at that time: weights, gradients, optimizer, a server and, of one
     model at a time, activations and recorded experts, or kv_cache."""

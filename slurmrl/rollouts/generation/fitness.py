@@ -98,7 +98,7 @@ class FitServer(NamedTuple):
     context: int
     """Maximum number of tokens of a prompt and its completion."""
     settings: object
-    """Its ``/server_info``."""
+    """The server's ``/server_info``."""
 
 
 Get = Callable[[str], Awaitable[object]]

@@ -52,7 +52,7 @@ class ServerProgram:
     environment: Mapping[str, str]
     """All environment variables of the server."""
     log: Path
-    """Its output is appended to this file, which only the user can read."""
+    """File to which the server's output is appended; only the user can read it."""
     more: Callable[[], Sequence[str]] = tuple
     """Function that returns further arguments at each start."""
     events: EventWriter | None = None

@@ -86,7 +86,7 @@ class Instance:
         self.sequences = 0
         """Number of completions in progress on the server."""
         self.load = 0
-        """Number of tokens that it may have to compute for them."""
+        """Number of tokens that the server may have to compute for these completions."""
         self.error: SlurmrlError | None = None
         """Reason of the last loss."""
         self.given_up: SlurmrlError | None = None

@@ -124,7 +124,7 @@ class TokenizerFiles:
     """The tokenizer's files of an export."""
 
     source: Path
-    """The folder that has them."""
+    """The folder that has the files."""
     chat_template: str | None = None
     """The template to write in place of all templates of the folder; None keeps these."""
 

@@ -88,7 +88,7 @@ class StoredTensor:
     """A tensor of a version, and where its bytes are."""
 
     name: str
-    """Its name in a Hugging Face checkpoint."""
+    """Name of the tensor in a Hugging Face checkpoint."""
     dtype: str
     shape: tuple[Annotated[int, SIZE], ...]
     encoding: Annotated[str, one_of(RAW, DELTA, SAME)]

@@ -307,7 +307,7 @@ T = TypeVar("T")
 
 
 class VersionFiles:
-    """The files of the versions in a directory. Used as a context: it keeps files open.
+    """The files of the versions in a directory. As a context manager, it keeps files open.
 
     A ``patient`` object repeats failing reads for about a minute, if this host may see an old state
     of the directory.

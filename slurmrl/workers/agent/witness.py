@@ -63,7 +63,7 @@ class StacksAnswer:
     """None for the master."""
     name: str
     text: str
-    """Its stacks, or the reason why there are none."""
+    """Stacks of the process, or the reason why there are none."""
     answered: bool
 
 

@@ -120,7 +120,7 @@ class RolloutAttempt:
     problem: str = ""
     """Reason why it cannot take newer weights."""
     lag_s: float = 0.0
-    """Seconds by which it took the newest weights later than the first attempt."""
+    """Seconds from when the first attempt took the newest weights until this one did."""
     is_read: bool = False
     """Whether its log was read to the end by this master."""
     confirmed: bool = False

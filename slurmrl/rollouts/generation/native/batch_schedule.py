@@ -32,8 +32,8 @@ class Limits:
     cache_tokens: int | None = None
     """Tokens of keys and values that are kept. Default: as many as fit into ``cache_bytes``."""
     cache_bytes: int | None = None
-    """Memory for them. Default: most of the memory that is free on a GPU at the start, elsewhere as
-    much as the rows need."""
+    """Memory for keys and values. Default: on a GPU, most of the memory that is free at the start;
+    elsewhere as much as the rows need."""
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:

@@ -30,9 +30,9 @@ class Choice(StrEnum):
     """Values of SLURMRL_OPS."""
 
     AUTO = "auto"
-    """Compiled if it is faster and available, else torch."""
+    """Compiled operators if they are faster and available, else torch."""
     TORCH = "torch"
-    """Never compiled."""
+    """Never compiled operators."""
     NATIVE = "native"
     """Compiled, or an error with the reason."""
 
