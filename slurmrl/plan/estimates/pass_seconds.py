@@ -450,7 +450,7 @@ def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float)
     weights = _read_elements(job, own) * job.width * job.narrower.weights / streamed
     share = machine.efficiency.products * job.narrower.rate
     products = own * forward_flops_per_token(shape, "lm", tp) / machine.flops(share, job.width)
-    keys = 2 * shape.layers * shape.kv_heads_of_rank(tp) * shape.head_dim
+    keys = shape.layers * shape.cache_elements(job.allocation)
     cached = keys * job.width * job.narrower.cache
     rates = machine.efficiency
     costs = ENGINES.get(job.allocation.backend, EngineCosts(rates.token, rates.row))

@@ -17,6 +17,7 @@ from slurmrl.plan.estimates.pass_seconds import (
     PassJob,
     generation,
     inference,
+    token_seconds,
     training,
 )
 from slurmrl.plan.estimates.shape import read
@@ -42,6 +43,22 @@ MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
 }
 H100 = Machine(shipped("h100").gpu, 8, shipped("h100").efficiency)
 
@@ -157,6 +174,31 @@ def test_decoding_reads_all_weights_for_each_token_of_the_longest_completion() -
     assert decode("vllm:t8") < decode()
     many, few = decode(values=MOE, sequences=256), decode(values=MOE, sequences=1)
     assert many > 3 * few, "few tokens choose few experts"
+
+
+def test_servers_read_latent_vectors_and_the_built_in_engine_whole_keys() -> None:
+    """Elements per token and layer that DeepSeek-V3 has cached: 512 + 64, or keys and values."""
+    shape = read({**DEEPSEEK_V3})
+    assert shape is not None
+
+    def more_s(layout: str) -> float:
+        """Seconds of a token for 1,000 tokens more of context."""
+        one = DecodeJob(
+            shape=shape,
+            allocation=parse(layout),
+            sequences=8,
+            prompt=100,
+            group=1,
+            lengths=LengthDistribution(512, 1024),
+            cache_tokens=1e6,
+        )
+        long, short = (token_seconds(one, H100, 8, context) for context in (3000, 2000))
+        return long - short
+
+    streamed = H100.gpu.bytes_per_s * H100.efficiency.decoding
+    read_s = 8 * 1000 * 61 * 2 / streamed
+    assert more_s("vllm:t8") == pytest.approx(read_s * 576)
+    assert more_s("native:t8") == pytest.approx(read_s * 2 * 16 * 192)
 
 
 def test_ranks_with_the_whole_vocabulary_read_the_whole_head_but_no_embedding() -> None:
