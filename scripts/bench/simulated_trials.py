@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare `slurmrl simulate` with whole trials on a private test bed of Slurm.
 
-scripts/bench/simulated_trials.py [--cases calm,kills,preemptions,lost,limit,tasks,task-kills]
+scripts/bench/simulated_trials.py [--cases calm,kills,preemptions,lost,unspared,limit,tasks,...]
                                   [--seed N]
 
 Each trial gives the mean seconds of a step, a commit, a start, a restart and a wait for the next
@@ -44,12 +44,14 @@ from tests.support.chaos_trials.watched import Watched
 from tests.support.nodes import kill_node, node_of, preempt, private_bed, slurm
 from tests.support.trials import REPOSITORY, Site, processes, wait_until
 
-CASES = ("calm", "kills", "preemptions", "lost", "limit", "tasks", "task-kills")
+CASES = ("calm", "kills", "preemptions", "lost", "unspared", "limit", "tasks", "task-kills")
 DAY_S = 86400.0
 HOSTS = 2
 RUNS = 500
 LEASE_S = 20.0
 """Time without a heartbeat after which an agent of the case ``lost`` counts as dead."""
+SPARES = {"lost": 1, "unspared": 0}
+"""Spare hosts of the cases with lost hosts."""
 FIRST = 3
 """Steps of a trial with tasks that do not count, because tasks had more time for them."""
 
@@ -158,14 +160,18 @@ class Losses:
     rng: random.Random
     times: list[float] = field(default_factory=list)
     repairs: list[threading.Thread] = field(default_factory=list)
+    down: set[str] = field(default_factory=set)
+    """Nodes that have failed and are not repaired yet."""
 
     def __call__(self) -> None:
         shown = slurm("squeue", "-h", "-t", "R", "-o", "%N")
-        names = slurm("scontrol", "show", "hostnames", shown).split() if shown else []
+        held = slurm("scontrol", "show", "hostnames", shown).split() if shown else []
+        names = sorted({*held} - self.down)
         if not names:
             return  # the trial waits in the queue
         name, run = self.rng.choice(names), self.running.trial.witness.paths.run
         used = {node_of(pid) for pid in processes(run)["agent"]} or names
+        self.down.add(name)
         kill_node(self.bed, run, name)
         if name in used:  # else it was a spare
             self.times.append(time.time())
@@ -176,6 +182,7 @@ class Losses:
         down = f"node {name} to be down"
         wait_until(down, lambda: "down" in slurm("sinfo", "-h", "-n", name, "-o", "%t"))
         run_bed("start", name, "--dir", str(self.bed))
+        self.down.discard(name)
 
 
 def seen(trial: Watched, kind: str, writer: str) -> list[float]:
@@ -296,8 +303,9 @@ def trainers_case(case: str, folder: Path, given: argparse.Namespace) -> Row:
     limits: dict[str, Any] = {}
     if case == "limit":
         limits = {"partition": "main", "time": "3", "signal_lead_s": 60}
-    elif case == "lost":
-        limits = {"partition": "main", "spares": 1, "extra_lines": ["--exclusive"]}
+    elif case in SPARES:
+        spares = SPARES[case]
+        limits = {"partition": "main", "spares": spares, "extra_lines": ["--exclusive"]}
     running = submitted(folder, given.steps, given.pause_s, given.commit_steps, **limits)
     act: Callable[[], object] = preempt
     losses = Losses(running, given.bed, random.Random(f"{given.seed} nodes"))
@@ -307,17 +315,19 @@ def trainers_case(case: str, folder: Path, given: argparse.Namespace) -> Row:
     elif case == "preemptions":
         rate, kind = 1 / given.preempt_every_s, "preemptions"
         options = [f"--preemptions={rate * DAY_S}", "--grace-seconds=6"]
-    elif case == "lost":
+    elif case in SPARES:
         rate, act, kind = 1 / given.lose_every_s, losses, "lost hosts"
-        options = [f"--failures={rate / (HOSTS + 1) * DAY_S}", "--slurmd-timeout=5"]
+        each = rate / (HOSTS + SPARES[case])
+        options = [f"--failures={each * DAY_S}", "--slurmd-timeout=5"]
     count = to_the_end(running, rate, act, given.seed)
     for repair in losses.repairs:
         repair.join()
     parts = parts_of(running, kills)
     print(f"{case}: {parts.text()}", flush=True)
     jobs = len(seen(running.trial, "start", "supervisor.trainer."))
-    count = {"preemptions": jobs - 1, "lost": len(losses.times)}.get(case, count)
-    notes = f"{count} {case}, {jobs} jobs" if rate else f"{jobs} jobs"
+    count = len(losses.times) if case in SPARES else count
+    count = jobs - 1 if case == "preemptions" else count
+    notes = f"{count} {kind}, {jobs} jobs" if rate else f"{jobs} jobs"
     met = (kind, count) if kind else None
     return compared(case, running, [*parts.options(), *options], notes, met)
 
