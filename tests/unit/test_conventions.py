@@ -393,23 +393,6 @@ def test_no_two_modules_share_a_name() -> None:
     assert {name for name, count in names.items() if count > 1} <= SHARED_NAMES
 
 
-def test_no_module_assigns_a_name_twice() -> None:
-    """The second value would silently replace the first one where functions read it."""
-    twice = {}
-    for module in filter(None, modules()):
-        counts = Counter(name for node in tree(module).body for name in _names(node))
-        if found := [name for name, count in counts.items() if count > 1 and name.isupper()]:
-            twice[module] = found
-    assert twice == {}
-
-
-def _names(node: ast.stmt) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    if isinstance(node, ast.AnnAssign) and node.value is not None:
-        targets = [node.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
 def test_package_has_no_catch_all_directory() -> None:
     for module in modules():
         assert not set(module.split(".")) & FORBIDDEN_NAMES, module
