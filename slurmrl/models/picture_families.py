@@ -7,7 +7,7 @@ from typing import Any, Final
 
 PICTURE_FAMILIES: Final = frozenset(
     (
-        *("gemma3", "gemma4", "glm4v", "internvl"),
+        *("gemma3", "gemma4", "glm46v", "glm4v", "glm4v_moe", "internvl", "llava"),
         *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
     )
 )
@@ -22,6 +22,9 @@ SERVED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Families to which servers get images. For other families, the requests to a server were not
 compared with training."""
+
+PIXTRAL: Final = "pixtral"
+"""An encoder whose processor pads the images of a batch to the size of the largest one."""
 
 WITHOUT_ENCODER: Final = frozenset(("qwen3_5", "qwen3_5_moe"))
 """Families among these that transformers also runs without the image encoder."""
@@ -44,6 +47,9 @@ def served_refusal(values: Mapping[str, Any], server: str) -> str:
 def picture_refusal(values: Mapping[str, Any]) -> str:
     """Return why the model of a ``config.json`` object cannot read images here; or ""."""
     family = values.get("model_type")
+    tower = values.get("vision_config")
+    if family == "llava" and isinstance(tower, Mapping) and tower.get("model_type") == PIXTRAL:
+        return f"images are not possible for {family} models with a {PIXTRAL} encoder"
     if family in PICTURE_FAMILIES:
         return ""
     known = ", ".join(sorted(PICTURE_FAMILIES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
@@ -207,19 +210,24 @@ def write_gemma4(folder: Path) -> dict[str, Any]:
     }
 
 
-def write_glm4v(folder: Path) -> dict[str, Any]:
+def write_glm4v(folder: Path, family: str = "glm4v") -> dict[str, Any]:
     start, pad, end = (GLM_TOKENS[f"image{part}_token"] for part in ("_start", "", "_end"))
     ids = write_tokenizer(folder, GLM_TOKENS, start + pad + end)
     size = {"shortest_edge": 64, "longest_edge": 2048}
-    Glm4vImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
-    name_processor(folder, "Glm4vProcessor")
+    newer = family == "glm46v"
+    kind = Glm46VImageProcessorPil if newer else Glm4vImageProcessorPil
+    kind(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+    name_processor(folder, "Glm46VProcessor" if newer else "Glm4vProcessor")
     tower = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    parts = "glm4v_moe" if family == "glm4v_moe" else "glm4v"
     return {
-        "model_type": "glm4v",
-        "text_config": {"model_type": "glm4v_text", **TEXT, "vocab_size": len(ids)}
-        | {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "pad_token_id": None},
+        "model_type": family,
+        "text_config": {"model_type": f"{parts}_text", **TEXT, "vocab_size": len(ids)}
+        | {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "pad_token_id": None}
+        | (experts if parts == "glm4v_moe" else {}),
         "vision_config": {
-            "model_type": "glm4v_vision",
+            "model_type": f"{parts}_vision",
             "depth": 2,
             "num_heads": 2,
             "patch_size": 4,
@@ -227,6 +235,30 @@ def write_glm4v(folder: Path) -> dict[str, Any]:
             **tower,
         },
         **{f"{name}_id": ids[token] for name, token in GLM_TOKENS.items()},
+    }
+
+
+def write_llava(folder: Path) -> dict[str, Any]:
+    ids = write_tokenizer(folder, {"image_token": "<image>"}, "<image>")
+    side = {"height": 16, "width": 16}
+    LlavaImageProcessorPil(size={"shortest_edge": 16}, crop_size=side).save_pretrained(folder)
+    values = {"processor_class": "LlavaProcessor", "patch_size": 4}
+    more = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    (folder / "processor_config.json").write_text(json.dumps({**values, **more}))
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return {
+        "model_type": "llava",
+        "text_config": {"model_type": "llama", **TEXT, "vocab_size": len(ids)},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            **tower,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        "image_token_index": ids["<image>"],
+        "image_seq_length": 16,
+        "tie_word_embeddings": False,
     }
 
 
@@ -257,8 +289,9 @@ def write_internvl(folder: Path) -> dict[str, Any]:
 
 FAMILIES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "gemma4": write_gemma4,
-    "glm4v": write_glm4v,
+    **{name: partial(write_glm4v, family=name) for name in ("glm4v", "glm4v_moe", "glm46v")},
     "internvl": write_internvl,
+    "llava": write_llava,
 }
 
 

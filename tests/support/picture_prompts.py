@@ -49,7 +49,7 @@ class Prompts(NamedTuple):
         types = torch.nn.functional.pad((self.ids[number] == self.image).long(), (0, len(more)))
         family = self.model.config.model_type
         name = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
-        marks = {} if family == "internvl" else {name: types[None]}
+        marks = {} if family in ("internvl", "llava") else {name: types[None]}
         given: Any = read(Path(self.pictures[number])).arguments
         arguments = {key: torch.from_numpy(np.array(values)) for key, values in given.items()}
         logits: Tensor = inner(input_ids=ids, use_cache=False, **arguments, **marks).logits[0]

@@ -128,7 +128,7 @@ def test_text_outputs_are_unchanged_by_earlier_image_batches(family: str, tmp_pa
     torch.testing.assert_close(head(found[0][0][20:25]), alone, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl", "llava"])
 def test_text_gives_every_trained_parameter_a_gradient(family: str, tmp_path: Path) -> None:
     """Ranks with and without images must reduce the same gradients."""
     model = random_prompts(tmp_path, family).model
