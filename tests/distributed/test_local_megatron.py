@@ -25,6 +25,16 @@ CORRECTED = {
     "n_group": 2,
     "topk_group": 1,
 }
+LATENT = {
+    **CORRECTED,
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+}
 
 
 def let_megatron_compute_here(
@@ -45,6 +55,7 @@ def let_megatron_compute_here(
     [
         ("t2", ARCHITECTURE),
         ("p2", CORRECTED),
+        ("t2", LATENT),
         pytest.param("p2", ARCHITECTURE, marks=pytest.mark.soak),
     ],
 )

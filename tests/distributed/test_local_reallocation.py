@@ -12,7 +12,12 @@ import pytest
 from slurmrl.run import events
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.test_local_elastic import assert_close, config_of
-from tests.distributed.test_local_megatron import CORRECTED, REWARDED, let_megatron_compute_here
+from tests.distributed.test_local_megatron import (
+    CORRECTED,
+    LATENT,
+    REWARDED,
+    let_megatron_compute_here,
+)
 from tests.support.hooks import hooked
 from tests.support.rollout_trials import site_in
 from tests.support.served_trials import grpo
@@ -196,6 +201,7 @@ def test_reference_average_follows_the_actor(tmp_path: Path) -> None:
     [
         pytest.param(ON_EXPERTS, EXPERTS, id="experts"),
         pytest.param(ON_EXPERTS, CORRECTED, id="corrected"),
+        pytest.param(ON_EXPERTS, LATENT, id="latent"),
     ],
 )
 def test_megatron_actor_generates(

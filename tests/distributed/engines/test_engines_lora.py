@@ -58,6 +58,7 @@ class Reference:
     base: dict[str, Tensor]
     loss: float
     gradients: dict[str, Tensor]
+    family: str = "qwen3"
 
     @property
     def model(self) -> Path:
@@ -69,22 +70,23 @@ class Reference:
 
     def setup(self, layout: str) -> Setup:
         sizes, options = LAYOUTS[layout]
-        setup = setup_of(sizes, MODELS["qwen3"], head=self.head, **options)
+        setup = setup_of(sizes, MODELS[self.family], head=self.head, **options)
         lora = self.lora.model_dump()
         settings = {**setup.model, "architecture": None, "lora": lora}
         return replace(setup, source=self.model, model=settings)
 
 
-def made(ranks: RankPool, folder: Path, head: Any, lora: Lora) -> Reference:
+def made(ranks: RankPool, folder: Path, head: Any, lora: Lora, family: str = "qwen3") -> Reference:
     """Adapters that one process trained for a step, loaded by PEFT from their export."""
-    random_model(folder / "model", MODELS["qwen3"], head)
+    random_model(folder / "model", MODELS[family], head)
     (folder / "checkpoint").mkdir()
-    empty = Reference(folder, lora, head, {}, {}, 0.0, {})
+    empty = Reference(folder, lora, head, {}, {}, 0.0, {}, family)
     ranks(1, f"{CASES}:train", empty.setup("d1"), save=empty.checkpoint)
     trained = RoleCheckpoint(empty.checkpoint, "actor")
     write_adapter(trained, folder / "adapter", lora, head, base=str(empty.model))
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-    base = auto.from_pretrained(empty.model, dtype=torch.float64)
+    options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+    base = auto.from_pretrained(empty.model, **options)
     with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # PEFT's own use of it
         model = peft.PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
     model = model.double().eval()
@@ -97,7 +99,7 @@ def made(ranks: RankPool, folder: Path, head: Any, lora: Lora) -> Reference:
     torch.autograd.backward(total)
     gradients = {ours(n): p.grad for n, p in model.named_parameters() if p.requires_grad}
     found = {name: values.detach() for name, values in outputs.items()}
-    return Reference(folder, lora, head, found, frozen, total.item(), gradients)
+    return Reference(folder, lora, head, found, frozen, total.item(), gradients, family)
 
 
 def ours(name: str) -> str:
@@ -152,6 +154,16 @@ def test_critic_with_adapters_also_trains_its_value_head(
     value = made(ranks, tmp_path_factory.mktemp("value"), "value", lora)
     assert "score.weight" in value.gradients
     assert_step(ranks, value, tmp_path, "d2t2")
+
+
+def test_adapters_of_latent_attention_equal_peft(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Tensor ranks have whole adapters of latent vectors, and a part of their gradients each."""
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    lora = Lora(rank=3, alpha=5.0, targets=targets)
+    latent = made(ranks, tmp_path_factory.mktemp("latent"), "lm", lora, "deepseek_v3")
+    assert_step(ranks, latent, tmp_path, "c2t2")
 
 
 def assert_step(ranks: RankPool, reference: Reference, folder: Path, layout: str) -> None:
