@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 from slurmrl.errors import UsageError
 from slurmrl.models.config_checks import bad_sizes, malformed, unknown_fields, unsupported
-from slurmrl.models.families import PARTIAL, WHOLE_HEADS, Family, family_of
+from slurmrl.models.families import family_of
+from slurmrl.models.family_rules import PARTIAL, WHOLE_HEADS, Family
 from slurmrl.models.latent_sizes import KEY_SIZE, Latent
 
 Head = Literal["lm", "value"]
@@ -206,6 +207,8 @@ class MoE:
     applies only with ``output_router_logits``."""
     corrected: bool = False
     """Whether the router's scores are sigmoids, and a stored correction is added to choose."""
+    exact: bool = False
+    """Whether the router's logits are float32 in a model of another type."""
     groups: int = 1
     """Groups of consecutive experts; only the best ``chosen_groups`` of a token take part."""
     chosen_groups: int = 1
@@ -438,16 +441,21 @@ def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
         return None
     step, dense = full.get("decoder_sparse_step") or 1, full.get("mlp_only_layers") or ()
     first, inner = int(full.get("first_k_dense_replace") or 0), int(full[names.inner])
+    if names.typed:  # transformers ignores first_k_dense_replace
+        types, first = full.get("mlp_layer_types") or ["dense"], 0
+        dense = [n for n, kind in enumerate(types) if kind == "dense"]
     sparse = (n for n in range(first, layers) if n not in dense and (n + 1) % step == 0)
-    balanced = full.get("output_router_logits") and not names.sigmoid
+    balanced = full.get("output_router_logits") and not names.shared
     more: dict[str, Any] = {}
     if names.clamped:
         more = {"clamp": Clamp(float(full["swiglu_alpha"]), float(full["swiglu_limit"]))}
-    if names.sigmoid:
+    if names.shared:
+        grouped = full.get("topk_method") != "greedy"
         more = {
-            "corrected": True,
-            "groups": int(full["n_group"] or 1),
-            "chosen_groups": int(full["topk_group"] or 1),
+            "corrected": names.sigmoid,
+            "exact": True,
+            "groups": int(full["n_group"] or 1) if grouped else 1,
+            "chosen_groups": int(full["topk_group"] or 1) if grouped else 1,
             "scale": float(full["routed_scaling_factor"]),
             "shared": inner * int(full["n_shared_experts"] or 0),
         }

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmrl.fsio.documents import shown
 from slurmrl.models import latent_sizes
-from slurmrl.models.families import PARTIAL, WHOLE_HEADS, Family
+from slurmrl.models.family_rules import PARTIAL, WHOLE_HEADS, Experts, Family
 from slurmrl.registry import near
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
@@ -52,6 +52,8 @@ LARGEST = {"num_hidden_layers": 10**5}
 """Sizes that take memory and time when only a configuration is read."""
 LARGEST_SIZE = 10**9
 LARGEST_NUMBER = 1e30
+METHOD = "topk_method"
+METHODS = (None, "greedy", "group_limited_greedy")
 MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention")
 """Fields that request a computation that the decoder does not support."""
 
@@ -92,9 +94,28 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
         problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
     if full.get(PARTIAL) not in WHOLE_HEADS and not family.partial_rotary:
         problems.append(f"{PARTIAL} {full[PARTIAL]!r} is not supported, only 1")
+    if family.experts is not None:
+        problems += _bad_experts(family.experts, full)
     if family.latent:
         problems += latent_sizes.problems(full)
     return problems + _layer_types(family, full)
+
+
+def _bad_experts(names: Experts, full: Mapping[str, Any]) -> list[str]:
+    """Fields of layers with experts that say nothing, or something unknown."""
+    problems = []
+    if full["num_experts_per_tok"] is None:  # some families have no default
+        problems.append("'num_experts_per_tok' is missing")
+    if full.get(METHOD) not in METHODS:
+        problems.append(f"{METHOD} is {full[METHOD]!r}, must be {' or '.join(METHODS[1:])}")
+    types, layers = full.get("mlp_layer_types"), full["num_hidden_layers"]
+    if names.typed and types is not None:
+        listed = isinstance(types, list) and len(types) == layers
+        if not listed or set(types) - {"dense", "sparse"}:
+            problems.append(
+                f"mlp_layer_types must list dense or sparse for each of {layers} layers"
+            )
+    return problems
 
 
 def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:

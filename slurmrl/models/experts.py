@@ -56,11 +56,23 @@ class RouterLinear(nn.Linear):
     """The scores of the experts; a ``corrected`` one has a correction of the choice in float32."""
 
     def __init__(
-        self, hidden: int, experts: int, *, corrected: bool = False, bias: bool = False
+        self,
+        hidden: int,
+        experts: int,
+        *,
+        corrected: bool = False,
+        exact: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__(hidden, experts, bias=bias)
+        self.exact = exact
         if corrected:
             self.register_buffer("e_score_correction_bias", torch.zeros(experts))
+
+    @property
+    def correction(self) -> Tensor | None:
+        """The correction [E], if the router has one."""
+        return self._buffers.get("e_score_correction_bias")
 
     def _apply(self, fn: Any, recurse: bool = True) -> RouterLinear:
         exact = dict(self._buffers)
@@ -71,24 +83,33 @@ class RouterLinear(nn.Linear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [T, E] of tokens ``x`` [T, h]; of corrected scores in float32."""
-        if not self._buffers:
+        """Return the logits [T, E] of tokens ``x`` [T, h]; ``exact`` ones in float32."""
+        if not self.exact:
             return super().forward(x)
         dtype = wide(x.dtype)
         return F.linear(x.to(dtype), self.weight.to(dtype))
 
 
-def corrected_scores(moe: MoE, logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores of experts and the values that choose them (DeepSeek-AI 2024, DeepSeek-V3).
+def scores_of(moe: MoE, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scores of experts and the values that choose them (DeepSeek-AI 2024).
 
     All are [T, E]. The K largest values choose. Experts of groups that are left out have none of
-    them; a group ranks by the sum of its two largest values.
+    them. A group ranks by its largest value, or of corrected ones by the sum of the two largest
+    (DeepSeek-V3).
     """
-    scores = logits.sigmoid()
-    values = scores + correction
+    if correction is None:
+        values = scores = logits.softmax(-1, dtype=wide(logits.dtype))
+    else:
+        scores = logits.sigmoid()
+        values = scores + correction
     if moe.groups > 1:
         grouped = values.view(values.shape[0], moe.groups, -1)
-        best = grouped.topk(2, -1).values.sum(-1).topk(moe.chosen_groups, -1).indices
+        best = (
+            grouped.topk(2 if moe.corrected else 1, -1)
+            .values.sum(-1)
+            .topk(moe.chosen_groups, -1)
+            .indices
+        )
         left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
         values = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
     return scores, values
@@ -115,7 +136,7 @@ class SparseMLP(nn.Module):
         self.moe = moe
         biased = moe.clamp is not None
         self.gate = RouterLinear(
-            config.hidden_size, moe.experts, corrected=moe.corrected, bias=biased
+            config.hidden_size, moe.experts, corrected=moe.corrected, exact=moe.exact, bias=biased
         )
         inner = moe.inner // split.tensor.size
         self.experts: nn.Module
@@ -146,9 +167,8 @@ class SparseMLP(nn.Module):
     def _routed(self, x: Tensor) -> Tensor:
         x = self.split.enter(x)
         logits: Tensor = self.gate(x)
-        if self.moe.corrected:
-            correction = self.gate.get_buffer("e_score_correction_bias")
-            probabilities, values = corrected_scores(self.moe, logits, correction)
+        if self.moe.exact:
+            probabilities, values = scores_of(self.moe, logits, self.gate.correction)
             chosen = values.topk(self.per_token).indices
             weights = probabilities.gather(-1, chosen)
         else:

@@ -11,98 +11,12 @@ To add a family that combines existing parts, add one entry to ``FAMILIES``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from slurmrl.errors import UnknownNameError
+from slurmrl.models.family_rules import PARTIAL, Experts, Family
 from slurmrl.registry import near
-
-PARTIAL = "partial_rotary_factor"
-WHOLE_HEADS = (None, 1)
-"""Values of that field with which all dims of a head are rotated."""
-
-Switch = bool | str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The names of mixture-of-experts layers in a family's files and config."""
-
-    block: str = "mlp"
-    """Name of the feed-forward block in the files."""
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    count: str = "num_local_experts"
-    """Config field of the number of experts."""
-    inner: str = "intermediate_size"
-    """Config field of an expert's inner size."""
-    normalized: Switch = True
-    """Whether the weights of a token's experts are scaled to a sum of 1."""
-    clamped: bool = False
-    """Whether gates are clamped, and all experts of a layer are one tensor with biases (gpt-oss).
-    The config has the clamp: ``swiglu_alpha`` and ``swiglu_limit``."""
-    sigmoid: bool = False
-    """Whether the router's scores are sigmoids, with a stored correction of the choice, groups of
-    experts, a factor of the weights and shared experts (DeepSeek-V3); otherwise softmax."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Rules for reading the config of one ``model_type``."""
-
-    model_type: str
-    class_prefix: str
-    """``Qwen3`` of ``Qwen3ForCausalLM``."""
-    lm_class: str = ""
-    """The class of the language model where it is not ``<class_prefix>ForCausalLM``."""
-    qkv_bias: Switch = False
-    o_bias: Switch = False
-    mlp_bias: Switch = False
-    qk_norm: Switch = False
-    """RMSNorm over head_dim of queries and keys, before the rotation."""
-    norm_offset: bool = False
-    """Norms multiply by 1 + weight."""
-    norm_bias: bool = False
-    """Norms subtract the mean and add a bias (LayerNorm)."""
-    gated: bool = True
-    """Whether the dense feed-forward part has a gate."""
-    scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of the hidden size."""
-    latent: bool = False
-    """Keys and values come from latent vectors (MLA)."""
-    partial_rotary: bool = False
-    """A part of each head's dims is rotated (``partial_rotary_factor``); otherwise all dims."""
-    windows: Literal["none", "all", "chosen", "every other"] = "none"
-    """Which layers see only the last ``sliding_window`` tokens: none, all, or those that
-    ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose. Without
-    ``layer_types``, every other layer from the first one."""
-    sinks: bool = False
-    """Each query head has a trained score without a value, which takes part in the softmax."""
-    experts: Experts | None = None
-    files: str = "slurmrl.models.shapes:by_name"
-    """``module:function`` that maps parameters to tensors of the files."""
-    decoder: str = "slurmrl.models.decoder:Decoder"
-    """``module:Class`` of the decoder; a family with another structure has a separate file."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Config fields that the family names differently: our name to its name."""
-    without: frozenset[str] = frozenset()
-    """Fields that this family lacks, although most families have them."""
-    meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
-    """Values of fields with another meaning in files: (our field, file value) to our value."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults for fields that a ``config.json`` omits, by our names."""
-
-    def class_name(self, head: Literal["lm", "value"]) -> str:
-        """Return the name of transformers' class of a model with this head."""
-        if head == "value":
-            return f"{self.class_prefix}ForSequenceClassification"
-        return self.lm_class or f"{self.class_prefix}ForCausalLM"
-
-    def switched(self, switch: Switch, values: Mapping[str, Any]) -> bool:
-        """The state of an optional part under the config ``values``."""
-        return switch if isinstance(switch, bool) else bool(values[switch])
-
 
 COMMON_DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -242,6 +156,7 @@ CORRECTED = Experts(
     inner="moe_intermediate_size",
     normalized="norm_topk_prob",
     sigmoid=True,
+    shared=True,
 )
 CORRECTED_DEFAULTS: Mapping[str, Any] = {
     **COMMON_DEFAULTS,
@@ -292,6 +207,20 @@ SOLAR_OPEN = Family(
         "moe_intermediate_size": 1280,
     },
 )
+LATENT_DEFAULTS: Mapping[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+INTERLEAVED: Mapping[str, Any] = {
+    **LATENT_DEFAULTS,
+    "rope_interleave": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pretraining_tp": 1,
+}
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     class_prefix="DeepseekV3",
@@ -303,25 +232,68 @@ DEEPSEEK_V3 = Family(
     fields={"num_nextn_predict_layers": "num_mtp_layers"},  # transformers accepts both names
     defaults={
         **CORRECTED_DEFAULTS,
+        **INTERLEAVED,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 4096,
         "num_key_value_heads": 128,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "n_group": 8,
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "rope_interleave": True,
         "num_nextn_predict_layers": 1,
-        "pretraining_tp": 1,
+    },
+)
+GLM4_MOE_LITE = Family(
+    model_type="glm4_moe_lite",
+    class_prefix="Glm4MoeLite",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    latent=True,
+    files="slurmrl.models.shapes:experts",
+    experts=replace(CORRECTED, typed=True),
+    defaults={
+        **CORRECTED_DEFAULTS,
+        **INTERLEAVED,
+        "max_position_embeddings": 202752,
+        "num_key_value_heads": 20,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.8,
+        "mlp_layer_types": None,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+)
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    class_prefix="DeepseekV2",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    latent=True,
+    files="slurmrl.models.shapes:experts",
+    experts=replace(CORRECTED, normalized=False, sigmoid=False),
+    defaults={
+        **LATENT_DEFAULTS,
+        **WITH_TOKENS,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "first_k_dense_replace": 0,
+        "n_group": None,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,  # which transformers does not read
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1407,
+        "output_router_logits": False,
+        "routed_scaling_factor": 1.0,
     },
 )
 GPT_OSS = Family(
@@ -417,7 +389,9 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         GLM4_MOE,
         SOLAR_OPEN,
+        DEEPSEEK_V2,
         DEEPSEEK_V3,
+        GLM4_MOE_LITE,
         GPT_OSS,
         GPT2,
     )
@@ -429,10 +403,6 @@ REFUSED: Mapping[str, str] = {
     "gemma3_text": "it alternates two rotations and norms around each block",
     "kimi_k2": "its layers are those of deepseek_v3, so set model_type to it "
     "(docs/models.md#latent-attention)",
-    **dict.fromkeys(
-        ("deepseek_v2", "glm4_moe_lite"),
-        "its attention reads keys and values from latent vectors (MLA), which it does not compute",
-    ),
 }
 """Families that users may expect, and why the built-in decoder does not run them."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slurmrl.engines.megatron.parts import CORRECTION
 from slurmrl.models.architecture import ModelConfig, MoE
-from slurmrl.models.experts import UNKNOWN, Balance, corrected_scores, scaled_weights
+from slurmrl.models.experts import UNKNOWN, Balance, scaled_weights, scores_of
 
 
 def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
@@ -81,8 +81,8 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def _among(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights and choices among the ``allowed`` experts [T, E]; None: among all."""
-        if self.moe.corrected:
-            return self._corrected(logits.flatten(0, -2), allowed)
+        if self.moe.exact:
+            return self._exact(logits.flatten(0, -2), allowed)
         self.router_replay = None if allowed is None else _Among(allowed)
         try:
             chosen: tuple[Tensor, Tensor] = super().routing(logits)
@@ -90,9 +90,9 @@ class Router(TopKRouter):  # type: ignore[misc]
             self.router_replay = None
         return chosen
 
-    def _corrected(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _exact(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return scores as the built-in decoder; groups do not restrict recorded experts."""
-        scores, values = corrected_scores(self.moe, logits, self.get_buffer(CORRECTION))
+        scores, values = scores_of(self.moe, logits, self._buffers.get(CORRECTION))
         if allowed is not None:
             recorded = scores.masked_fill(~allowed, -torch.inf)
             values = torch.where(allowed.all(-1, keepdim=True), values, recorded)

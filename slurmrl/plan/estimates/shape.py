@@ -240,6 +240,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
     query_rank = {name: values[name] for name in (QUERY_RANK,) if name in values}
     latent = latent_shape({**full, **query_rank}, hidden, heads)
     head_dim = latent.head if latent else _number(full, "head_dim") or max(hidden // heads, 1)
+    typed = bool(family and family.experts and family.experts.typed)
     experts = _number(full, "num_experts", "num_local_experts", "n_routed_experts") or 0
     return ModelShape(
         hidden=hidden,
@@ -257,7 +258,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
         expert_inner=_number(full, "moe_intermediate_size") or inner,
         shared_inner=_shared(full),
         biased_experts=bool(family and family.experts and family.experts.clamped),
-        dense_layers=_dense_layers(full, layers),
+        dense_layers=_dense_layers(full, layers, typed=typed),
         latent=latent,
     )
 
@@ -276,7 +277,10 @@ def _shared(values: Mapping[str, Any]) -> int:
     return _number(values, "shared_expert_intermediate_size") or number * size
 
 
-def _dense_layers(values: Mapping[str, Any], layers: int) -> int:
+def _dense_layers(values: Mapping[str, Any], layers: int, *, typed: bool) -> int:
+    types = values.get("mlp_layer_types")
+    if typed:
+        return types.count("dense") if isinstance(types, list) else 1
     listed = values.get("mlp_only_layers")
     dense = listed if isinstance(listed, list) else []
     first, step = _number(values, "first_k_dense_replace"), _number(values, "decoder_sparse_step")

@@ -14,7 +14,7 @@ from torch import Tensor
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.experts import SparseMLP, corrected_scores
+from slurmrl.models.experts import SparseMLP, scores_of
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, batch, model
@@ -108,6 +108,12 @@ SINKS = {
     "swiglu_limit": 0.3,
     "initializer_range": 0.15,
 }
+SCALED = {
+    **PLAIN_QUERIES,
+    "model_type": "deepseek_v2",
+    "topk_method": "group_limited_greedy",
+    "initializer_range": 0.115,
+}
 BUDGET = {"max_tokens_per_microbatch": 16, "model": {"make_vocab_size_divisible_by": 1}}
 STEPS = 3
 ROUNDING = 2e-6
@@ -144,6 +150,7 @@ LONG: Layouts = {
     "latent t2 p2": (placed(tp=2, pp=2, sp=True), PLAIN_QUERIES, "lm"),
     "latent c2 e2": (placed(cp=2, experts=grid(1, 1, 2, 1)), LATENT, "lm"),
     "latent p2 c2": (placed(pp=2, cp=2), PLAIN_QUERIES, "lm"),
+    "scaled t2 sp e2": (placed(tp=2, sp=True, experts=grid(1, 1, 2, 1)), SCALED, "lm"),
     "latent c3 ring": (placed(cp=3), LATENT, "lm"),
     "one": (placed(), EVEN, "lm"),
     "p4 tied": (placed(pp=4), TIED, "lm"),
@@ -233,10 +240,10 @@ def outputs_of(decoder: Decoder, sample: SequenceSample) -> Outputs:
 
 def choosing(router: SparseMLP, logits: Tensor) -> Tensor:
     """The values whose largest choose the experts of a token."""
-    if not router.moe.corrected:
+    if not router.moe.exact:
         return logits
-    correction = router.gate.get_buffer("e_score_correction_bias")
-    return corrected_scores(router.moe, logits, correction)[1]
+    values = scores_of(router.moe, logits, router.gate.correction)[1]
+    return values if router.moe.corrected else values.clamp(min=0).log()
 
 
 @contextmanager

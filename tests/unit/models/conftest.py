@@ -59,6 +59,8 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+LITE = {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
+LITE |= {"model_type": "glm4_moe_lite", "q_lora_rank": 10}
 ODD: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -232,6 +234,31 @@ ODD: dict[str, dict[str, Any]] = {
         "rope_scaling": {**YARN, "truncate": False},
         "swiglu_alpha": 1.2,
         "tie_word_embeddings": True,
+    },
+    "deepseek_v2": {
+        **DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "qk_nope_head_dim": 8,  # transformers needs even sizes
+        "q_lora_rank": 10,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.7,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v2-greedy": {
+        **DEEPSEEK,
+        "model_type": "deepseek_v2",
+        "qk_nope_head_dim": 8,  # transformers needs even sizes
+        "q_lora_rank": None,
+        "n_group": 4,
+        "topk_method": "greedy",
+    },
+    "glm4_moe_lite": LITE,
+    "glm4_moe_lite-types": {
+        **LITE,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
     "gpt2": {"model_type": "gpt2"},
     "gpt2-odd": {

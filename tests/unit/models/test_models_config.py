@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, PARTIAL, Family, family_of
+from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, family_of
+from slurmrl.models.family_rules import PARTIAL, Family
 from slurmrl.models.layer_parts import frequencies
 from tests.support.decoder_folders import to_hf
 from tests.unit.models.conftest import random_decoder, small_decoder
@@ -62,6 +63,7 @@ def test_exports_name_transformers_classes(name: str) -> None:
     assert family.class_name("lm") == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
     if name in (
         "glm4_moe",
+        "glm4_moe_lite",
         "solar_open",
     ):  # transformers has no such class; slurmrl reads such an export
         assert name not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -166,7 +168,8 @@ def test_family_table_has_the_transformers_defaults(name: str) -> None:
     family = FAMILIES[name]
     theirs = AutoConfig.for_model(name)
     for field, value in family.defaults.items():
-        if field in {"layer_types", "sliding_window", "intermediate_size", *family.without}:
+        computed = {"layer_types", "mlp_layer_types", "sliding_window", "intermediate_size"}
+        if field in computed | family.without:
             continue  # transformers fills these in by the values of others
         if field == "rope_theta":
             theirs.rope_theta = theirs.rope_parameters["rope_theta"]
@@ -197,6 +200,7 @@ def test_layers_get_their_attention_windows(
     assert config.windows == expected
 
 
+MLA = {"model_type": "deepseek_v3", "num_key_value_heads": 4}
 GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 16}
 
 
@@ -214,6 +218,22 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, must be above 0"),
         ({"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor is 'x'"),
         ({"routed_scaling_factor": True}, "routed_scaling_factor is True, must be a number"),
+        ({**MLA, "kv_lora_rank": 0}, "kv_lora_rank is 0, must be at least 1"),
+        ({**MLA, "v_head_dim": None}, "v_head_dim is None, must be at least 1"),
+        ({**MLA, "q_lora_rank": -1}, "q_lora_rank is -1, must be at least 1"),
+        ({**MLA, "qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
+        ({**MLA, "head_dim": 12}, "head_dim is 12, but the sizes of the heads imply 64"),
+        ({**MLA, "qk_head_dim": 12}, "qk_head_dim is 12, but the sizes of the heads imply 192"),
+        ({**MLA, "num_key_value_heads": 2}, "num_key_value_heads is 2, must be num_attention"),
+        ({**MLA, "model_type": "deepseek_v2"}, "'num_experts_per_tok' is missing"),
+        (
+            {**MLA, "model_type": "deepseek_v2", "topk_method": "noaux_tc"},
+            "topk_method is 'noaux_tc', must be greedy or group_limited_greedy",
+        ),
+        (
+            {**MLA, "model_type": "glm4_moe_lite", "mlp_layer_types": ["moe", "dense"]},
+            "mlp_layer_types must list dense or sparse for each of 1 layers",
+        ),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit is 0, must be above 0"),
         ({"model_type": "gpt_oss", "swiglu_alpha": "x"}, "swiglu_alpha is 'x', must be a number"),
         (
@@ -283,7 +303,9 @@ def test_unknown_model_type_is_not_mistaken_for_another_architecture() -> None:
     with pytest.raises(UnknownNameError) as caught:
         family_of("qwen3_5_text")
     assert "did you mean" not in str(caught.value)
-    assert "allowed: deepseek_v3, gemma, glm4_moe, gpt2, gpt_oss" in str(caught.value)
+    assert "allowed: deepseek_v2, deepseek_v3, gemma, glm4_moe, glm4_moe_lite, gpt2" in str(
+        caught.value
+    )
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

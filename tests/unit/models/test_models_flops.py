@@ -23,7 +23,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
     [
         *("llama", "qwen2-odd-hidden", "qwen3-wide-heads", "gpt2", "qwen3_moe-some-dense"),
         *("glm4_moe-groups", "gpt_oss-other"),
-        *("deepseek_v3", "deepseek_v3-plain-queries"),
+        *("deepseek_v3", "deepseek_v3-plain-queries", "deepseek_v2", "glm4_moe_lite-types"),
     ],
 )
 def test_estimated_flops_equal_the_count_of_torch(name: str) -> None:

@@ -1,0 +1,97 @@
+"""What the table of families says about a family. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+PARTIAL = "partial_rotary_factor"
+WHOLE_HEADS = (None, 1)
+"""Values of that field with which all dims of a head are rotated."""
+
+Switch = bool | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The names of mixture-of-experts layers in a family's files and config."""
+
+    block: str = "mlp"
+    """Name of the feed-forward block in the files."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    count: str = "num_local_experts"
+    """Config field of the number of experts."""
+    inner: str = "intermediate_size"
+    """Config field of an expert's inner size."""
+    normalized: Switch = True
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    clamped: bool = False
+    """Whether gates are clamped, and all experts of a layer are one tensor with biases (gpt-oss).
+    The config has the clamp: ``swiglu_alpha`` and ``swiglu_limit``."""
+    sigmoid: bool = False
+    """Whether the router's scores are sigmoids, with a stored correction of the choice
+    (DeepSeek-V3); otherwise softmax."""
+    shared: bool = False
+    """Whether there are groups of experts, a factor of the weights and shared experts."""
+    typed: bool = False
+    """Whether ``mlp_layer_types`` lists the layers with experts; by default, all but the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Rules for reading the config of one ``model_type``."""
+
+    model_type: str
+    class_prefix: str
+    """``Qwen3`` of ``Qwen3ForCausalLM``."""
+    lm_class: str = ""
+    """The class of the language model where it is not ``<class_prefix>ForCausalLM``."""
+    qkv_bias: Switch = False
+    o_bias: Switch = False
+    mlp_bias: Switch = False
+    qk_norm: Switch = False
+    """RMSNorm over head_dim of queries and keys, before the rotation."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + weight."""
+    norm_bias: bool = False
+    """Norms subtract the mean and add a bias (LayerNorm)."""
+    gated: bool = True
+    """Whether the dense feed-forward part has a gate."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of the hidden size."""
+    latent: bool = False
+    """Keys and values come from latent vectors (MLA)."""
+    partial_rotary: bool = False
+    """A part of each head's dims is rotated (``partial_rotary_factor``); otherwise all dims."""
+    windows: Literal["none", "all", "chosen", "every other"] = "none"
+    """Which layers see only the last ``sliding_window`` tokens: none, all, or those that
+    ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose. Without
+    ``layer_types``, every other layer from the first one."""
+    sinks: bool = False
+    """Each query head has a trained score without a value, which takes part in the softmax."""
+    experts: Experts | None = None
+    files: str = "slurmrl.models.shapes:by_name"
+    """``module:function`` that maps parameters to tensors of the files."""
+    decoder: str = "slurmrl.models.decoder:Decoder"
+    """``module:Class`` of the decoder; a family with another structure has a separate file."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Config fields that the family names differently: our name to its name."""
+    without: frozenset[str] = frozenset()
+    """Fields that this family lacks, although most families have them."""
+    meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
+    """Values of fields with another meaning in files: (our field, file value) to our value."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' defaults for fields that a ``config.json`` omits, by our names."""
+
+    def class_name(self, head: Literal["lm", "value"]) -> str:
+        """Return the name of transformers' class of a model with this head."""
+        if head == "value":
+            return f"{self.class_prefix}ForSequenceClassification"
+        return self.lm_class or f"{self.class_prefix}ForCausalLM"
+
+    def switched(self, switch: Switch, values: Mapping[str, Any]) -> bool:
+        """The state of an optional part under the config ``values``."""
+        return switch if isinstance(switch, bool) else bool(values[switch])
