@@ -282,7 +282,7 @@ def complete_profiles(
 def complete_files(
     ctx: click.Context, parameter: click.Parameter, typed: str
 ) -> list[CompletionItem]:
-    """Leave it to the shell, which knows files best."""
+    """Let the shell complete names of files."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(typed, type="file")]

@@ -307,7 +307,7 @@ class RowChecks:
         self._empty = True
         """Whether no row was checked so far."""
         self._lists: list[str] = []
-        """Keys of the only row whose values are lists of objects, which may be the rows."""
+        """Keys of a file's only row with lists of objects, one of which may hold the real rows."""
         self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
         """Whether no row so far has the id whose key the configuration sets."""
         self._present: dict[str, None] = {}

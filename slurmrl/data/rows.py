@@ -209,7 +209,7 @@ class Remark(NamedTuple):
 
 
 class Remarks:
-    """Looks at the first rows of a source."""
+    """Collects remarks about the first rows of a source."""
 
     def __init__(
         self,

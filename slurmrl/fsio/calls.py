@@ -34,7 +34,7 @@ LOCAL_MAGIC = frozenset(
 NFS, Lustre, GPFS, BeeGFS, CephFS, FUSE, SMB and unknown types."""
 
 _STRUCT_BYTES = 512
-"""Larger than any struct statfs, whose first field is a long: the type."""
+"""Size of a buffer for any struct statfs, whose first field is the type, as a long."""
 
 
 def is_local(directory: Path) -> bool:

@@ -93,9 +93,9 @@ class RouterLinear(nn.Linear):
 def scores_of(moe: MoE, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the scores of experts and the values that choose them (DeepSeek-AI 2024).
 
-    All are [T, E]. The K largest values choose. Experts of groups that are left out have none of
-    them. A group ranks by its largest value, or of corrected ones by the sum of the two largest
-    (DeepSeek-V3).
+    All are [T, E]. The experts with the K largest values are chosen. In groups that are left out,
+    all values are -inf. A group ranks by its largest value; with a correction, by the sum of its
+    two largest values (DeepSeek-V3).
     """
     if correction is None:
         values = scores = logits.softmax(-1, dtype=wide(logits.dtype))

@@ -1,7 +1,7 @@
 """The form of the files of transformers' models. Torch-free.
 
-Only transformers knows the form. Processes that have not imported torch, such as the master, keep
-it that way: a child process answers for them.
+Only transformers knows the form. Processes that have not imported torch, such as the master, ask a
+child process, so that they need not import it.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class Plan(_PlanPart):
 
     @property
     def reallocations(self) -> tuple[Reallocation, ...]:
-        """Each reallocation once, the same order in every process."""
+        """All reallocations, each once, in the same order in every process."""
         found = (hook for hook in self._hooks if isinstance(hook, Reallocation))
         return tuple(dict.fromkeys(found))
 

@@ -82,7 +82,7 @@ class GroupProgress(_Progress):
     collective: SharedCollective | None = None
 
     def document(self) -> dict[str, Any]:
-        """Return the object in the status."""
+        """Return the object that represents this activity in the status."""
         values = asdict(self)
         left_out = [("world", TRAINERS), ("frame", "")]
         return {name: value for name, value in values.items() if (name, value) not in left_out}

@@ -7,8 +7,8 @@ the gradients of its keys.
 
 The packed tokens are cut into 2 R chunks; rank r has the r-th and the r-th last one (zigzag). All
 ranks then have about as many pairs of queries and keys. Only one sequence crosses a boundary of two
-chunks. The keys of a chunk that a later chunk sees are therefore its last ones, and all queries
-that see them follow them.
+chunks. Therefore a later chunk sees only the last keys of a chunk, and all queries that see these
+keys come after them.
 
 R ranks, T packed tokens, S sequences, N tokens of this rank, Hq query heads, Hkv key and value
 heads, D head size.

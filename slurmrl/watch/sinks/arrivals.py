@@ -159,7 +159,7 @@ def turn(
 
 
 def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
-    """Return the number of the turn that this process took, for which it has ``held_s``."""
+    """Take a turn of ``held_s`` seconds; return its number."""
     atomic.make_private_directory(folder)
     waited_for, waited_s = 0, 0.0
     while True:

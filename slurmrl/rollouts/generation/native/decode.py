@@ -27,7 +27,7 @@ logger = log.get(__name__)
 LEAST_CELLS = 1024
 """Graphs are made for rows of up to this many cells of the cache, and twice as many, and so on."""
 UNREAD = -1
-"""Value in place of a token that the host has not read, the last token of its row."""
+"""Value in place of the last token of a row while the host has not read this token."""
 
 
 class RowInput(NamedTuple):
