@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import closing
@@ -28,7 +29,16 @@ from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 from slurmrl.tensors.pictures import read
-from tests.engines.conftest import CONTEXT, EXACT, PATIENCE, Loop, request, save_versions
+from tests.engines.conftest import (
+    CONTEXT,
+    EXACT,
+    NUMBERS,
+    PATIENCE,
+    Loop,
+    midway,
+    request,
+    save_versions,
+)
 from tests.support.datasets import prepared, write_rows
 from tests.support.picture_models import draw, write_served_processor
 from tests.support.servers import check_served
@@ -114,8 +124,9 @@ class ImageServer:
         found = zip(tokens, pictures_of(sample), strict=True)
         return [Prompt(tuple(each.tolist()), pictures) for each, pictures in found]
 
-    def version(self, name: str, number: int = 0) -> WeightVersion:
-        return WeightVersion(name=f"{number}-{name}", folder=self.versions[name])
+    def version(self, name: str) -> WeightVersion:
+        """Return a version; no two of a run have one name."""
+        return WeightVersion(name=f"{next(NUMBERS)}-{name}", folder=self.versions[name])
 
     def requests(self, **options: Any) -> list[GenerationRequest]:
         return [
@@ -161,16 +172,32 @@ def test_server_reads_the_images_that_training_reads(
 ) -> None:
     """Log-probabilities are transformers' for the stored pixels, with each version of the weights.
 
-    The versions differ in the image encoder too.
+    The versions differ in the image encoder too. An update may come in the middle of a completion.
     """
 
-    def check(name: str, made: list[tuple[Completion, ...]]) -> None:
+    def check(versions: set[str], made: list[tuple[Completion, ...]]) -> None:
+        found = set()
         for prompt, completions in zip(served.prompts, made, strict=True):
             for each in completions:
-                assert {version.partition("-")[2] for version in each.versions} == {name}
                 assert served.token not in each.tokens[:-1]
-                expected = served.logprobs(name, prompt, each.tokens)
-                assert (expected - torch.tensor(each.logprobs)).abs().max() < EXACT
+                names = [version.partition("-")[2] for version in each.versions]
+                for name in set(names):
+                    own = torch.tensor([version == name for version in names])
+                    differences = served.logprobs(name, prompt, each.tokens) - torch.tensor(
+                        each.logprobs
+                    )
+                    assert differences[own].abs().max() < EXACT
+                found |= set(names)
+        assert found == versions
+
+    async def over_an_update(delay_s: float) -> list[tuple[Completion, ...]] | None:
+        await served.engine.update_weights(served.version("1.1"))
+        futures = [served.engine.submit(each) for each in served.requests(max_new_tokens=100)]
+        await asyncio.sleep(delay_s)
+        await served.engine.update_weights(served.version("2.1"))
+        made = [await each for each in futures]
+        with_images = (*made[0], *made[1])
+        return made if any(len(set(each.versions)) > 1 for each in with_images) else None
 
     with closing(ImageServer(server, family, loop, tmp_path)) as served:
 
@@ -179,11 +206,12 @@ def test_server_reads_the_images_that_training_reads(
             for name in ("1.1", "2.1"):
                 await served.engine.update_weights(served.version(name))
                 found.append(await served.sample(max_new_tokens=8))
-            return found
+            return [*found, await midway(over_an_update)]
 
-        first, second = served.loop.run(both(), deadline_s=600.0)
-        check("1.1", first)
-        check("2.1", second)
+        first, second, mixed = served.loop.run(both(), deadline_s=600.0)
+        check({"1.1"}, first)
+        check({"2.1"}, second)
+        check({"1.1", "2.1"}, mixed)
         made, prompt = first[0][0], served.prompts[0]
         inverted = served.logprobs("1.1", prompt, made.tokens, factor=-1.0)
         assert (inverted - torch.tensor(made.logprobs)).abs().max() > 100 * EXACT
