@@ -193,9 +193,13 @@ EXPERTS_FLAG: Final = "--enable-return-routed-experts"
 """Flag with which SGLang reports the experts of each token."""
 VLLM_FLAGS: Final = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server rejects requests, or reports log-probabilities before temperature."""
-VLLM_IMAGE_FLAGS: Final = ("--no-mm-device-do-normalize", "--mm-processor-cache-gb", "0")
+VLLM_IMAGE_FLAGS: Final = (
+    "--no-mm-device-do-normalize",
+    *("--mm-processor-cache-gb", "0"),
+    *("--limit-mm-per-prompt", '{"video": 0}'),
+)
 """Flags for a model that reads images. Requests carry normalized pixels, which the model would
-normalize again, and which the server need not keep."""
+normalize again, and which the server need not keep. It reserves no memory for videos."""
 LEAST_HEAD: Final = 32
 """Least dimensions of an attention head for which vLLM has kernels on CPUs."""
 RETRACTING_SGLANG: Final = (0, 5, 22)

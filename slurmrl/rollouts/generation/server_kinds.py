@@ -64,6 +64,8 @@ DROPPED = (
 the worker's engine needs them: a server cannot free memory of expandable segments."""
 SOCKET = "server.sock"
 TIED = "tie_word_embeddings"
+VIDEO_FILE = "video_preprocessor_config.json"
+"""File of a processor's part for videos, without which some processors are not loaded."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -287,7 +289,7 @@ class ServerKind(ABC):
             each.mkdir(mode=0o700)
         write_json(model / CONFIG_FILE, self.model_config(), REAL)
         if self.image_token is not None and serving.processor is not None:
-            for file in PROCESSOR_FILES:
+            for file in (*PROCESSOR_FILES, VIDEO_FILE):
                 with suppress(FileNotFoundError):
                     shutil.copyfile(serving.processor / file, model / file)
         inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
