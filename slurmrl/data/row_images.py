@@ -21,6 +21,9 @@ PART: Final[Mapping[str, str]] = {"type": "image"}
 MARK: Final = "<image>"
 """Text in whose place an image of the row's list comes."""
 
+UNREAD: Final = ("video", "videos", "audio", "audios")
+"""Usual columns of videos and sounds. A model would be trained without them."""
+
 
 class Pictured(NamedTuple):
     """A conversation with images."""
@@ -80,6 +83,8 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
         if column is not None:
             return column, f"holds images: set images_key to {column}, or drop the column"
         return (_key(config), NO_KEY) if parts else None
+    for key in (each for each in UNREAD if row.get(each) and each != config.images_key):
+        return key, "is not allowed: slurmrl reads no videos and no sounds; drop the column"
     listed = _listed(value_at(row, config.images_key))
     if isinstance(listed, str):
         return config.images_key, listed
