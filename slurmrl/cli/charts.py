@@ -67,10 +67,10 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
     from slurmrl.desk import trials
     from slurmrl.desk.report.page import chart
     from slurmrl.desk.report.report_data import Curve, curves, smoothed, thinned
-    from slurmrl.run import evaluated
+    from slurmrl.run import metrics
 
     chosen, patterns = _split(trials.root_folder(root), words)
-    found = {paths.full_name: curves(evaluated.lines_of(paths)) for paths in chosen}
+    found = {paths.full_name: curves(metrics.all_lines(paths)) for paths in chosen}
     for place, name in enumerate(_names(found, patterns)):
         drawn = {
             trial: thinned(Curve(x=own[name].x, y=smoothed(own[name].y, smooth)))
@@ -142,11 +142,11 @@ def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
     from slurmrl.desk import trials
     from slurmrl.desk.report.collecting import differences, settings
     from slurmrl.desk.report.report_data import Comparison, curves, shared
-    from slurmrl.run import evaluated
+    from slurmrl.run import metrics
 
     folder = trials.root_folder(root)
     pair = [trials.find(folder, name) for name in (one, two)]
-    first, second = (curves(evaluated.lines_of(paths)) for paths in pair)
+    first, second = (curves(metrics.all_lines(paths)) for paths in pair)
     found = Comparison(differences([settings(paths) for paths in pair]), shared(first, second))
     click.echo(json.dumps(asdict(found)) if as_json else _text(found, one, two))
     return 0

@@ -12,7 +12,7 @@ from slurmrl.desk.proposal import Proposal, propose, propose_resume
 from slurmrl.desk.submitting import submit as start
 from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, reject
 from slurmrl.errors import UsageError, WaitTimeoutError
-from slurmrl.run import evaluated
+from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import make
 from slurmrl.watch.overview import collect
@@ -60,7 +60,7 @@ class Trial:
             One dictionary for each step, from metric name to value. It includes the results of
             separate trials that evaluate checkpoints of this trial.
         """
-        return evaluated.lines_of(self._paths)
+        return metrics.all_lines(self._paths)
 
     def wait(
         self,

@@ -14,7 +14,7 @@ from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.run import demand, hosts
+from slurmrl.run import hosts
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
@@ -22,7 +22,7 @@ from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.base import Scheduler
 from slurmrl.scheduler.chain import Chain, top_up, why_not
 from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
-from slurmrl.scheduler.submission import newest_submission
+from slurmrl.scheduler.submission import newest_submission, set_wanted_tasks, wanted_tasks
 
 IDLE = "no job of the trial is queued or running: the number applies after slurmrl resume"
 WITHIN_SECONDS = "the local chain applies the number within seconds"
@@ -129,8 +129,8 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
             f"{tasks} tasks are not allowed: rollout.tasks.min is {settings.min}; 0 pauses "
             "generation"
         )
-    before = demand.wanted_tasks(paths, ROLLOUTS, group.hosts)
-    demand.set_wanted_tasks(paths, ROLLOUTS, tasks, group.hosts)
+    before = wanted_tasks(paths, ROLLOUTS, group.hosts)
+    set_wanted_tasks(paths, ROLLOUTS, tasks, group.hosts)
     jobs = newest_jobs(paths)
     return Scaled(tasks, before, IDLE if jobs is None else _apply(paths, jobs, tasks))
 

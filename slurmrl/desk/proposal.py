@@ -25,10 +25,9 @@ from slurmrl.config.schema import Config
 from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
-from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.fsio import atomic, documents
+from slurmrl.fsio import atomic, documents, inputs
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
@@ -37,13 +36,12 @@ from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
 from slurmrl.plan.plan_values import figures
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.run import demand
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.submission import Claimant, submission_numbers
+from slurmrl.scheduler.submission import Claimant, submission_numbers, wanted_tasks
 
 logger = log.get(__name__)
 
@@ -89,7 +87,7 @@ class Proposal:
                     mem_per_worker=group.mem_per_worker,
                     links=group.links,
                     elastic=group.elastic,
-                    at_once=demand.wanted_tasks(self.paths, group.name, group.hosts),
+                    at_once=wanted_tasks(self.paths, group.name, group.hosts),
                     spares=group.spares,
                     slurm=slurm_of(self.settings.config, group.name).model_dump(mode="json"),
                 )
@@ -152,7 +150,9 @@ def propose(
 
     Raises ConfigError with all problems.
     """
-    if is_bundle(config):
+    if inputs.is_archive(config):
+        from slurmrl.desk.unpacking import unpack  # only for bundles
+
         config = unpack(config, trials.root_folder(root))
     chosen = trials.chosen_root(root)
     read = partial(load_settings, config, root=chosen, scheduler=scheduler, derive=derive)
@@ -288,7 +288,7 @@ def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
     """
     tasks = config.rollout.tasks
     for group in plan.jobs:
-        number = demand.wanted_tasks(paths, group.name, group.hosts)
+        number = wanted_tasks(paths, group.name, group.hosts)
         if group.elastic and tasks is not None and 0 < number < tasks.min:
             raise UsageError(
                 f"rollout.tasks.min: {tasks.min} is not allowed: slurmrl scale has set {number} "

@@ -18,7 +18,6 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.fsio import atomic
-from slurmrl.run import demand
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import end, fold
 from slurmrl.run.metrics import read_latest
@@ -26,7 +25,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, TaskState
-from slurmrl.scheduler.submission import newest_submission
+from slurmrl.scheduler.submission import newest_submission, request_stop, withdraw_stop
 
 LEAVE_TIMEOUT_S = 60.0
 """Seconds that jobs without trainers may take to end after they were cancelled."""
@@ -135,13 +134,13 @@ def stop(paths: RunPaths) -> Jobs:
     jobs = newest_jobs(paths)
     if jobs is None or not jobs.active():
         raise UsageError(f"{name} has no jobs to stop; to continue it: slurmrl resume {name}")
-    demand.request_stop(paths, jobs.number, user_name())  # first, for links about to start
+    request_stop(paths, jobs.number, user_name())  # first, for links about to start
     try:
         jobs.scheduler.interrupt(jobs.ids)
         if not jobs.trainers_run():
             jobs.scheduler.cancel(jobs.ids)
     except SchedulerError:
-        demand.withdraw_stop(paths, jobs.number)
+        withdraw_stop(paths, jobs.number)
         raise
     return jobs
 

@@ -10,7 +10,6 @@ bytes. Nothing of an archive is used before it was checked.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tarfile
 import uuid
@@ -24,7 +23,7 @@ from slurmrl import log
 from slurmrl.env import user_name
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, calls, documents
-from slurmrl.fsio.calls import REAL, explain, opened, write_new_parts
+from slurmrl.fsio.calls import REAL, explain, write_new_parts
 from slurmrl.fsio.documents import COUNT, SIZE
 
 logger = log.get(__name__)
@@ -33,8 +32,6 @@ BUNDLES: Final = ".bundles"
 """Folder of unpacked bundles, next to the experiments (whose names do not begin with a dot)."""
 DIGEST_CHARACTERS: Final = 16
 CHUNK_BYTES: Final = 4 << 20
-HEADER_BYTES: Final = 512
-MAGIC: Final = (257, b"ustar")
 REGULAR: Final = (tarfile.REGTYPE, tarfile.AREGTYPE)
 MANIFEST: Final = "bundle.json"
 CONFIG: Final = "config.yaml"
@@ -67,17 +64,6 @@ class BundleManifest:
     def unpacked(self) -> tuple[Member, ...]:
         """Files that a trial needs: all except the wheels."""
         return tuple(one for one in self.files if not one.name.startswith(f"{WHEELS}/"))
-
-
-def is_bundle(path: Path) -> bool:
-    """Whether a file is an archive; no configuration looks like one."""
-    try:
-        with opened(path, os.O_RDONLY, REAL) as descriptor:
-            head = REAL.read(descriptor, HEADER_BYTES)
-    except OSError:
-        return False  # the reader of the file reports this
-    offset, magic = MAGIC
-    return head[offset : offset + len(magic)] == magic or path.suffix == ".tar"
 
 
 def unpack(path: Path, root: Path) -> Path:

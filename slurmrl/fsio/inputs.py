@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnreadableInputError, UsageError
-from slurmrl.fsio import documents
+from slurmrl.fsio import calls, documents
 from slurmrl.fsio.atomic import is_absent
 from slurmrl.fsio.calls import explain
 
+HEADER_BYTES = 512
+TAR_MAGIC = (257, b"ustar")
+"""Offset and bytes that mark the header of a tar archive."""
 MOST_JSON_BYTES = 64 * 2**20
 READ_BY_LIBRARIES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".safetensors")
 
@@ -213,3 +216,14 @@ def _shell_words(path: Path, number: int, line: str) -> list[str]:
     except ValueError as error:
         raise UsageError(f"{path}:{number}: {error}") from error
     return words[1:] if words[:1] == ["export"] else words
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a file is a tar archive; no configuration looks like one."""
+    try:
+        with calls.opened(path, os.O_RDONLY, calls.REAL) as descriptor:
+            head = calls.REAL.read(descriptor, HEADER_BYTES)
+    except OSError:
+        return False  # the reader of the file reports this
+    offset, magic = TAR_MAGIC
+    return head[offset : offset + len(magic)] == magic or path.suffix == ".tar"

@@ -12,7 +12,7 @@ from slurmrl.config.schema import WHOLE, Cluster, Config, Slurm, role_key
 from slurmrl.errors import Problem, SchedulerError
 from slurmrl.plan import placement
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.checks.fp8_checks import fp8_without_gpus
+from slurmrl.plan.checks.generators import fp8_without_gpus
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
 from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.hardware import GIB

@@ -23,7 +23,7 @@ from slurmrl.config.source import dotted, flat
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.dataflow import Call, Method
 from slurmrl.plan.estimates import call_costs
-from slurmrl.plan.estimates.adapter_shape import trained_shard
+from slurmrl.plan.estimates.added_sizes import trained_shard
 from slurmrl.plan.estimates.call_costs import MeanTokens
 from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.estimates.memory import Memory

@@ -22,7 +22,6 @@ from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import (
     Draft,
     completion_checks,
-    fp8_checks,
     generators,
     image_checks,
     layouts,
@@ -93,8 +92,8 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     layouts.runnable,
     layouts.generation,
     generators.servers,
-    fp8_checks.fp8,
-    fp8_checks.fp8_training,
+    generators.fp8,
+    generators.fp8_training,
     sections.folder_of_runs,
     model_sources.weights,
     model_sources.lengths,

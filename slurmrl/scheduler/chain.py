@@ -25,7 +25,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.documents import one_of
-from slurmrl.run import demand, hosts
+from slurmrl.run import hosts
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
@@ -34,6 +34,7 @@ from slurmrl.scheduler import base, extensions, submission
 from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import Change, ElasticGroup, SlurmScheduler
+from slurmrl.scheduler.submission import remove_orphaned, stop_requested_by, wanted_tasks
 
 logger = log.get(__name__)
 
@@ -101,7 +102,7 @@ def why_not(
     records = History(chain.run.history).read()
     if fold(records).end is not None:
         return TopUp.ENDED
-    if demand.stop_requested_by(chain.run, chain.submission):
+    if stop_requested_by(chain.run, chain.submission):
         return TopUp.STOPPED
     tasks = scheduler.query(scheduler.recover(chain.run, chain.submission))
     if requested and not any(t.group == chain.group and t.state.active for t in tasks):
@@ -368,10 +369,10 @@ class Upkeep:
         pause_s = 0.0
         while not self._stop.wait(pause_s):
             try:
-                if demand.stop_requested_by(link.run, link.submission):
+                if stop_requested_by(link.run, link.submission):
                     return
-                demand.remove_orphaned(link.run, name)  # this job has the trainers
-                change = group.keep(demand.wanted_tasks(link.run, name, planned))
+                remove_orphaned(link.run, name)  # this job has the trainers
+                change = group.keep(wanted_tasks(link.run, name, planned))
             except SlurmrlError as error:
                 logger.info("group %s is unchanged: %s", name, error)
                 pause_s = min(max(2 * pause_s, KEEP_S), LONGEST_S)

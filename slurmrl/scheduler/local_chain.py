@@ -2,7 +2,7 @@
 
 A chain is ``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` in its own
 session. On one machine, it replaces Slurm's ``--array=0-L%W``: links run one after the other; of an
-elastic group, W tasks run at a time, or as many as a user has set (see `run.demand`). Each link
+elastic group, W tasks run at a time, or as many as a user has set. Each link
 runs the batch script. When a link ends for any reason, the next one starts, unless the trial has
 ended in the history. After any signal, no further link starts. USR1 lets the running links
 continue. USR2 (stop after a step) is sent on as soon as a link has a handler. TERM ends the links
@@ -29,7 +29,6 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.fsio import atomic, calls, documents
 from slurmrl.fsio.documents import COUNT, TEXT, Fields, list_of, one_of, table
-from slurmrl.run import demand
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
@@ -44,7 +43,7 @@ from slurmrl.scheduler.base import (
     TaskState,
 )
 from slurmrl.scheduler.states import forgotten
-from slurmrl.scheduler.submission import ProcessId
+from slurmrl.scheduler.submission import ProcessId, is_orphaned, wanted_tasks
 
 _log = log.get(__name__)
 GRACE_S = 10.0
@@ -202,9 +201,9 @@ class LocalChain:
     def _at_once(self) -> int:
         """Return how many links may run now: 0 for tasks without trainers to work for."""
         try:
-            if demand.is_orphaned(self._run, self._group):
+            if is_orphaned(self._run, self._group):
                 return 0
-            return demand.wanted_tasks(self._run, self._group, self._width)
+            return wanted_tasks(self._run, self._group, self._width)
         except (CorruptFileError, EnvironmentFailure) as error:
             _log.warning("cannot read the wanted number of tasks, using the planned one: %s", error)
             return self._width

@@ -2,6 +2,15 @@
 
 A process is known by an identity that is never reused: pid, start time and boot of the machine. A
 process that claims a right for the trial (a submission, an extension) writes its `Claimant`.
+
+There are three reasons to start fewer jobs of a submission:
+
+- A group has as many tasks as planned, unless a user has set another number (``slurmrl scale``).
+That number applies until the user sets another one or the plan changes.
+- If the trainers are absent for too long, a task of an elastic group records this. No later task
+starts until the trainers are back: until a new incarnation has begun, or one of the trainers' links
+removes the record.
+- A user stops a submission (``slurmrl stop``): its trainers commit, and no other job starts.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from slurmrl import log
 from slurmrl.errors import SchedulerError
@@ -28,18 +37,22 @@ from slurmrl.fsio.documents import (
     FILE_NAME,
     INTEGER,
     SECONDS,
+    SIZE,
     TEXT,
     Fields,
     FieldType,
     shown,
 )
-from slurmrl.run import demand, hosts
+from slurmrl.run import hosts
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.scheduler.parse import element_list
 
 if TYPE_CHECKING:
     from slurmrl.scheduler.client import SlurmClient
+
 
 SETTLE_S = 150.0
 """Seconds after which a submission without job ids, made on another host, counts as abandoned:
@@ -359,7 +372,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
             request["heartbeat_s"],
             request.get("time"),
             request.get("signal_lead_s"),
-            demand.stop_requested_by(paths, number),
+            stop_requested_by(paths, number),
         )
     return None
 
@@ -377,3 +390,83 @@ def submission_numbers(paths: RunPaths) -> list[int]:
     except FileNotFoundError:
         return []
     return [int(name) for name in names if DIGITS.fullmatch(name)]
+
+
+_FIELDS: Fields = {"tasks": COUNT, "planned": COUNT}
+
+
+def wanted_tasks(run: RunPaths, group: str, planned: int) -> int:
+    """Return the wanted number of tasks; ``planned`` is the number in the plan.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
+    try:
+        found = documents.read(run.scale(group), _FIELDS, _FIELDS)
+    except FileNotFoundError:
+        return planned
+    tasks: int = found["tasks"]
+    return tasks if found["planned"] == planned else planned
+
+
+def set_wanted_tasks(run: RunPaths, group: str, tasks: int, planned: int) -> None:
+    """Set the number of tasks; 0 pauses the group."""
+    data = {"tasks": tasks, "planned": planned}
+    atomic.replace(run.scale(group), json.dumps(data).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orphaned:
+    """Record of absent trainers: the newest incarnation and the lease of its first agent."""
+
+    incarnation: Annotated[int, COUNT]
+    attempt: Annotated[int, COUNT]
+    counter: Annotated[int, SIZE] | None = None
+    """Counter of the last heartbeat; None if there was none."""
+
+
+def read_orphaned(run: RunPaths, group: str) -> Orphaned | None:
+    """Return the record, if there is one. Raises CorruptFileError, EnvironmentFailure."""
+    path = run.orphaned(group)
+    try:
+        return documents.from_json(Orphaned, documents.read(path), path)
+    except FileNotFoundError:
+        return None
+
+
+def write_orphaned(run: RunPaths, group: str, seen: Orphaned) -> None:
+    atomic.replace(run.orphaned(group), json.dumps(documents.to_json(seen)).encode())
+
+
+def remove_orphaned(run: RunPaths, group: str) -> None:
+    """Remove the record, because the trainers are back."""
+    atomic.remove(run.orphaned(group))
+
+
+def is_orphaned(run: RunPaths, group: str) -> bool:
+    """Return whether tasks of the group have no trainers to work for.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
+    seen = read_orphaned(run, group)
+    return seen is not None and seen.incarnation == fold(History(run.history).read()).incarnation
+
+
+def request_stop(run: RunPaths, number: int, by: str) -> None:
+    """Record that the user ``by`` wants the submission to stop. Raises EnvironmentFailure."""
+    atomic.replace(run.submission_stop(number), by.encode())
+
+
+def withdraw_stop(run: RunPaths, number: int) -> None:
+    """Remove the request. Raises EnvironmentFailure."""
+    atomic.remove(run.submission_stop(number))
+
+
+def stop_requested_by(run: RunPaths, number: int) -> str:
+    """Return the user who wants the submission to stop; empty without a request.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
+    try:
+        return atomic.read(run.submission_stop(number)).decode(errors="replace") or "a user"
+    except FileNotFoundError:
+        return ""

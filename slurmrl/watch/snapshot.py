@@ -19,7 +19,7 @@ from slurmrl.fsio.documents import (
     table,
 )
 from slurmrl.name_resolve.store import NameStore
-from slurmrl.run import evaluated, events, hosts, keys, metrics
+from slurmrl.run import events, hosts, keys, metrics
 from slurmrl.run.events import Event
 from slurmrl.run.history.state import Begun, Recent, recent
 from slurmrl.run.hosts import BadHost
@@ -126,7 +126,7 @@ class TrialSnapshot:
         lines = [self.evaluated, *self.lines] if self.evaluated else self.lines
         last = lines[-1]["step"] if lines else -1
         more = [self.checkpoint] if self.checkpoint and self.checkpoint["step"] <= last else []
-        return metrics.newest(evaluated.merged(lines, more))
+        return metrics.newest(metrics.with_evaluated(lines, more))
 
     @property
     def total_steps(self) -> int | None:
@@ -191,7 +191,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         traces,
         lines,
         {} if any(map(metrics.evaluates, lines)) else _evaluated(paths),
-        evaluated.newest(paths),
+        metrics.newest_evaluated(paths),
         hosts.avoided(paths),
         hosts.newest_failed_starts(paths),
         *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),

@@ -39,7 +39,7 @@ from slurmrl.errors import (
 from slurmrl.fsio import documents
 from slurmrl.fsio.documents import TEXT, FieldType, one_of
 from slurmrl.name_resolve.store import NameStore
-from slurmrl.run import demand, events, keys
+from slurmrl.run import events, keys
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import end, fold
@@ -51,7 +51,7 @@ from slurmrl.scheduler.chain import TIMEOUT_S, Link, continues
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
-from slurmrl.scheduler.submission import is_another, newest_submission
+from slurmrl.scheduler.submission import is_another, newest_submission, stop_requested_by
 from slurmrl.watch import published
 
 logger = log.get(__name__)
@@ -104,7 +104,7 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
     newest = newest_submission(paths)
     if newest is not None and newest.number > submission:
         return f"submission {submission} was superseded by a newer one"
-    if by := demand.stop_requested_by(paths, submission):
+    if by := stop_requested_by(paths, submission):
         return f"submission {submission} was stopped by {by}"
     return None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.run import evaluated
+from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import ADDITION, Site, kill_one, ppo_config, wait_until
@@ -44,14 +44,14 @@ def test_each_checkpoint_is_evaluated_once_despite_kills(tmp_path: Path) -> None
     hold.allow(NO_LIMIT)
     for trial in trials:
         assert site.wait_for_end(trial)["state"] == "COMPLETED"
-    for step, line in zip((2, 4), evaluated.read(paths), strict=True):
+    for step, line in zip((2, 4), metrics.read_evaluated(paths), strict=True):
         assert line["step"] == step
         assert {"eval/reward", "eval/reward/low", "eval/pass@2", "eval/maj@2"} <= line.keys()
     summaries = [json.loads(site.paths(trial).summary.read_bytes()) for trial in trials]
     assert [summary["items"] for summary in summaries] == [SAMPLES, SAMPLES]
     own = site.metrics("ppo/1")
     assert not [name for line in own for name in line if name.startswith("eval/")]
-    merged = evaluated.lines_of(paths)
+    merged = metrics.all_lines(paths)
     assert [line["step"] for line in merged] == [1, 2, 3, 4]
     for step, summary in zip((2, 4), summaries, strict=True):
         for name, metric in (("avg@2", "reward"), ("pass@2", "pass@2")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.run import evaluated
+from slurmrl.run import metrics
 from tests.support.trials import ADDITION, Site, sft_config
 
 
@@ -30,7 +30,7 @@ def test_job_submits_the_evaluation_of_its_checkpoint(site: Site) -> None:
     site.slurmrl("submit", str(file), "--scheduler", "slurm", "--wait", timeout_s=600)
     site.wait_for_step("sft-eval/sft-1-step-2", 1, timeout_s=600)
     assert site.wait_for_end("sft-eval/sft-1-step-2")["state"] == "COMPLETED"
-    [line] = evaluated.read(site.paths("sft/1"))
+    [line] = metrics.read_evaluated(site.paths("sft/1"))
     assert line["step"] == 2
     assert line["eval/loss/low"] < line["eval/loss"] < line["eval/loss/high"]
     script = site.paths("sft-eval/sft-1-step-2").submission_script(1, "trainer").read_text()

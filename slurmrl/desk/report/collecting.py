@@ -56,8 +56,8 @@ from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.model import Plan
 from slurmrl.plan.plan_values import predicted_seconds
 from slurmrl.plan.settings import load_run_settings
-from slurmrl.run import evaluated, metrics
 from slurmrl.run import events as event_files
+from slurmrl.run import metrics
 from slurmrl.run.events import Event
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import place
@@ -111,7 +111,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     EnvironmentFailure.
     """
     lines = metrics.read(paths.metrics)
-    shown = evaluated.merged(lines, evaluated.read(paths))
+    shown = metrics.with_evaluated(lines, metrics.read_evaluated(paths))
     events = event_files.read_all(paths)
     planned = _document(paths.estimates, PLANNED)
     timeline = _document(paths.timeline, TIMELINE)

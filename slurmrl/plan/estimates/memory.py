@@ -14,8 +14,7 @@ from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Model
 from slurmrl.plan.dataflow import Head
 from slurmrl.plan.engine_rules import BUILT_IN, FSDP
-from slurmrl.plan.estimates.adapter_shape import trained_shard
-from slurmrl.plan.estimates.expert_records import beside_cache, replayed
+from slurmrl.plan.estimates.added_sizes import beside_cache, replayed, trained_shard
 from slurmrl.plan.estimates.shape import (
     Lengths,
     ModelShape,

@@ -14,7 +14,11 @@ from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import RoleUse
 from slurmrl.plan.engine_rules import last_value
 from slurmrl.plan.estimates import call_costs
-from slurmrl.plan.estimates.adapter_shape import adapted_parameters, adapter_parameters
+from slurmrl.plan.estimates.added_sizes import (
+    adapted_parameters,
+    adapter_parameters,
+    on_host_of_server,
+)
 from slurmrl.plan.estimates.call_costs import (
     Checked,
     margin,
@@ -22,7 +26,6 @@ from slurmrl.plan.estimates.call_costs import (
     placed_models,
     replays_experts,
 )
-from slurmrl.plan.estimates.expert_records import on_host_of_server
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import (
     BYTES,

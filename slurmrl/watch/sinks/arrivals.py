@@ -6,7 +6,7 @@ trial that trains, by:
 
     python -m slurmrl.watch.sinks.arrivals RUN
 
-This command finds all results (`run.evaluated`), appends new ones to ``evaluations.jsonl``, and
+This command finds all results (`run.metrics`), appends new ones to ``evaluations.jsonl``, and
 sends missing lines to the sinks. So the next process completes the work of a killed one. It is a
 separate process because the libraries of sinks may hang. Only one such process works at a time
 (`turn`).
@@ -31,7 +31,7 @@ from slurmrl.config.schema import Cluster, Logging
 from slurmrl.errors import CorruptFileError, SlurmrlError
 from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import COUNT, each
-from slurmrl.run import evaluated, metrics
+from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import mlflow, tensorboard, wandb
 from slurmrl.watch.sinks.feeder import Lines
@@ -97,7 +97,7 @@ def _recorded(paths: RunPaths) -> list[dict[str, Any]]:
     lines = metrics.read(paths.arrived)
     known = {(line["step"], name) for line in lines for name in line}
     new = []
-    for line in evaluated.read(paths):
+    for line in metrics.read_evaluated(paths):
         step = line["step"]
         values = {name: one for name, one in line.items() if (step, name) not in known}
         if values:

@@ -36,7 +36,7 @@ from slurmrl.fsio.calls import REAL, opened
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
-from slurmrl.run import demand, keys
+from slurmrl.run import keys
 from slurmrl.run.channel import message_log
 from slurmrl.run.events import EventWriter
 from slurmrl.run.hang import LeaseNote
@@ -45,6 +45,7 @@ from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths, rotated
 from slurmrl.run.reports import MASTER, Failure, Identity, Warned
+from slurmrl.scheduler.submission import stop_requested_by
 from slurmrl.tensors.parallel import gpu
 from slurmrl.watch import log_files
 from slurmrl.workers.agent import fork_environment
@@ -115,7 +116,7 @@ class Host:
     def _is_stopped(self) -> bool:
         """Return whether a user has stopped this submission; False if that cannot be read."""
         try:
-            return bool(demand.stop_requested_by(self.paths, self.submission))
+            return bool(stop_requested_by(self.paths, self.submission))
         except EnvironmentFailure as error:
             logger.warning("cannot tell whether a user has stopped the trial: %s", error)
             return False

@@ -20,12 +20,12 @@ from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import EnvironmentFailure, ReportedError
 from slurmrl.name_resolve.store import NameStore
-from slurmrl.run.demand import Orphaned
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseView
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.client import usable_hosts
+from slurmrl.scheduler.submission import Orphaned
 from slurmrl.tensors.parallel.gpu import GpuFault, find_in
 from slurmrl.workers.agent.children import MASTER, Children, Ended, News
 from slurmrl.workers.link import FirstAgent, requeue

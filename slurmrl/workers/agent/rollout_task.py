@@ -25,11 +25,9 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import explain
-from slurmrl.run import demand
 from slurmrl.run.channel.wakeups import LOOPBACK, interface_of
-from slurmrl.run.demand import Orphaned
 from slurmrl.run.reports import Cause, Failure, Warned
-from slurmrl.scheduler.submission import newest_submission
+from slurmrl.scheduler.submission import Orphaned, newest_submission, read_orphaned, write_orphaned
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.loss_detection import Symptoms, TrainersLease
@@ -127,7 +125,7 @@ class RolloutTask:
 
     def _seen_before(self) -> Orphaned | None:
         host = self.host
-        seen = demand.read_orphaned(host.paths, host.group.name)
+        seen = read_orphaned(host.paths, host.group.name)
         newest = host.state().incarnation
         return seen if seen is not None and seen.incarnation == newest else None
 
@@ -184,7 +182,7 @@ class RolloutTask:
         """Record the missing trainers, so that no other task waits for them."""
         host = self.host
         try:
-            demand.write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
+            write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
         except EnvironmentFailure as error:
             logger.warning("cannot record missing trainers; later tasks will wait too: %s", error)
 

@@ -34,12 +34,12 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.documents import MOST_COUNT
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.run import demand
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.lease import LeaseBoard
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity, RolloutsView
+from slurmrl.scheduler.submission import wanted_tasks
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.master.task_attempts import (
     LEFT,
@@ -475,7 +475,7 @@ class TaskNumbers:
         if self.fixed:
             return
         try:
-            self.allowed = demand.wanted_tasks(self._paths, ROLLOUTS, self._planned)
+            self.allowed = wanted_tasks(self._paths, ROLLOUTS, self._planned)
         except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("the number of tasks is unchanged: %s", error)
 

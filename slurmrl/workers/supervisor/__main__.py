@@ -27,7 +27,6 @@ from slurmrl.fsio import calls, inputs
 from slurmrl.fsio.atomic import is_absent
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
-from slurmrl.run import demand
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
@@ -41,6 +40,7 @@ from slurmrl.scheduler.chain import (
 )
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
+from slurmrl.scheduler.submission import is_orphaned
 from slurmrl.watch import overview
 from slurmrl.workers.link import LeaderLock, end_as_failed, reason_to_leave, wait_for_turn
 from slurmrl.workers.supervisor.checkpoint_evaluations import (
@@ -219,7 +219,7 @@ def run_task(link: Link, rounds: Rounds) -> int:
     """
     code = rounds.run()
     try:
-        if demand.is_orphaned(link.run, link.group):
+        if is_orphaned(link.run, link.group):
             client = SlurmClient(TIMEOUT_S)
             group = ElasticGroup(link.run, link.submission, link.group, client, by=link.element)
             group.leave_alone()

@@ -3,7 +3,7 @@
 The batch process links the files of a checkpoint soon after its commit. So the trial may delete the
 checkpoint, however late its evaluations are submitted. The batch process submits them with
 ``slurmrl eval``. Nothing waits for them; readers find the results in the evaluation trials
-(`run.evaluated`).
+(`run.metrics`).
 
 The links are in a folder of ``being_evaluated/``, which is removed when all evaluations of the
 checkpoint have ended. Folders in ``export/``, which `slurmrl eval` and ``trial:`` references make,
@@ -34,7 +34,7 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.atomic import exclusive_create, list_names, make_private_directory
 from slurmrl.fsio.calls import is_temporary
 from slurmrl.registry import resolve
-from slurmrl.run import evaluated
+from slurmrl.run import metrics
 from slurmrl.run.events import EventKind
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import Commit, fold, recent
@@ -308,7 +308,7 @@ def evaluated_trial(paths: RunPaths) -> RunPaths | None:
     if model is None or len(model.parents) < 2:
         return None
     found = RunPaths(model.parents[1])
-    if evaluated.checkpoint_of(found, model) is None or not found.config.is_file():
+    if metrics.checkpoint_of(found, model) is None or not found.config.is_file():
         return None
     return found if found.evaluated().resolve() == paths.run.parent.resolve() else None
 
@@ -318,7 +318,7 @@ def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]
 
     They may name the folder by any path to the root.
     """
-    own = (trial for number, trial in evaluated.trials(paths) if number == step)
+    own = (trial for number, trial in metrics.evaluation_trials(paths) if number == step)
     found = ((trial, _model(trial)) for trial in own if trial.config.is_file())
     return [trial for trial, of in found if of is not None and of.parts[-4:] == model.parts[-4:]]
 

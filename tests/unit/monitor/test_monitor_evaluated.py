@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.run import evaluated
+from slurmrl.run import metrics
 from slurmrl.watch import snapshot
 from tests.fake_runs import FakeRun, evaluation
 
@@ -36,7 +36,7 @@ def test_unreadable_summary_is_left_out(run: FakeRun, monkeypatch: pytest.Monkey
         return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", failing)
-    assert evaluated.newest(run.paths) == {}
+    assert metrics.newest_evaluated(run.paths) == {}
 
 
 def test_evaluated_checkpoints_have_lines(run: FakeRun) -> None:
@@ -46,7 +46,7 @@ def test_evaluated_checkpoints_have_lines(run: FakeRun) -> None:
     evaluation(paths, "add-1-step-20", "step-00000020.1-checkpoint", **several)
     evaluation(paths, "add-1-step-40-a", "step-00000040.2-checkpoint", "a", **{"avg@1": 0.25})
     evaluation(paths, "add-1-step-40-b-1", "step-00000040", "b-1", loss=2.0)
-    assert evaluated.read(paths) == [
+    assert metrics.read_evaluated(paths) == [
         {
             "step": 20,
             "eval/reward": 0.5,
@@ -66,8 +66,8 @@ def test_evaluated_checkpoints_have_lines(run: FakeRun) -> None:
             "eval/b-1/loss/high": None,
         },
     ]
-    assert evaluated.newest(paths)["eval/b-1/loss"] == 2.0
-    merged = evaluated.lines_of(paths)
+    assert metrics.newest_evaluated(paths)["eval/b-1/loss"] == 2.0
+    merged = metrics.all_lines(paths)
     assert [line["step"] for line in merged] == [19, 20, 30, 40]
     assert (merged[1]["reward"], merged[1]["eval/reward"]) == (0.2, 0.5)
     shown = snapshot.read(paths).metrics
@@ -89,19 +89,19 @@ def test_results_of_other_trials_and_rolled_back_steps_are_left_out(
     (paths.evaluated() / "add-1-step-40").mkdir()
     cut = evaluation(paths, "add-1-step-35", "step-00000035.2-checkpoint", **{"avg@1": 0.3})
     cut.write_bytes(cut.read_bytes()[:90])
-    assert evaluated.read(paths) == []
-    assert evaluated.newest(paths) == {}
+    assert metrics.read_evaluated(paths) == []
+    assert metrics.newest_evaluated(paths) == {}
     evaluation(paths, "add-1-step-10", "step-00000010.1-checkpoint", **{"avg@1": 0.4})
-    assert evaluated.newest(paths)["step"] == 10
-    assert len(evaluated.read(other)) == 1
+    assert metrics.newest_evaluated(paths)["step"] == 10
+    assert len(metrics.read_evaluated(other)) == 1
 
 
 def test_own_values_take_precedence_then_the_later_evaluation(run: FakeRun) -> None:
     paths = run.paths
     first = evaluation(paths, "add-1-step-40", "step-00000040.2-checkpoint", **{"avg@1": 0.1})
     evaluation(paths, "add-1-step-40-2", "step-00000040.2-checkpoint", **{"avg@1": 0.2})
-    assert evaluated.newest(paths)["eval/reward"] == 0.2
+    assert metrics.newest_evaluated(paths)["eval/reward"] == 0.2
     os.utime(first, (4e9, 4e9))
-    assert evaluated.newest(paths)["eval/reward"] == 0.1
+    assert metrics.newest_evaluated(paths)["eval/reward"] == 0.1
     own = [{"step": 40, "eval/reward": 0.9}]
-    assert evaluated.merged(own, evaluated.read(paths))[-1]["eval/reward"] == 0.9
+    assert metrics.with_evaluated(own, metrics.read_evaluated(paths))[-1]["eval/reward"] == 0.9

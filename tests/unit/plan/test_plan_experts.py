@@ -12,8 +12,8 @@ from slurmrl.display import terminal
 from slurmrl.models.experts import Replayed
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.estimates.added_sizes import replayed
 from slurmrl.plan.estimates.call_costs import memories
-from slurmrl.plan.estimates.expert_records import replayed
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import estimate
 from slurmrl.plan.estimates.worker_memory import (

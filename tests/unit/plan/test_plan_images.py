@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import ConfigError
-from slurmrl.plan.estimates.adapter_shape import trained_shard
+from slurmrl.plan.estimates.added_sizes import trained_shard
 from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.estimates.shape import parameters, shape_of
 from slurmrl.plan.settings import Settings, load_settings

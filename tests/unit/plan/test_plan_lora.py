@@ -21,7 +21,7 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.estimates.adapter_shape import adapted_parameters, adapter_parameters
+from slurmrl.plan.estimates.added_sizes import adapted_parameters, adapter_parameters
 from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.estimates.memory import BYTES
 from slurmrl.plan.estimates.shape import (

@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.run import demand
-from slurmrl.run.demand import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.slurm import HELD, Change, ElasticGroup, SlurmScheduler, balance
+from slurmrl.scheduler.submission import (
+    Orphaned,
+    is_orphaned,
+    read_orphaned,
+    remove_orphaned,
+    set_wanted_tasks,
+    wanted_tasks,
+    write_orphaned,
+)
 from tests.fake_runs import FakeRun, task
 from tests.support.scripted_slurm import Slurm
 
@@ -60,16 +67,16 @@ def test_balance_sets_an_unknown_throttle() -> None:
 
 
 def test_task_count_of_the_user_is_kept_until_the_plan_changes(run: RunPaths) -> None:
-    assert demand.wanted_tasks(run, "rollout", 4) == 4
-    demand.set_wanted_tasks(run, "rollout", 0, 4)
-    assert (demand.wanted_tasks(run, "rollout", 4), demand.wanted_tasks(run, "trainer", 4)) == (
+    assert wanted_tasks(run, "rollout", 4) == 4
+    set_wanted_tasks(run, "rollout", 0, 4)
+    assert (wanted_tasks(run, "rollout", 4), wanted_tasks(run, "trainer", 4)) == (
         0,
         4,
     )
-    assert demand.wanted_tasks(run, "rollout", 6) == 6
+    assert wanted_tasks(run, "rollout", 6) == 6
     run.scale("rollout").write_text("{}")
     with pytest.raises(CorruptFileError, match=r"scale\.rollout\.json"):
-        demand.wanted_tasks(run, "rollout", 4)
+        wanted_tasks(run, "rollout", 4)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +107,13 @@ def test_queued_tasks_are_cancelled_without_a_trainers_job(
 def test_orphaned_tasks_are_held_until_trainers_return(tmp_path: Path) -> None:
     fake = FakeRun(tmp_path)
     number = fake.begin()
-    assert not demand.is_orphaned(fake.paths, "rollout")
+    assert not is_orphaned(fake.paths, "rollout")
     seen = Orphaned(incarnation=number, attempt=3, counter=7)
-    demand.write_orphaned(fake.paths, "rollout", seen)
-    assert demand.read_orphaned(fake.paths, "rollout") == seen
-    assert demand.is_orphaned(fake.paths, "rollout")
+    write_orphaned(fake.paths, "rollout", seen)
+    assert read_orphaned(fake.paths, "rollout") == seen
+    assert is_orphaned(fake.paths, "rollout")
     fake.begin()
-    assert not demand.is_orphaned(fake.paths, "rollout")
-    demand.remove_orphaned(fake.paths, "rollout")
-    demand.remove_orphaned(fake.paths, "rollout")
-    assert demand.read_orphaned(fake.paths, "rollout") is None
+    assert not is_orphaned(fake.paths, "rollout")
+    remove_orphaned(fake.paths, "rollout")
+    remove_orphaned(fake.paths, "rollout")
+    assert read_orphaned(fake.paths, "rollout") is None

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import slurmrl
 from slurmrl.errors import CorruptFileError, SchedulerError
-from slurmrl.run import demand
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.local_chain import ChainState, LocalScheduler, chain_process
-from slurmrl.scheduler.submission import ProcessId
+from slurmrl.scheduler.submission import ProcessId, set_wanted_tasks
 from tests.scheduler_contract import (
     STAY,
     Ask,
@@ -152,13 +152,13 @@ def test_number_of_running_tasks_follows_the_request(scheduler: LocalScheduler, 
     request = ask(STAY, links=1)
     tasks = dataclasses.replace(request.groups[0], name="rollout", links=4, hosts=3, elastic=True)
     request = dataclasses.replace(request, groups=(*request.groups, tasks))
-    request.run.code.joinpath("slurmrl").symlink_to(Path(demand.__file__).parents[1])
-    demand.set_wanted_tasks(request.run, "rollout", 0, 3)
+    request.run.code.joinpath("slurmrl").symlink_to(Path(slurmrl.__file__).parent)
+    set_wanted_tasks(request.run, "rollout", 0, 3)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: pids(request), "the trainers run")
-        demand.set_wanted_tasks(request.run, "rollout", 2, 3)
+        set_wanted_tasks(request.run, "rollout", 2, 3)
         wait_until(lambda: len(pids(request)) == 3, "two tasks run")
-        demand.set_wanted_tasks(request.run, "rollout", 0, 3)
+        set_wanted_tasks(request.run, "rollout", 0, 3)
         for pid in pids(request):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not active(scheduler, jobs), "none follows, and the chains end")

@@ -19,10 +19,11 @@ from slurmrl.config.load import load, load_resolved, parse
 from slurmrl.desk import bundling, unpacking
 from slurmrl.desk.bundling import collect_contents, make_bundle
 from slurmrl.desk.trial_code import OwnCode
-from slurmrl.desk.unpacking import BUNDLES, is_bundle, is_safe, unpack
+from slurmrl.desk.unpacking import BUNDLES, is_safe, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.fsio import calls
+from slurmrl.fsio.inputs import is_archive
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config
@@ -172,7 +173,7 @@ def test_rows_with_unbundled_images_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [300, 511, 2048, 6000])
 def test_truncated_bundle_is_rejected(tmp_path: Path, bundle: Path, kept: int) -> None:
     bundle.write_bytes(bundle.read_bytes()[:kept])
-    assert is_bundle(bundle)
+    assert is_archive(bundle)
     with pytest.raises(UsageError, match=r"damaged or incomplete.*copy it again"):
         unpack(bundle, tmp_path / "runs")
     assert left(tmp_path) == []
@@ -334,11 +335,11 @@ def test_unsafe_member_names_are_detected(name: str, safe: bool) -> None:
 
 
 def test_configuration_file_is_not_mistaken_for_a_bundle(tmp_path: Path) -> None:
-    assert not is_bundle(write_config(tmp_path))
-    assert not is_bundle(tmp_path / "missing.tar")
-    assert not is_bundle(tmp_path)
+    assert not is_archive(write_config(tmp_path))
+    assert not is_archive(tmp_path / "missing.tar")
+    assert not is_archive(tmp_path)
     os.mkfifo(tmp_path / "fifo.tar")
-    assert not is_bundle(tmp_path / "fifo.tar"), "and nobody waits for a writer"
+    assert not is_archive(tmp_path / "fifo.tar"), "and nobody waits for a writer"
 
 
 # -- the command line ------------------------------------------------------------------------

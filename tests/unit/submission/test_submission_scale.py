@@ -12,12 +12,12 @@ from slurmrl.desk.job_counts import IDLE, WITHIN_SECONDS, set_tasks
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submitting import submit
 from slurmrl.errors import UsageError
-from slurmrl.run import demand
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import batch_script
 from slurmrl.scheduler.base import JobState
+from slurmrl.scheduler.submission import wanted_tasks
 from tests.fake_runs import FakeScheduler, task, write_config
 
 GRPO = (
@@ -61,7 +61,7 @@ def test_invalid_task_counts_are_rejected(tmp_path: Path, scheduler: FakeSchedul
     end(History(paths.history), Kind.CANCELLED, {})
     with pytest.raises(UsageError, match=r"add/1 has ended \(cancelled\): slurmrl resume add/1"):
         set_tasks(paths, 2)
-    assert demand.wanted_tasks(paths, "rollout", 3) == 3
+    assert wanted_tasks(paths, "rollout", 3) == 3
 
 
 def test_resumed_trial_waits_for_no_more_tasks_than_allowed(

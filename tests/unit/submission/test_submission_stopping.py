@@ -11,10 +11,10 @@ from slurmrl.cli.main import main
 from slurmrl.desk import trial_jobs
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
-from slurmrl.run import demand as requests
 from slurmrl.run.history.slots import Kind
 from slurmrl.scheduler.base import Continue, JobState
 from slurmrl.scheduler.chain import Chain, TopUp, why_not
+from slurmrl.scheduler.submission import stop_requested_by
 from slurmrl.watch.overview import collect
 from slurmrl.workers.link import reason_to_leave
 from tests.fake_runs import FakeRun, FakeScheduler, task
@@ -109,7 +109,7 @@ def test_stop_is_rejected_without_jobs(
     scheduler.tasks = [task(0, state)]
     with pytest.raises(UsageError, match=r"add/1 has no jobs to stop; .* slurmrl resume add/1"):
         trial_jobs.stop(run.paths)
-    assert requests.stop_requested_by(run.paths, 1) == ""
+    assert stop_requested_by(run.paths, 1) == ""
 
 
 def test_stop_is_rejected_for_an_ended_trial(run: FakeRun) -> None:

@@ -20,14 +20,14 @@ from slurmrl.errors import EnvironmentFailure, ReportedError
 from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
-from slurmrl.run import demand, events, keys
+from slurmrl.run import events, keys
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.run.demand import Orphaned
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.history.state import begin, end
 from slurmrl.run.lease import Lease, LeaseObserver
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity, Warned
+from slurmrl.scheduler.submission import Orphaned, is_orphaned, write_orphaned
 from slurmrl.watch import published
 from slurmrl.workers import child_process
 from slurmrl.workers.agent import __main__ as agent_module
@@ -263,7 +263,7 @@ def test_task_exits_if_trainers_do_not_return(bed: Bed) -> None:
     assert bed.run(story()) == OK
     (retire,) = bed.heard("retire")
     assert retire["reason"].startswith("the trainers have been gone for")
-    assert demand.is_orphaned(bed.paths, "rollout")
+    assert is_orphaned(bed.paths, "rollout")
 
 
 def test_task_does_not_wait_again_for_absent_trainers(bed: Bed) -> None:
@@ -273,7 +273,7 @@ def test_task_does_not_wait_again_for_absent_trainers(bed: Bed) -> None:
     lease.beat()
     counter = LeaseObserver(bed.paths.lease("trainer", 0, 0)).observe().counter
     seen = Orphaned(incarnation=1, attempt=0, counter=counter)
-    demand.write_orphaned(bed.paths, "rollout", seen)
+    write_orphaned(bed.paths, "rollout", seen)
     assert bed.run(iter(())) == OK
     assert (bed.heard("start"), len(bed.told("retire"))) == ([], 1)
     task = RolloutTask(bed.host, orphan_s=ORPHAN_S)

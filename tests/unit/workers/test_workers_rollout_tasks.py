@@ -29,13 +29,14 @@ from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import read_group
-from slurmrl.run import demand, keys
+from slurmrl.run import keys
 from slurmrl.run.channel import message_log
 from slurmrl.run.events import EventWriter, read_all
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
+from slurmrl.scheduler.submission import set_wanted_tasks
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import __main__
@@ -928,7 +929,7 @@ def test_surplus_tasks_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
     """
     bed = beds()
     first, second, third = (bed.begin(task, "0.1") for task in range(3))
-    demand.set_wanted_tasks(bed.paths, "rollout", 1, MOST_COUNT)
+    set_wanted_tasks(bed.paths, "rollout", 1, MOST_COUNT)
     began = bed.now
     bed.look()
     while not (view := bed.tasks.view()).tasks[1].leaving:
@@ -941,7 +942,7 @@ def test_surplus_tasks_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
     ]
     assert [[one.within_s for one in each] for each in leaves] == [[LEAVE_S], [LEAVE_S]]
     assert not any(isinstance(one, Leave) for one in first.receive(1))
-    demand.set_wanted_tasks(bed.paths, "rollout", 0, MOST_COUNT)
+    set_wanted_tasks(bed.paths, "rollout", 0, MOST_COUNT)
     bed.look()
     assert bed.tasks.view().wanted == 0
 
@@ -972,7 +973,7 @@ def test_array_task_count_does_not_apply_in_the_trainers_job(
     wanted: int,
 ) -> None:
     """A resumed trial may have them there instead (`rollout.gpus`)."""
-    demand.set_wanted_tasks(paths, "rollout", 0, 1)
+    set_wanted_tasks(paths, "rollout", 0, 1)
     settings = make_settings(rollout={"tasks": {}, "backend": "native:d1", **place})
     tasks = make_master(settings, SampleLedger(1, Lineage({1: None})))
     tasks.look((), 0)
