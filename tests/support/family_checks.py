@@ -38,7 +38,7 @@ STEPS: Final = 2
 LENGTHS: Final = (5, 1, 9, 12)
 NEAR: Final = 1e-4
 """Largest difference of log-probabilities in float32."""
-REASON: Final = 200
+REASON: Final = 300
 """Characters of a reason."""
 
 
