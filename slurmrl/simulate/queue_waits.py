@@ -126,7 +126,7 @@ class QueueTrace:
     def read(path: Path) -> QueueTrace:
         """Read the output of `COMMAND`. Raises UsageError that names a wrong line."""
         try:
-            lines = inputs.read(path).decode().splitlines()
+            lines = inputs.read(path).decode("utf-8-sig").splitlines()
         except UnicodeDecodeError:
             raise UsageError(f"{path}: is not a text file") from None
         header = lines[0].split("|") if lines else []

@@ -488,6 +488,8 @@ def test_trace_gives_the_waits_of_started_jobs(tmp_path: Path) -> None:
     path.write_text(TRACE)
     trace = QueueTrace.read(path)
     assert [job.wait_s for job in trace.jobs] == [600, 300]
+    path.write_bytes(b"\xef\xbb\xbf" + TRACE.replace("\n", "\r\n").encode())
+    assert QueueTrace.read(path).jobs == trace.jobs, "as an editor on another system saves it"
     large = "2026-11-01T10:00:00|2026-11-01T10:00:00|2026-11-01T20:00:00|64|01:00:00\n" * 10
     path.write_text(TRACE + large)
     assert set(QueueTrace.read(path).waits(64, 3600).seconds) == {36000}
