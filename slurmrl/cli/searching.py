@@ -18,6 +18,7 @@ from slurmrl.cli import options
 from slurmrl.cli.options import FiniteRange, common, examples, json_option, overrides_argument
 from slurmrl.cli.sequence_lengths import (
     assumed_lengths,
+    calibration,
     limit_key,
     limit_notes,
     limit_of_rows,
@@ -168,7 +169,13 @@ def search(
     if calibrate is not None:
         if prompt_tokens or response_tokens:
             raise click.UsageError("--calibrate excludes --prompt-tokens and --response-tokens")
-        prompt_tokens, response_tokens, compared = _calibration(calibrate, root)
+        from slurmrl.desk.trials import chosen_root
+        from slurmrl.plan.settings import load_settings
+
+        where = chosen_root(root)
+        given = load_settings(path, overrides, root=where, scheduler="slurm", planning=True)
+        hardware = given.config.cluster.hardware
+        prompt_tokens, response_tokens, compared = calibration(calibrate, root, hardware)
     wanted = _SearchOptions(
         gpus, nodes, objective, engines, prompt_tokens, response_tokens, gpu_hours, allow
     )
@@ -200,32 +207,6 @@ def search(
     for line in found.assumed:
         click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
     return 0
-
-
-def _calibration(name: str, root: str | None) -> tuple[float, float, str]:
-    """The mean lengths of a trial, and its measured and predicted seconds in words."""
-    from slurmrl.desk import trials
-    from slurmrl.desk.report.collecting import measured_calls
-    from slurmrl.errors import UsageError
-
-    paths = trials.find(trials.root_folder(root), name)
-    found = measured_calls(paths)
-    if found.mean is None:
-        raise UsageError(f"--calibrate {name}: {found.predictions}")
-    if not found.calls:
-        return *found.mean, f"{paths.full_name}: no seconds of calls were measured"
-    known = [call for call in found.calls if call.predicted_s is not None]
-    if not known:
-        return *found.mean, f"{paths.full_name}: no seconds were predicted: {found.predictions}"
-    measured, predicted = (
-        sum(seconds or 0.0 for seconds in values)
-        for values in zip(*((call.seconds, call.predicted_s) for call in known), strict=True)
-    )
-    words = ", ".join(f"{one.name} {one.seconds / (one.predicted_s or 1):.2f}" for one in known)
-    return *found.mean, (
-        f"{paths.full_name}: {measured:.3g} s of calls were measured, {predicted:.3g} s predicted; "
-        f"measured / predicted: {words}"
-    )
 
 
 class _SearchOptions(NamedTuple):

@@ -87,3 +87,33 @@ def mean_tokens(
     return MeanTokens(
         most / 2 if prompt is None else prompt, new / 2 if response is None else response
     )
+
+
+def calibration(name: str, root: str | None, hardware: str | None) -> tuple[float, float, str]:
+    """Return the mean lengths of a trial, and its measured and predicted seconds in words.
+
+    ``hardware`` is a profile that replaces the trial's. Raises UsageError for a trial without
+    lengths.
+    """
+    from slurmrl.desk import trials
+    from slurmrl.desk.report.collecting import measured_calls
+    from slurmrl.errors import UsageError
+
+    paths = trials.find(trials.root_folder(root), name)
+    found = measured_calls(paths, hardware)
+    if found.mean is None:
+        raise UsageError(f"--calibrate {name}: {found.predictions}")
+    if not found.calls:
+        return *found.mean, f"{paths.full_name}: no seconds of calls were measured"
+    known = [call for call in found.calls if call.predicted_s is not None]
+    if not known:
+        return *found.mean, f"{paths.full_name}: no seconds were predicted: {found.predictions}"
+    measured, predicted = (
+        sum(seconds or 0.0 for seconds in values)
+        for values in zip(*((call.seconds, call.predicted_s) for call in known), strict=True)
+    )
+    words = ", ".join(f"{one.name} {one.seconds / (one.predicted_s or 1):.2f}" for one in known)
+    return *found.mean, (
+        f"{paths.full_name}: {measured:.3g} s of calls were measured, {predicted:.3g} s predicted; "
+        f"measured / predicted: {words}"
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -262,26 +262,33 @@ class MeasuredCalls(NamedTuple):
     """Origin of the predicted seconds, or the reason why there are none."""
 
 
-def measured_calls(paths: RunPaths) -> MeasuredCalls:
-    """Return the seconds of a trial's calls. Raises EnvironmentFailure."""
+def measured_calls(paths: RunPaths, hardware: str | None = None) -> MeasuredCalls:
+    """Return the seconds of a trial's calls. Raises EnvironmentFailure.
+
+    ``hardware`` is a profile for predictions that replaces the trial's.
+    """
     lines = metrics.read(paths.metrics)
     planned = _document(paths.estimates, PLANNED)
-    tokens, predicted, predictions = predicted_calls(paths, lines)
+    tokens, predicted, predictions = predicted_calls(paths, lines, hardware)
     calls = _document(paths.plan, PLAN).get("calls", [])
     return MeasuredCalls(call_times(lines, calls, planned, predicted), tokens, predictions)
 
 
 def predicted_calls(
-    paths: RunPaths, lines: Sequence[Mapping[str, Any]]
+    paths: RunPaths, lines: Sequence[Mapping[str, Any]], hardware: str | None = None
 ) -> tuple[MeanTokens | None, dict[str, float], str]:
     """Return the mean lengths of the newest steps, and the predicted seconds of each call.
 
     The text is the origin of the numbers, or the reason why there are none. The hardware profile
-    is the one that is in force now.
+    is the one that is in force now, unless ``hardware`` names another.
     """
     newest, found = lines[-RECENT:], None
     try:
         settings, plan = load_run_settings(paths), Plan.read(paths.plan)
+        if hardware is not None:
+            cluster = settings.config.cluster.model_copy(update={"hardware": hardware})
+            config = settings.config.model_copy(update={"cluster": cluster})
+            settings = replace(settings, config=config)
         shape = shape_of(settings.config.actor)
         assumed = lengths_of(settings.config, settings.algorithm, shape)
         prompt, response = mean(newest, "prompt_length"), mean(newest, "response_length")

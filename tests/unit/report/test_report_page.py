@@ -184,7 +184,7 @@ def test_large_report_is_usable_in_a_browser(
     file = tmp_path / "report.html"
     root = ["--root", str(tmp_path)]
     found = (None, {"gen": 0.5}, "hardware profile h100")
-    monkeypatch.setattr(collecting, "predicted_calls", lambda paths, lines: found)
+    monkeypatch.setattr(collecting, "predicted_calls", lambda paths, lines, hardware: found)
     assert main(["report", "add/1", "add/2", *root, "--output", str(file)]) == 0
     shots = Path(os.environ.get(SCREENSHOTS, tmp_path))
     shots.mkdir(parents=True, exist_ok=True)

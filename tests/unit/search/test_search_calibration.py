@@ -62,6 +62,29 @@ def test_lengths_and_seconds_of_a_trial_are_used(
     assert capsys.readouterr().out.splitlines()[:8] == shown.splitlines()[:8], "the same answers"
 
 
+def test_calibration_uses_the_hardware_of_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trial has no GPUs, and no profile of its processors."""
+    metrics = {"time/actor_gen": 20.0, "time/actor_train": 10.0}
+    path = trial(tmp_path, tokens=64 * 400, prompt_length=100, response_length=300, **metrics)
+    run = tmp_path / user_name() / "big" / "1"
+    settings = load_settings(
+        path,
+        ("cluster.gpus_per_worker=0", "cluster.slurm.gpu_type=null"),
+        root=tmp_path,
+        scheduler="slurm",
+        planning=True,
+    )
+    RunPaths(run).config.write_text(dump(settings.config))
+    profile = tmp_path / "cpu.yaml"
+    profile.write_text("hardware: cpu\nmeasured: {flops_per_s: 4e10, float32_flops_per_s: 5e10}\n")
+    words = ("cluster.gpus_per_worker=0", "cluster.slurm.gpu_type=null")
+    hardware = f"cluster.hardware={profile}"
+    assert search(path, *words, hardware, "--calibrate", "big/1") == 0
+    assert "big/1: 30 s of calls were measured, " in capsys.readouterr().out
+
+
 def test_trial_without_lengths_or_with_other_options_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
