@@ -34,7 +34,7 @@ from slurmrl.plan.estimates.shape import config_values, shape_of, text_config
 from slurmrl.plan.fp8_rules import ALIGNMENT, BLOCK, FP8_FAMILIES, unequal_sizes
 from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
-from slurmrl.plan.precision import generating
+from slurmrl.plan.precision import DTYPE, SERVER_ARGS, generating
 from slurmrl.run.paths import EVALUATED
 
 OF_TRAINERS: Final = ("offload", "servers")
@@ -353,9 +353,15 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         return
     key = (ROLLOUTS, "quantization")
     value, actor = rollout.quantization, draft.config.actor
-    if (dtype := generating(draft.config).dtype) not in COMPUTES:
+    # The default is float32 only without GPUs, which another check rejects.
+    chosen = draft.writes("actor", "dtype") or draft.writes(ROLLOUTS, "server_args")
+    found = generating(draft.config)
+    if found.dtype not in COMPUTES and chosen:
+        source = (
+            f"{SERVER_ARGS} {DTYPE[0]}" if draft.writes(ROLLOUTS, "server_args") else "actor.dtype"
+        )
         reason = (
-            f": a server computes in bfloat16 around FP8 matrices, not in {dtype} (actor.dtype)"
+            f": a server computes in bfloat16 around FP8 matrices, not in {found.dtype} ({source})"
         )
         yield draft.reject(key, reason, value)
     try:

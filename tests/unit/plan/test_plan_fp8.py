@@ -125,6 +125,12 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
             {},
         ),
         (
+            "quantization",
+            "not in float32 (rollout.server_args --dtype)",
+            (*APART, FP8, "rollout.server_args=[--dtype, float32]"),
+            {},
+        ),
+        (
             "server_args",
             "SGLang cannot load new weights after it has quantized the first ones; set "
             "rollout.quantization: fp8",
@@ -163,6 +169,7 @@ def test_fp8_is_rejected_without_gpus(plan_ppo: Load, kind: str, setting: str) -
     settings = load(plan_ppo, *APART, f"rollout.backend={kind}:d16", setting, *CPUS)
     problems = lacking_gpus(settings, make_plan(settings, scheduler="slurm"))
     key = setting.partition("=")[0]
+    assert not [problem for problem in settings.missing if problem.key == key]
     (message,) = (problem.message for problem in problems if problem.key == key)
     assert message.endswith("servers compute in FP8 on GPUs only, and cluster.gpus_per_worker is 0")
     allowed = load(plan_ppo, *APART, f"rollout.backend={kind}:d16", setting)
