@@ -243,6 +243,18 @@ class HFModel(PackedModel):
         """See `HFConfig.check_length`, with transformers' defaults."""
         self._made.check_length(tokens)
 
+    def require_generation(self) -> None:
+        """Raise UsageError if the family's cache does not give the outputs of the training pass.
+
+        The first call computes a few tokens.
+        """
+        if self._generates:
+            return
+        if reason := cache_refusal(self._made.values):
+            raise UsageError(reason)
+        check_generation(self, self.inner)
+        self._generates = True
+
     def session(
         self,
         lengths: Sequence[int],
@@ -258,13 +270,9 @@ class HFModel(PackedModel):
         ``experts``: whether they are recorded. ``pictures``: the paths of the prompts' pictures, as
         for `showing`.
 
-        Raises UsageError if the family's cache does not give the outputs of the training pass.
+        Raises UsageError as `require_generation`.
         """
-        if not self._generates:
-            if reason := cache_refusal(self._made.values):
-                raise UsageError(reason)
-            check_generation(self, self.inner)
-            self._generates = True
+        self.require_generation()
         return HFSession(
             self,
             self.inner,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +14,13 @@ from torch import Tensor, nn
 from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.errors import UsageError
 from slurmrl.models.base import RowKind
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_rows import row_places
+from slurmrl.rollouts.generation.base import WeightVersion
 from tests.support.families import VOCABULARY, tiny
 
 APART = (
@@ -185,6 +190,26 @@ def test_family_with_states_outside_the_cache_cannot_generate() -> None:
     model = built(tiny("recurrent_gemma"))
     with pytest.raises(UsageError, match=r"recurrent_gemma models cannot generate .* differ by"):
         model.session([3, 2], prefill_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [("recurrent_gemma", "cannot generate"), ("qwen3", None)]
+)
+def test_rollout_task_of_such_a_family_fails_before_it_has_weights(
+    tmp_path: Path, family: str, message: str | None
+) -> None:
+    """Tasks that fail at their start end the trial with the reason."""
+    model = built(tiny(family))
+    model.inner.save_pretrained(tmp_path)
+    version = WeightVersion(name="1.1", folder=tmp_path)
+
+    async def install() -> str | None:
+        engine = HFRollout(model, None, 20)
+        with pytest.raises(UsageError, match=message) if message else nullcontext():
+            await engine.update_weights(version)
+        return engine.version
+
+    assert asyncio.run(install()) == (None if message else "1.1")
 
 
 def test_recomputation_does_not_disable_the_generation_cache() -> None:
