@@ -127,11 +127,31 @@ def _is_allocation(target: str) -> bool:
 
 
 def _allocation(target: str) -> Shown:
+    from slurmrl.display.terminal import Lines
     from slurmrl.plan.inherited_settings import explain
     from slurmrl.plan.plan_document import allocation_document
 
     made = explain(target)
-    return Shown(made, allocation_document(made))
+    shown = allocation_document(made)
+    if "write_instead" not in made and (problems := _not_run(target)):
+        made = {**made, "missing": problems}
+        shown = replace(shown, blocks=[*shown.blocks, Lines("to fix before submission:", problems)])
+    return Shown(made, shown)
+
+
+def _not_run(text: str) -> list[str]:
+    """Return why engines do not run the layouts of an allocation string."""
+    from slurmrl.config.allocation import parse_components
+    from slurmrl.errors import AllocationError
+    from slurmrl.plan.engine_rules import rules_of
+
+    problems = []
+    for allocation in (one for place in parse_components(text).places for one in place):
+        try:
+            rules_of(allocation)
+        except AllocationError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _plan(

@@ -55,6 +55,17 @@ def test_plan_explains_all_components(capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
+@pytest.mark.parametrize("text", ["vllm:d2p2", "vllm:d2t1p2+fsdp:d4"])
+def test_plan_says_that_no_engine_runs_a_layout(
+    capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    code, out, _ = run(capsys, "plan", text)
+    assert code == 2
+    assert "the vllm engine of this version does not split 'p'; allowed: d, t" in out
+    _, printed, _ = run(capsys, "plan", text, "--json")
+    assert len(json.loads(printed)["missing"]) == 1
+
+
 def test_plan_explains_a_legacy_allocation_string(capsys: pytest.CaptureFixture[str]) -> None:
     """With the settings to write instead. Roles may share GPUs, so there is no sum."""
     found = explained(capsys, "sglang.d2t2p1+d1t4p1")
