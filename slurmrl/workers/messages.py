@@ -333,7 +333,7 @@ class ImportFailed:
     reason: str
 
 
-# -- their JSON ------------------------------------------------------------------------------
+# -- messages as JSON ------------------------------------------------------------------------
 
 M = TypeVar("M", bound=documents.Dataclass)
 

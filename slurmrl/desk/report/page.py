@@ -68,7 +68,7 @@ def embedded(value: Any) -> str:
     encode = partial(json.dumps, default=vars, separators=(",", ":"))
     try:
         text = encode(value, allow_nan=False)
-    except ValueError:  # A file has 1e400 or NaN, which JSON lacks: as strings they are readable.
+    except ValueError:  # JSON has no 1e400 and no NaN; as strings, they can be read.
         text = encode(json.loads(encode(value), parse_constant=str), allow_nan=False)
     return text.translate(HARMLESS)
 

@@ -220,7 +220,7 @@ class Children:
     def _pulse_option(self) -> list[str]:
         return [child_process.PULSE_OPTION, str(self._pulse_s)]
 
-    # -- while they run ----------------------------------------------------------------------
+    # -- running processes -------------------------------------------------------------------
 
     def broadcast(self, message: ToWorker) -> None:
         for slot in self.slots:
@@ -264,7 +264,7 @@ class Children:
     def all_ended(self) -> bool:
         return not self.master_runs and not any(slot.running for slot in self.slots)
 
-    # -- their messages -----------------------------------------------------------------------
+    # -- messages of workers ------------------------------------------------------------------
 
     def _hear_worker(self, slot: Slot, pipe: Connection) -> None:
         received = pipe.receive_available()

@@ -291,7 +291,7 @@ class Incarnation:
         if self.replies is not None:
             self.replies.send(*news)
 
-    # -- its end -----------------------------------------------------------------------------
+    # -- end of the incarnation --------------------------------------------------------------
 
     def fail(self, error: SlurmrlError) -> Failure:
         """Publish a failure of this host, unless another was first, and send it to the master.

@@ -233,7 +233,7 @@ class RolloutTask:
             self.host.events.write("warned", **documents.to_json(warned))
             self._retire(f"its job will end ({warned.cause})", time_to_retire_s(warned))
 
-    # -- its end -----------------------------------------------------------------------------
+    # -- end of the attempt ------------------------------------------------------------------
 
     def _retire(self, reason: str, within_s: float) -> None:
         """Tell the workers to retire, unless they know a deadline that is at least as early."""

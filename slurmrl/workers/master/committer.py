@@ -199,7 +199,7 @@ class Committer:
         seconds = time.monotonic() - writing.began
         return Outcome(writing.step, seconds, min(writing.stall_s, seconds), error)
 
-    # -- old ones ----------------------------------------------------------------------------
+    # -- old checkpoints ---------------------------------------------------------------------
 
     def _delete_old(self) -> None:
         reasons = kept_by(self.commits, self.settings.keep_last, self.settings.keep_every_steps)

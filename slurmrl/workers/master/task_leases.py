@@ -92,7 +92,7 @@ class TaskLeases:
         """The newest version that any attempt has taken."""
         self._newest_at = clock()
 
-    # -- who may have items ------------------------------------------------------------------
+    # -- attempts that may have items --------------------------------------------------------
 
     def note(self, attempt: RolloutAttempt, version: str) -> None:
         """Note how much later than others an attempt has taken the newest weights."""
