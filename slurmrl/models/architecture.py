@@ -450,7 +450,7 @@ def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
     if names.clamped:
         more = {"clamp": Clamp(float(full["swiglu_alpha"]), float(full["swiglu_limit"]))}
     if names.shared:
-        grouped = full.get("topk_method") != "greedy"
+        grouped = names.sigmoid or full["topk_method"] != "greedy"
         more = {
             "corrected": names.sigmoid,
             "exact": True,

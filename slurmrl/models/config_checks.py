@@ -53,7 +53,7 @@ LARGEST = {"num_hidden_layers": 10**5}
 LARGEST_SIZE = 10**9
 LARGEST_NUMBER = 1e30
 METHOD = "topk_method"
-METHODS = (None, "greedy", "group_limited_greedy")
+METHODS = ("greedy", "group_limited_greedy")
 MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention")
 """Fields that request a computation that the decoder does not support."""
 
@@ -95,19 +95,19 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
     if full.get(PARTIAL) not in WHOLE_HEADS and not family.partial_rotary:
         problems.append(f"{PARTIAL} {full[PARTIAL]!r} is not supported, only 1")
     if family.experts is not None:
-        problems += _bad_experts(family.experts, full)
+        problems += _bad_experts(family, family.experts, full)
     if family.latent:
         problems += latent_sizes.problems(full)
     return problems + _layer_types(family, full)
 
 
-def _bad_experts(names: Experts, full: Mapping[str, Any]) -> list[str]:
+def _bad_experts(family: Family, names: Experts, full: Mapping[str, Any]) -> list[str]:
     """Fields of layers with experts that say nothing, or something unknown."""
     problems = []
     if full["num_experts_per_tok"] is None:  # some families have no default
         problems.append("'num_experts_per_tok' is missing")
-    if full.get(METHOD) not in METHODS:
-        problems.append(f"{METHOD} is {full[METHOD]!r}, must be {' or '.join(METHODS[1:])}")
+    if METHOD in family.defaults and full[METHOD] not in METHODS:
+        problems.append(f"{METHOD} is {full[METHOD]!r}, must be {' or '.join(METHODS)}")
     types, layers = full.get("mlp_layer_types"), full["num_hidden_layers"]
     if names.typed and types is not None:
         listed = isinstance(types, list) and len(types) == layers

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,29 @@ def test_null_field_gets_the_default() -> None:
 def test_unsupported_family_is_rejected_with_the_reason() -> None:
     with pytest.raises(UnknownNameError, match=r"caps scores and logits softly.*implementation"):
         ModelConfig.from_hf({**LLAMA, "model_type": "gemma2"})
+
+
+@pytest.mark.parametrize("method", ["noaux_tc", "greedy"])
+def test_fields_of_published_deepseek_files_are_read(method: str) -> None:
+    """DeepSeek-V3 and Kimi K2 state fields that transformers does not read."""
+    scaling = {"type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    values = {
+        **LLAMA,
+        **MLA,
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": method,
+        "rope_theta": 50000.0,
+        "rope_scaling": {**scaling, "original_max_position_embeddings": 4096},
+    }
+    config = ModelConfig.from_hf(values)
+    assert config.moe is not None
+    assert (config.moe.groups, config.moe.chosen_groups) == (8, 4)
+    assert config.score_scale == pytest.approx(192**-0.5 * (0.1 * math.log(32) + 1) ** 2)
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert config.to_hf()["topk_method"] == method
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
