@@ -20,7 +20,7 @@ from slurmrl.tensors.pictures import key_of, read
 
 GRID, PIXELS = "image_grid_thw", "pixel_values"
 """Arguments of models: the numbers [images, 3] of patches of each image by time, height and width,
-and the pixels. Dim 0 of the pixels is the patches of all images, or the images without a grid."""
+and the pixels [patches of all images, numbers of a patch]."""
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
 CACHED: Final = 8
 """Prompts whose images stay in host memory: the completions of a prompt are separate requests."""
@@ -93,10 +93,7 @@ def _images(path: str) -> tuple[int, tuple[tuple[str, Mapping[str, Array]], ...]
 
 def _parts(arguments: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
     """Yield the arguments of each image."""
-    pixels, grid = arguments[PIXELS], arguments.get(GRID)
-    sizes = [1] * len(pixels) if grid is None else grid.prod(1).tolist()
-    end = 0
-    for number, size in enumerate(sizes):
-        own = {} if grid is None else {GRID: grid[number : number + 1]}
-        yield {PIXELS: pixels[end : end + size], **own}
+    grid, end = arguments[GRID], 0
+    for number, size in enumerate(grid.prod(1).tolist()):
+        yield {PIXELS: arguments[PIXELS][end : end + size], GRID: grid[number : number + 1]}
         end += size

@@ -11,15 +11,11 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from slurmrl.rollouts.generation.image_requests import GRID, PIXELS, PromptImage
 from slurmrl.tensors.layout import Array
 
 STACKED: Final = ["batched", {"keep_on_cpu": True}]
-"""The way of joining sizes."""
-PATCHES: Final = "num_patches"
-"""Name of the number of images into which vLLM's processors without a grid cut an image."""
+"""The way of joining grids."""
 RAW: Final = 3
 """MessagePack's extension in which vLLM reads the elements of a tensor."""
 
@@ -44,12 +40,12 @@ def image_features(images: Sequence[PromptImage], cache: str | None) -> dict[str
 
 
 def _item(image: PromptImage) -> str:
-    pixels = image.arguments[PIXELS]
+    pixels, grid = image.arguments[PIXELS], image.arguments[GRID]
     joined = ["flat", {"slices": [[0, len(pixels), None]], "dim": 0, "keep_on_cpu": False}]
-    sizes = {GRID: image.arguments[GRID][0]} if GRID in image.arguments else {}
-    sizes = sizes or {PATCHES: np.array(len(pixels), np.int64)}
-    fields: dict[str, Any] = {PIXELS: {"data": _tensor(pixels), "field": joined}}
-    fields |= {name: {"data": _tensor(size), "field": STACKED} for name, size in sizes.items()}
+    fields = {
+        PIXELS: {"data": _tensor(pixels), "field": joined},
+        GRID: {"data": _tensor(grid[0]), "field": STACKED},
+    }
     return b64encode(_packed(fields)).decode()
 
 

@@ -10,22 +10,18 @@ import pytest
 from slurmrl.errors import UsageError
 from slurmrl.models.picture_families import STRAY
 from slurmrl.rollouts.generation.image_requests import GRID, PIXELS, ServedPrompt
-from slurmrl.tensors.layout import Array
 from slurmrl.tensors.pictures import PictureInputs, path_of, write
 
 TOKEN = 9
 PATCHES = np.arange(12 * 2, dtype=np.float32).reshape(12, 2)
 
 
-def stored(folder: Path, tokens: int, **arguments: Array) -> str:
-    return str(path_of(folder, write(folder, PictureInputs(tokens, arguments))))
-
-
 @pytest.fixture
 def pictures(tmp_path: Path) -> str:
     """Two images of 4 and 8 patches, which 4 patches a token join to 1 and 2 tokens."""
     grids = np.array([[1, 2, 2], [1, 2, 4]], np.int64)
-    return stored(tmp_path, 3, **{PIXELS: PATCHES, GRID: grids})
+    made = PictureInputs(3, {PIXELS: PATCHES, GRID: grids})
+    return str(path_of(tmp_path, write(tmp_path, made)))
 
 
 def test_request_has_the_place_and_pixels_of_each_image(pictures: str) -> None:
@@ -48,9 +44,3 @@ def test_images_without_a_token_between_them_are_rejected(pictures: str) -> None
     """Their placeholders cannot be told apart."""
     with pytest.raises(UsageError, match="has 2 images, but the prompt has 1 places"):
         ServedPrompt.of([1, TOKEN, TOKEN, TOKEN], TOKEN, pictures)
-
-
-def test_images_without_a_grid_are_rows_of_pixels(tmp_path: Path) -> None:
-    pictures = stored(tmp_path, 4, **{PIXELS: PATCHES.reshape(2, 3, 2, 2)})
-    made = ServedPrompt.of([TOKEN, TOKEN, 2, TOKEN, TOKEN], TOKEN, pictures)
-    assert [each.arguments[PIXELS].shape for each in made.images] == [(1, 3, 2, 2)] * 2
