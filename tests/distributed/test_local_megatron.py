@@ -35,6 +35,15 @@ LATENT = {
     "v_head_dim": 12,
     "first_k_dense_replace": 1,
 }
+SINKS = {
+    **ARCHITECTURE,
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 16,
+    "sliding_window": 4,
+}
 
 
 def let_megatron_compute_here(
@@ -56,6 +65,7 @@ def let_megatron_compute_here(
         ("t2", ARCHITECTURE),
         ("p2", CORRECTED),
         ("t2", LATENT),
+        pytest.param("p2", SINKS, marks=pytest.mark.soak),
         pytest.param("p2", ARCHITECTURE, marks=pytest.mark.soak),
     ],
 )

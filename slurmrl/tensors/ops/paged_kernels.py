@@ -390,8 +390,8 @@ def _wrong_attention(sizes: Sizes) -> str:
         error = float((found - wanted).abs().max())
         if not error <= TOLERANCE[sizes.dtype]:
             return (
-                f"for up to {longest} cells, chunks of {chunk}, a window of {window} and "
-                f"{'no ' if extra is None else ''}sinks its results differ from torch's by "
+                f"for up to {longest} cells, chunks of {chunk} and a window of {window}"
+                f"{'' if extra is None else ' with sinks'} its results differ from torch's by "
                 f"{error:.3g}"
             )
     return ""

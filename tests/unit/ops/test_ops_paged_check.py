@@ -95,7 +95,7 @@ def test_correct_attention_kernel_is_checked_once_per_kind(
         return right(*inputs, **options)
 
     monkeypatch.setattr(paged_kernels, "attend", counted)
-    inputs, tried = example(SIZES, 200, 3), 4
+    inputs, tried = example(SIZES, 200, 3), 6
     for _ in range(3):
         paged_attention(*inputs, **BOUNDS)
     assert paged_kernels.attends(inputs[1], 4, 16)
