@@ -353,10 +353,8 @@ def _simulate(
     _check_costs(costs, options)
 
     def ask(limit: str | None) -> float:
-        from slurmrl.desk.expected_wait import expected_wait_s
-
         time = () if limit is None else (f"cluster.slurm.time={json.dumps(limit)}",)
-        return expected_wait_s(path, (*overrides, *time), options["root"])
+        return _expected_wait_s(path, (*overrides, *time), options["root"])
 
     results, disturbances = _run(costs, options, ask)
     answers = SimulationAnswers(
@@ -430,3 +428,22 @@ def _source(settings: Settings) -> tuple[str, ...]:
     hardware = hardware_of(settings.config.cluster)
     assert hardware is not None, "the seconds are predicted"
     return f"predicted by formulas and {hardware.source}", f"its error: {hardware.error}"
+
+
+def _expected_wait_s(config: Path, overrides: tuple[str, ...], root: str | None) -> float:
+    """Return the seconds until Slurm expects to start the trainers' job; submit nothing.
+
+    Raises ConfigError for a configuration that cannot be submitted, SchedulerError without an
+    answer of Slurm.
+    """
+    from datetime import datetime
+
+    from slurmrl.desk.proposal import UNNAMED, propose
+    from slurmrl.desk.slurm_check import TIMEOUT_S
+    from slurmrl.run.reports import TRAINERS
+    from slurmrl.scheduler.batch_script import expected_start
+    from slurmrl.scheduler.client import SlurmClient
+
+    request = propose(config, overrides, root=root, scheduler="slurm").request(1, UNNAMED, 1)
+    start = expected_start(SlurmClient(timeout_s=TIMEOUT_S), request, TRAINERS)
+    return max((start - datetime.now()).total_seconds(), 0.0)

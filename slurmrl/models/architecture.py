@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple
 from slurmrl.errors import UsageError
 from slurmrl.models.config_checks import bad_sizes, malformed, unknown_fields, unsupported
 from slurmrl.models.families import family_of
-from slurmrl.models.family_rules import PARTIAL, WHOLE_HEADS, Family
-from slurmrl.models.latent_sizes import KEY_SIZE, Latent
+from slurmrl.models.family_rules import KEY_SIZE, PARTIAL, WHOLE_HEADS, Family, Latent
 
 Head = Literal["lm", "value"]
 

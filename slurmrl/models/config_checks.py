@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from slurmrl.fsio.documents import shown
-from slurmrl.models import latent_sizes
+from slurmrl.models import family_rules
 from slurmrl.models.family_rules import PARTIAL, WHOLE_HEADS, Experts, Family
 from slurmrl.registry import near
 
@@ -32,8 +32,8 @@ SIZES = (
     "n_group",
     "topk_group",
     "first_k_dense_replace",
-    latent_sizes.QUERY_RANK,
-    *latent_sizes.SIZES,
+    family_rules.QUERY_RANK,
+    *family_rules.SIZES,
 )
 NUMBERS = (
     "rms_norm_eps",
@@ -97,7 +97,7 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
     if family.experts is not None:
         problems += _bad_experts(family, family.experts, full)
     if family.latent:
-        problems += latent_sizes.problems(full)
+        problems += family_rules.problems(full)
     return problems + _layer_types(family, full)
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slurmrl.errors import UsageError
+from slurmrl.models.families import PICTURE_FAMILIES, STRAY, picture_refusal
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_loading import sketch
-from slurmrl.models.picture_families import PICTURE_FAMILIES, STRAY, picture_refusal
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.pictures import NONE, PictureInputs, read
 

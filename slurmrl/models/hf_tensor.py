@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -391,3 +393,44 @@ def _leaving(tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         return whole if bias is None else whole + bias
 
     return leave
+
+
+LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
+OF_EXPERTS: Final = ".experts."
+
+
+class RankElements(NamedTuple):
+    """Elements on one tensor rank, before data-parallel ranks share them."""
+
+    dense: int
+    experts: int
+    """Elements of the routed experts; those of shared experts are dense."""
+    dense_layer: tuple[int, int]
+    """Dense elements and elements of experts of the largest layer without experts."""
+    expert_layer: tuple[int, int]
+    """Dense elements and elements of experts of the largest layer with experts."""
+
+
+@lru_cache(maxsize=16)
+def rank_elements(values: str, head: Head, ranks: int) -> RankElements | None:
+    """Count the elements of a ``config.json`` object (as JSON) on the first of ``ranks`` ranks.
+
+    Return None if transformers cannot build the model, or if the ranks cannot share it.
+    """
+    try:
+        _, split = cuts(sketch(HFConfig.from_hf(json.loads(values)), head), ranks)
+    except UsageError:
+        return None
+    dense: Counter[str] = Counter()
+    experts: Counter[str] = Counter()
+    for name, shape in split.whole.items():
+        layer = match[1] if (match := LAYER.search(name)) else ""
+        found = experts if OF_EXPERTS in name else dense
+        found[layer] += prod(split.box(name, shape, 0).size)
+    layers = dense.keys() - {""}
+    sparse = {layer for layer in layers if experts[layer]}
+    plain, moe = (
+        max(((dense[layer], experts[layer]) for layer in kind), key=sum, default=(0, 0))
+        for kind in (layers - sparse, sparse)
+    )
+    return RankElements(dense.total(), experts.total(), plain, moe)

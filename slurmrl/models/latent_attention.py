@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.latent_sizes import Latent
+from slurmrl.models.family_rules import Latent
 from slurmrl.models.layer_parts import AttentionCore, AttentionSpec, RMSNorm, Rotation
 from slurmrl.models.parallel.linear import Linear, RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split

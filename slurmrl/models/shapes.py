@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 from slurmrl.models import hf_form
 from slurmrl.models.architecture import Head, ModelConfig
+from slurmrl.models.family_rules import Latent
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.latent_sizes import Latent
 from slurmrl.registry import resolve
 from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice
 from slurmrl.tensors.layout import Array, Box, Index, TensorSpec

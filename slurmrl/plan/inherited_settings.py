@@ -39,7 +39,7 @@ from slurmrl.registry import resolve
 DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 TASKS_BACKEND: Final = "native:d1"
-WITHOUT_ENCODER: Final = "slurmrl.models.picture_families:WITHOUT_ENCODER"
+WITHOUT_ENCODER: Final = "slurmrl.models.families:WITHOUT_ENCODER"
 """The value is resolved by name, because its layer is above the plan's."""
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
 """Roles that never start from the actor's weights: a copy of the actor is no teacher."""

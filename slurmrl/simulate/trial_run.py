@@ -26,8 +26,7 @@ from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.reports import Cause, Failure, Report, Warned
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import shortage
-from slurmrl.simulate.host_losses import HostLosses
-from slurmrl.simulate.host_speeds import HostSpeeds
+from slurmrl.simulate.host_events import HostLosses, HostSpeeds
 from slurmrl.simulate.task_pool import TaskPool
 from slurmrl.simulate.trial_costs import (
     DAY_S,

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from slurmrl.config.schema import Dataset
 from slurmrl.data.sample import pictures_of
 from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.models.families import STRAY
 from slurmrl.models.hf import read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_files import complete
-from slurmrl.models.picture_families import STRAY
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slurmrl.config.schema.roles import Model
 from slurmrl.engines import ENGINES
-from slurmrl.plan.fp8_rules import FP8_CAPABILITY
+from slurmrl.plan.estimates.server_types import FP8_CAPABILITY
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import (

@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from slurmrl.config.schema import Model
+from slurmrl.models.families import PICTURE_FAMILIES, picture_refusal
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.picture_families import PICTURE_FAMILIES, picture_refusal
 from tests.support import family_checks
 from tests.support.family_checks import CheckError, Family, near
 from tests.support.picture_prompts import (

@@ -66,7 +66,7 @@ from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.layer_parts import RotaryTable
 from slurmrl.models.parallel.split import Axis
-from slurmrl.plan.fp8_rules import ALIGNMENT
+from slurmrl.plan.estimates.server_types import ALIGNMENT
 from slurmrl.rollouts.generation.fp8_weights import require_fp8
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.tensors.layout import Layout

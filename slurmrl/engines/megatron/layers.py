@@ -43,8 +43,7 @@ from slurmrl.engines.megatron.parts import Stage
 from slurmrl.engines.megatron.routers import Router
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Clamp, ModelConfig, MoE
-from slurmrl.models.clamped_experts import clamped_product
-from slurmrl.models.experts import UNKNOWN
+from slurmrl.models.experts import UNKNOWN, clamped_product
 from slurmrl.models.layer_parts import (
     RMSNorm,
     RotaryTable,

@@ -17,7 +17,7 @@ from typing import Any
 
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.latent_sizes import Latent
+from slurmrl.models.family_rules import Latent
 from slurmrl.models.shapes import (
     EMBEDDING,
     LM_HEAD,

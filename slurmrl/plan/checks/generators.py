@@ -30,8 +30,8 @@ from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.checks import Draft, fit
 from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
 from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, last_value, rules_of
+from slurmrl.plan.estimates.server_types import ALIGNMENT, BLOCK, FP8_FAMILIES, unequal_sizes
 from slurmrl.plan.estimates.shape import config_values, shape_of, text_config
-from slurmrl.plan.fp8_rules import ALIGNMENT, BLOCK, FP8_FAMILIES, unequal_sizes
 from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 from slurmrl.plan.precision import DTYPE, SERVER_ARGS, generating

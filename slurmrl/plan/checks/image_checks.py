@@ -20,8 +20,8 @@ from slurmrl.plan.estimates.shape import config_values
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import resolve
 
-REFUSAL: Final = "slurmrl.models.picture_families:picture_refusal"
-SERVED_REFUSAL: Final = "slurmrl.models.picture_families:served_refusal"
+REFUSAL: Final = "slurmrl.models.families:picture_refusal"
+SERVED_REFUSAL: Final = "slurmrl.models.families:served_refusal"
 """Functions of a layer above the plan's, so they are resolved by name."""
 ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
 PATCHES: Final = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")

@@ -120,7 +120,7 @@ FAMILIES: Final = "slurmrl.models.families:FAMILIES"
 """The built-in decoder's table of families, for the defaults of absent fields."""
 WHOLE_ATTENTION: Final = "slurmrl.models.hf_config:WHOLE_ATTENTION"
 TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
-RANK_ELEMENTS: Final = "slurmrl.models.hf_counts:rank_elements"
+RANK_ELEMENTS: Final = "slurmrl.models.hf_tensor:rank_elements"
 MOST_LAYERS: Final = 10**5
 LARGEST: Final = 10**9
 """Larger sizes are errors, which the check of the weights reports."""

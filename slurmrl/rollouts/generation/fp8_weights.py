@@ -22,7 +22,7 @@ from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio.calls import REAL, explain
 from slurmrl.models.hf import CONFIG_FILE, as_tensor, read_values
 from slurmrl.models.model_tensors import SafetensorsFolder
-from slurmrl.plan.fp8_rules import (
+from slurmrl.plan.estimates.server_types import (
     BLOCK,
     FACTORS,
     FP8_CAPABILITY,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.errors import UsageError
-from slurmrl.models.picture_families import PICTURE_FAMILIES, STRAY
+from slurmrl.models.families import PICTURE_FAMILIES, STRAY
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.pictures import key_of, read
 

@@ -30,7 +30,7 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import storage_of
-from slurmrl.plan.fp8_rules import fp8_config
+from slurmrl.plan.estimates.server_types import fp8_config
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.fp8_weights import require_fp8

@@ -16,12 +16,12 @@ from slurmrl.config.schema import Lora, Model
 from slurmrl.config.schema.roles import VISION
 from slurmrl.engines.fsdp.parameters import frozen_tower
 from slurmrl.models import hf_files
+from slurmrl.models.families import PICTURE_FAMILIES, STRAY
 from slurmrl.models.hf import as_array
 from slurmrl.models.hf_adapters import attach_to
 from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.hf_loading import tensor_specs
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.picture_families import PICTURE_FAMILIES, STRAY
 from slurmrl.models.shapes import file_form, storage_of
 from slurmrl.tensors.checkpoint.tensors import file_entries
 from slurmrl.tensors.layout import Array, Box, TensorSpec

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slurmrl.errors import UsageError
-from slurmrl.models.picture_families import STRAY
+from slurmrl.models.families import STRAY
 from slurmrl.rollouts.generation.image_requests import GRID, PIXELS, ServedPrompt
 from slurmrl.tensors.pictures import PictureInputs, path_of, write
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from slurmrl.models import hf_pictures
+from slurmrl.models.families import PICTURE_FAMILIES, picture_refusal
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.picture_families import PICTURE_FAMILIES, picture_refusal
 from tests.support import family_checks, picture_checks
 from tests.support.families import families, tiny
 from tests.support.family_table import (

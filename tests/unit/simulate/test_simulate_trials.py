@@ -16,8 +16,7 @@ from slurmrl.config.schema.rollout import Publish, Tasks
 from slurmrl.errors import UsageError
 from slurmrl.plan.estimates.pass_seconds import LengthDistribution
 from slurmrl.plan.settings import load_settings
-from slurmrl.simulate.host_losses import HostLosses
-from slurmrl.simulate.host_speeds import HostSpeeds
+from slurmrl.simulate.host_events import HostLosses, HostSpeeds
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
 from slurmrl.simulate.several_runs import commit_advice
 from slurmrl.simulate.simulated_task import SimulatedTask
