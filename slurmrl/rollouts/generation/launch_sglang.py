@@ -10,10 +10,14 @@ can read, and another process could take the port first.
 from __future__ import annotations
 
 import base64
+import json
 import os
 import socket
 import sys
 from typing import Any
+
+ARRAYS = "slurmrl-arrays:"
+"""Prefix of a string in place of an image, which has the arrays of a prompt in JSON."""
 
 
 def listen_on(path: str) -> None:
@@ -60,10 +64,7 @@ def need_no_gpu() -> None:
 
 
 def read_arrays() -> None:
-    """Let requests carry the arrays of images as base64 text, which SGLang reads only as tensors.
-
-    SGLang would read lists of numbers, but does not compute with them.
-    """
+    """Let requests carry the arrays of images as text, which SGLang reads only as tensors."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     generate = TokenizerManager.generate_request
@@ -71,25 +72,24 @@ def read_arrays() -> None:
     def generate_request(self: Any, request: Any, *others: Any) -> Any:
         data = getattr(request, "image_data", None)
         if isinstance(data, list):
-            request.image_data = [
-                {name: _as_tensor(value) for name, value in each.items()}
-                if isinstance(each, dict)
-                else each
-                for each in data
-            ]
+            request.image_data = [_as_tensors(each) for each in data]
         return generate(self, request, *others)
 
     TokenizerManager.generate_request = generate_request
 
 
-def _as_tensor(value: Any) -> Any:
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "base64"}:
-        return value
+def _as_tensors(image: Any) -> Any:
+    text = getattr(image, "url", image)
+    if not isinstance(text, str) or not text.startswith(ARRAYS):
+        return image
     import numpy as np
     import torch
 
-    numbers = np.frombuffer(bytearray(base64.b64decode(value["base64"])), value["dtype"])
-    return torch.from_numpy(numbers.reshape(value["shape"]))
+    made: dict[str, Any] = {"format": "processor_output"}
+    for name, (dtype, shape, content) in json.loads(text.removeprefix(ARRAYS)).items():
+        numbers = np.frombuffer(bytearray(base64.b64decode(content)), dtype)
+        made[name] = torch.from_numpy(numbers.reshape(shape))
+    return made
 
 
 def main(path: str, arguments: list[str]) -> None:

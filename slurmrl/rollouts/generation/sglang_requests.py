@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
 from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.image_requests import PromptImage
+from slurmrl.rollouts.generation.launch_sglang import ARRAYS
 from slurmrl.tensors.layout import Array
 
 NEUTRAL: Mapping[str, float] = {
@@ -115,21 +117,15 @@ def image_data(images: Sequence[PromptImage]) -> dict[str, Any]:
     """Return the field with the arrays of a prompt's images, as `launch_sglang` reads them."""
     if not images:
         return {}
-    names = images[0].arguments
-    joined = {name: np.concatenate([e.arguments[name] for e in images]) for name in names}
-    return {
-        "image_data": [
-            {"format": "processor_output"}
-            | {
-                name: {
-                    "dtype": str(array.dtype),
-                    "shape": array.shape,
-                    "base64": base64.b64encode(array.tobytes()).decode(),
-                }
-                for name, array in joined.items()
-            }
-        ]
+    arrays = {
+        name: np.concatenate([each.arguments[name] for each in images])
+        for name in images[0].arguments
     }
+    content = {
+        name: (str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode())
+        for name, array in arrays.items()
+    }
+    return {"image_data": [ARRAYS + json.dumps(content)]}
 
 
 def read_reply(
