@@ -294,7 +294,7 @@ class Rollout(Section):
     including its share of GPU memory. They must not set keys, addresses, the model, its layout, or
     files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
     quantization: Literal["fp8"] | None = None
-    """Precision of the weights of the run's own `sglang` or `vllm` servers (docs/engines.md#fp8).
+    """Precision of the weights of the run's own `vllm` servers (docs/engines.md#fp8).
     Training is unchanged. Default: `actor.dtype`. Example: `fp8`"""
     kv_cache_dtype: Literal["fp8_e4m3", "fp8_e5m2"] | None = None
     """Type of the keys and values in the cache of the run's own `sglang` or `vllm` servers.

@@ -353,6 +353,13 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         return
     key = (ROLLOUTS, "quantization")
     value, actor = rollout.quantization, draft.config.actor
+    if allocation.backend != "vllm":
+        reason = f" with {allocation.backend}, which misread FP8 versions in a test; allowed: vllm"
+        yield draft.reject(key, reason, value)
+        return
+    if rollout.kv_cache_dtype is not None:
+        reason = " with rollout.quantization: scales of the cache would be those of random weights"
+        yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The default is float32 only without GPUs, which another check rejects.
     chosen = draft.writes("actor", "dtype") or draft.writes(ROLLOUTS, "server_args")
     found = generating(draft.config)
@@ -426,7 +433,7 @@ def _online(draft: Draft) -> Iterator[Problem]:
     if last_value(draft.config.rollout.server_args, (ONLINE,)) is not None:
         message = (
             f"must not have {ONLINE}: SGLang cannot load new weights after it has quantized the "
-            "first ones; set rollout.quantization: fp8"
+            "first ones; use vllm with rollout.quantization: fp8"
         )
         yield draft.problem((ROLLOUTS, "server_args"), message)
 
