@@ -23,9 +23,8 @@ from slurmrl.cli.sequence_lengths import limit_notes, limit_of_rows, mean_tokens
 
 if TYPE_CHECKING:
     from slurmrl.plan.settings import Settings
-    from slurmrl.simulate.outcome_text import SimulationAnswers
+    from slurmrl.simulate.outcomes import Runs, SimulationAnswers
     from slurmrl.simulate.queue_waits import Waits
-    from slurmrl.simulate.several_runs import Runs
     from slurmrl.simulate.trial_costs import Disturbances, TrialCosts
 
 T = TypeVar("T")
@@ -251,7 +250,7 @@ def simulate(config: str, overrides: tuple[str, ...], as_json: bool, **options: 
     The exit code is 1 if no run finishes.
     """
     from slurmrl.display import terminal
-    from slurmrl.simulate.outcome_text import document, values
+    from slurmrl.simulate.outcomes import document, values
 
     answers, notes = _simulate(Path(config), overrides, options)
     if as_json:
@@ -330,8 +329,7 @@ def _simulate(
     """Return the answers, and notes for standard error."""
     from slurmrl.desk.trial_checks import checkpoint_bytes
     from slurmrl.plan.build import make_plan
-    from slurmrl.simulate.outcome_text import SimulationAnswers
-    from slurmrl.simulate.several_runs import commit_advice, tasks_needed
+    from slurmrl.simulate.outcomes import SimulationAnswers, commit_advice, tasks_needed
     from slurmrl.simulate.trial_costs import GivenSeconds, Scale, trial_costs
 
     _check_options(options)
@@ -377,8 +375,8 @@ def _run(
     ``ask`` returns the seconds that Slurm expects the first job to wait, with a time limit.
     """
     from slurmrl.config.schema.cluster import time_limit_s
+    from slurmrl.simulate.outcomes import run_all
     from slurmrl.simulate.queue_waits import FixedWait, QueueTrace
-    from slurmrl.simulate.several_runs import run_all
     from slurmrl.simulate.trial_costs import Conditions, Disturbances
 
     disturbances = Disturbances(

@@ -38,8 +38,8 @@ from slurmrl.plan.engine_rules import VLLM_FLAGS, VLLM_IMAGE_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
 from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of
+from slurmrl.rollouts.generation.image_requests import image_features
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving, cache_flags
-from slurmrl.rollouts.generation.vllm_images import image_features
 from slurmrl.rollouts.generation.weight_checks import (
     Digest,
     Held,

@@ -17,8 +17,8 @@ from slurmrl.errors import UsageError
 from slurmrl.plan.estimates.pass_seconds import LengthDistribution
 from slurmrl.plan.settings import load_settings
 from slurmrl.simulate.host_events import HostLosses, HostSpeeds
+from slurmrl.simulate.outcomes import commit_advice
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
-from slurmrl.simulate.several_runs import commit_advice
 from slurmrl.simulate.simulated_task import SimulatedTask
 from slurmrl.simulate.task_pool import TaskPool
 from slurmrl.simulate.trial_costs import (
