@@ -430,6 +430,8 @@ PATCH: Final = {"patch_size": 14, "temporal_patch_size": 2, "in_channels": 3}
 """Sizes of Qwen2.5-VL's patches. SGLang mistakes other patches for hidden states of images."""
 STRAY: Final = 0
 """The token that is read in place of a placeholder without an image."""
+TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
+"""Fields of a ``config.json`` object of which one has the token id of placeholders."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "sglang": ("qwen2_5_vl", "qwen3_vl"),
     "vllm": ("qwen2_5_vl", "qwen3_vl"),
@@ -448,11 +450,14 @@ def served_refusal(values: Mapping[str, Any], server: str) -> str:
     """Return why a server gets no images for the model of a ``config.json`` object; or ""."""
     family, known = values.get("model_type"), SERVED[server]
     if family in known:
-        tower = {**PATCH, **(values.get("vision_config") or {})}
-        odd = any(tower[name] != size for name, size in PATCH.items())
+        tower = values.get("vision_config")
+        given = tower if isinstance(tower, Mapping) else {}
+        odd = any(given.get(name, size) != size for name, size in PATCH.items())
         if odd and (server, family) == ("sglang", "qwen2_5_vl"):
             sizes = ", ".join(f"{name} {size}" for name, size in PATCH.items())
             return f"sglang servers read images of {family} models only with {sizes}"
+        if not any(name in values for name in TOKEN_FIELDS):
+            return f"{server} servers get images only if the model's config sets {TOKEN_FIELDS[0]}"
         return ""
     names = ", ".join(known)
     return f"{server} servers get no images for {family} models; allowed families: {names}"

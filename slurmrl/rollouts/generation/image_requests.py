@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.errors import UsageError
-from slurmrl.models.families import PICTURE_FAMILIES, STRAY
+from slurmrl.models.families import PICTURE_FAMILIES, STRAY, TOKEN_FIELDS
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.pictures import key_of, read
 
 GRID, PIXELS = "image_grid_thw", "pixel_values"
 """Arguments of models: the numbers [images, 3] of patches of each image by time, height and width,
 and the pixels [patches of all images, numbers of a patch]."""
-TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
 CACHED: Final = 8
 """Prompts whose images stay in host memory: the completions of a prompt are separate requests."""
 

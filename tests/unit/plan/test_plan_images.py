@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import ConfigError
+from slurmrl.models.families import served_refusal
 from slurmrl.plan.estimates.added_sizes import trained_shard
 from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.estimates.shape import parameters, shape_of
@@ -64,6 +65,9 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         (["rollout.backend=sglang:d1", "actor.path=null", "actor.tokenizer=model",
           "actor.architecture={model_type: qwen2_5_vl, vision_config: {patch_size: 16}}"],
          "rollout.backend", "read images of qwen2_5_vl models only with patch_size 14"),
+        (["rollout.backend=vllm:d1", "actor.path=null", "actor.tokenizer=model",
+          "actor.architecture={model_type: qwen3_vl}"],
+         "rollout.backend", "get images only if the model's config sets image_token_id"),
         (["rollout.backend=vllm", "rollout.servers=['unix:/a']"], "rollout.servers",
          "only servers that slurmrl starts"),
         (["rollout.backend=vllm:d1", "rollout.server_args=['--mm-device-do-normalize']"],
@@ -168,6 +172,12 @@ def test_encoder_that_is_no_object_is_left_to_the_check_of_weights(folder: Path)
     file = folder / "other" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "vision_config": 5}))
     load(folder, *overrides)
+
+
+def test_encoder_that_is_no_object_is_accepted_for_servers() -> None:
+    """The check of weights reports it."""
+    values = {"model_type": "qwen2_5_vl", "vision_config": 5, "image_token_id": 1}
+    assert {served_refusal(values, server) for server in ("sglang", "vllm")} == {""}
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
