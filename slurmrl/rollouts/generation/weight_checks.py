@@ -105,7 +105,7 @@ def parameter(
         return _experts(files, name, part)
     if any(source not in specs for source in sources):
         return None
-    if name.endswith(NORM) and config["model_type"] in ADDS_ONE:
+    if name.endswith(NORM) and config.get("model_type") in ADDS_ONE:
         return None
     tensors: list[Tensor] = []
     for source in sources:
@@ -194,7 +194,9 @@ def _own_rows(
     whole = shape[axis] + (-shape[axis] % FULL_ROWS if rows else 0)
     of = part.of
     if ".k_proj." in source or ".v_proj." in source:  # with fewer heads, ranks share them
-        of = min(of, int(config["num_key_value_heads"]))
+        if (heads := config.get("num_key_value_heads")) is None:
+            return None  # the default of the family is not known here
+        of = min(of, int(heads))
     if part.of % of or whole % of:
         return None
     size = whole // of

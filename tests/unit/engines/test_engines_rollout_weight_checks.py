@@ -78,6 +78,16 @@ def test_language_model_is_compared_next_to_an_image_encoder(tmp_path: Path, sto
         assert parameter(files, config, name, TensorPart()) is None
 
 
+def test_parameters_are_not_compared_if_the_config_omits_their_heads(tmp_path: Path) -> None:
+    """Configs of gemma3 omit them in text_config, for which transformers has defaults."""
+    save_file(tensors(), tmp_path / "model.safetensors")
+    config: dict[str, Any] = {"model_type": "gemma3", "text_config": {}, "vision_config": {}}
+    names = ("self_attn.qkv_proj.bias", "input_layernorm.weight", "mlp.gate_up_proj.weight")
+    files, part = open_folder(tmp_path), TensorPart(1, 2)
+    found = [parameter(files, config, f"{LAYER}.{name}", part) for name in names]
+    assert [each is None for each in found] == [True, False, False]
+
+
 @pytest.mark.parametrize("of", [1, 2, 4])
 def test_parameters_are_merged_split_and_padded_like_in_servers(tmp_path: Path, of: int) -> None:
     """With 4 ranks, two of them hold each of the 2 key-value heads."""
