@@ -10,6 +10,7 @@ can read, and another process could take the port first.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import socket
@@ -92,6 +93,28 @@ def _as_tensors(image: Any) -> Any:
     return made
 
 
+def tell_grids_apart() -> None:
+    """Let the hash of an image depend on the grid of its patches.
+
+    SGLang hashes only pixels. A white image of 2 x 4 patches would get the hidden states and the
+    cached keys and values of a white image of 4 x 2 patches.
+    """
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem
+
+    hash_pixels = MultimodalDataItem.set_pad_value
+
+    def set_pad_value(self: Any) -> None:
+        grid = self.model_specific_data.get("image_grid_thw")
+        known = self.hash is not None or self.pad_value is not None
+        hash_pixels(self)
+        if grid is not None and not known:
+            content = f"{self.hash} {grid.tolist()}".encode()
+            digest = hashlib.blake2b(content, digest_size=8).digest()
+            self.set_hash(int.from_bytes(digest, "big"))
+
+    MultimodalDataItem.set_pad_value = set_pad_value
+
+
 def main(path: str, arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server
@@ -100,6 +123,7 @@ def main(path: str, arguments: list[str]) -> None:
 
     listen_on(path)
     read_arrays()
+    tell_grids_apart()
     http_server._freeze_gc_after_server_warmup = lambda _: None  # it would use the unused port
     try:
         run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from slurmrl.rollouts.generation.base import Completion, GenerationOptions, Weig
 from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.launch_sglang import tell_grids_apart
 from slurmrl.rollouts.generation.server_kinds import weights_config
 from slurmrl.rollouts.generation.sglang import (
     SglangDialect,
@@ -614,3 +617,35 @@ def test_checksums_omit_the_draft_model(version: str) -> None:
     assert read_checksums("server", {"ranks": ranks}) == [Held(TensorPart(1, 2), {"a": "1"})]
     with pytest.raises(RunFailedError, match="does not have SGLang's form"):
         read_checksums("server", {"success": True})
+
+
+class ScriptedImage:
+    """An image of SGLang, whose hash is the hash of its pixels."""
+
+    def __init__(self, pixels: int, *grid: int) -> None:
+        self.pixels = pixels
+        self.model_specific_data = {"image_grid_thw": np.array([grid])}
+        self.hash: int | None = None
+        self.pad_value: int | None = None
+
+    def set_hash(self, value: int) -> None:
+        self.hash = self.pad_value = value
+
+    def set_pad_value(self) -> None:
+        if self.pad_value is None:
+            self.set_hash(self.pixels if self.hash is None else self.hash)
+
+
+def test_images_with_equal_pixels_and_other_grids_have_other_hashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Images of one color have equal pixels, but the encoder also reads the places of patches."""
+    module: Any = ModuleType("sglang.srt.managers.schedule_batch")
+    module.MultimodalDataItem = ScriptedImage
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(ScriptedImage, "set_pad_value", ScriptedImage.set_pad_value)
+    tell_grids_apart()
+    wide, tall, again = (ScriptedImage(7, *grid) for grid in ((1, 2, 4), (1, 4, 2), (1, 2, 4)))
+    for image in (wide, tall, again, wide):  # SGLang asks for a hash more than once
+        image.set_pad_value()
+    assert wide.hash == wide.pad_value == again.hash != tall.hash
