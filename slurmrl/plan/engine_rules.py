@@ -360,7 +360,7 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
         },
         image_conflicts=dict.fromkeys(
             ("--mm-device-do-normalize", "--mm-processor-cache-gb"),
-            "with images: requests carry normalized pixels",
+            "slurmrl sends the pixels of images already normalized",
         ),
     ),
 }

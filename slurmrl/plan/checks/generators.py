@@ -358,7 +358,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(key, reason, value)
         return
     if rollout.kv_cache_dtype is not None:
-        reason = " with rollout.quantization: scales of the cache would be those of random weights"
+        reason = " with rollout.quantization: random weights would set the scales of the cache"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The default is float32 only without GPUs, which another check rejects.
     chosen = draft.writes("actor", "dtype") or draft.writes(ROLLOUTS, "server_args")
@@ -400,12 +400,12 @@ def fp8_training(draft: Draft) -> Iterator[Problem]:
         shape, where = shape_of(model), role if draft.writes(role, "fp8") else "actor"
         reason = ""
         if model.transformer_engine is False:
-            reason = " with transformer_engine: false, which computes in FP8"
+            reason = " with transformer_engine: false: only TransformerEngine computes in FP8"
         elif model.dtype != "bfloat16":
             reason = f" with dtype {model.dtype}: the rest of the model computes in bfloat16"
         elif shape is not None and (shape.experts or shape.latent is not None):
             kind = "experts" if shape.experts else "latent attention"
-            reason = f": the actor has {kind}, and FP8 is for dense layers only"
+            reason = f": the model has {kind}, and FP8 is for dense layers only"
         elif shape is not None:
             sizes = unequal_sizes(shape, allocation.sizes["tp"], ALIGNMENT)
             for name, size in sizes:

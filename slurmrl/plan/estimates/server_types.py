@@ -58,8 +58,8 @@ def unequal_sizes(shape: ModelShape, tp: int, multiple: int) -> Iterator[tuple[s
     """
     sizes = {
         "hidden_size": shape.hidden,
-        "the queries of a tensor rank": shape.queries / tp,
-        "the keys of a tensor rank": shape.kv_heads_of_rank(tp) * shape.head_dim,
+        "the size of a tensor rank's queries": shape.queries / tp,
+        "the size of a tensor rank's keys": shape.kv_heads_of_rank(tp) * shape.head_dim,
     }
     if shape.expert_layers < shape.layers:
         sizes["intermediate_size of a tensor rank"] = shape.inner / tp

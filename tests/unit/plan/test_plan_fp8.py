@@ -99,7 +99,12 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
             {},
         ),
         ("quantization", "with sglang, which misread FP8 versions", (*APART, FP8), {}),
-        ("kv_cache_dtype", "with rollout.quantization: scales", (*VLLM_APART, FP8, CACHE), {}),
+        (
+            "kv_cache_dtype",
+            "with rollout.quantization: random weights would set the scales",
+            (*VLLM_APART, FP8, CACHE),
+            {},
+        ),
         ("quantization", "'int4' is not allowed", (*APART, "rollout.quantization=int4"), {}),
         ("kv_cache_dtype", "'int8' is not allowed", (*APART, "rollout.kv_cache_dtype=int8"), {}),
         (
@@ -110,7 +115,7 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
         ),
         (
             "quantization",
-            f"with 'vllm:d4t4': the keys of a tensor rank is 64, {OF_BLOCKS}",
+            f"with 'vllm:d4t4': the size of a tensor rank's keys is 64, {OF_BLOCKS}",
             ("rollout.backend=vllm:d4t4", "rollout.gpus=16-31", FP8),
             {"head_dim": 64, "num_attention_heads": 56},
         ),
@@ -209,10 +214,11 @@ def test_fp8_of_training_speeds_up_products_and_corrects_losses(plan_ppo: Load) 
         ("hybrid' is not allowed: fsdp does not compute in FP8; allowed backends: megatron",
          ("actor.backend=fsdp:d16",), {}),
         ("'int8' is not allowed", ("actor.fp8=int8",), {}),
-        ("with transformer_engine: false", ("actor.transformer_engine=false",), {}),
+        ("with transformer_engine: false: only TransformerEngine computes in FP8",
+         ("actor.transformer_engine=false",), {}),
         ("with dtype float32", ("actor.dtype=float32",), {}),
         (
-            "the actor has experts, and FP8 is for dense layers only",
+            "the model has experts, and FP8 is for dense layers only",
             (),
             {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256},
         ),

@@ -71,7 +71,7 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         (["rollout.backend=vllm", "rollout.servers=['unix:/a']"], "rollout.servers",
          "only servers that slurmrl starts"),
         (["rollout.backend=vllm:d1", "rollout.server_args=['--mm-device-do-normalize']"],
-         "rollout.server_args", "requests carry normalized pixels"),
+         "rollout.server_args", ": slurmrl sends the pixels of images already normalized"),
         (["evaluation={dataset: {type: prompt, path: rows.jsonl, images_key: images}, "
           "tasks: {backend: sglang:d1}}", "actor.path=null", "actor.tokenizer=model",
           "actor.architecture={model_type: gemma3}"], "evaluation.tasks.backend", "get no images"),
