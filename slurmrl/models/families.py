@@ -401,7 +401,7 @@ REFUSED: Mapping[str, str] = {
     "final_logit_softcapping), which packed attention kernels and the chunked log-probabilities "
     "do not do",
     "gemma3_text": "it alternates two rotations and norms around each block",
-    "kimi_k2": "its layers are those of deepseek_v3, so set model_type to it "
+    "kimi_k2": "it has the layers of deepseek_v3, so set model_type to deepseek_v3 "
     "(docs/models.md#latent-attention)",
 }
 """Families that users may expect, and why the built-in decoder does not run them."""

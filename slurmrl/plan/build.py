@@ -342,8 +342,8 @@ def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterat
         if gpus and not most:
             remedy = "choose a partition with GPUs, or compute on CPUs: cluster.gpus_per_worker=0"
         yield (
-            f"the {group.name} group needs {needed} {kind}, {where} has {len(fit)} (of "
-            f"{len(hosts)} hosts, with up to {most} GPUs): {remedy}"
+            f"the {group.name} group needs {needed} {kind}, but {where} has {len(fit)} (of "
+            f"{len(hosts)} hosts with at most {most} GPUs each): {remedy}"
         )
         return
     cpus, mib = group.cpus_per_worker * workers, (group.memory_bytes or 0) * workers >> 20

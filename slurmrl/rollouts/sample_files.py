@@ -358,7 +358,7 @@ class SampleGroup:
         if self.lengths.dtype != PER_COMPLETION["lengths"] or self.lengths.ndim != 1:
             return f"lengths are {self.lengths.dtype} {self.lengths.shape}"
         if not self.lengths.size or self.lengths.min() < 1:
-            return "a completion without tokens, or none at all"
+            return "there is no completion, or a completion has no tokens"
         tokens, count = int(self.lengths.sum(dtype=np.int64)), self.lengths.size
         wanted = {name: (dtype, tokens) for name, dtype in PER_TOKEN.items()}
         wanted |= {name: (dtype, count) for name, dtype in PER_COMPLETION.items()}
@@ -394,7 +394,7 @@ class SampleGroup:
             return f"experts are {experts.dtype}, their sizes {sizes.dtype}"
         whole = (sizes >= 0).all() and not (sizes % self.lengths).any()
         if not whole or experts.shape != (sizes.sum(dtype=np.int64),) or (experts < -1).any():
-            return f"{experts.size} expert numbers, of which some are invalid or missing"
+            return f"some of the {experts.size} expert numbers are invalid, or numbers are missing"
         return None
 
     def _wrong_masks(self, masks: SampledMasks) -> str | None:

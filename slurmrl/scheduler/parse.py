@@ -112,7 +112,7 @@ def expected_start(text: str) -> datetime:
     found = re.search(r" to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
     if found is None:
         said = " ".join(messages(text)) or "nothing"
-        raise SchedulerError(f"sbatch --test-only names no start of the job, it says: {said}")
+        raise SchedulerError(f"sbatch --test-only did not name a start time; it printed: {said}")
     return datetime.fromisoformat(found[1])
 
 

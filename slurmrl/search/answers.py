@@ -85,7 +85,7 @@ class Searched:
     refused: Sequence[str] = ()
     """Changes without an answer, each with the reason."""
     rejected: Sequence[str] = ()
-    """Reasons why a submission would reject combinations, among which faster ones are."""
+    """Reasons why a submission would reject combinations, some of which are faster."""
 
 
 def search(
@@ -253,7 +253,7 @@ def document(
     ``searched`` has the allowed changes; None if none are allowed. ``rejected`` has the reasons of
     a submission against other combinations.
     """
-    refusal = "a submission would reject other combinations, among which faster ones are:"
+    refusal = "a submission would reject other combinations, some of them faster:"
     return Document(
         f"the best {len(answers)}" if len(answers) > 1 else "the best",
         [

@@ -209,7 +209,7 @@ def _blocks(answers: SimulationAnswers) -> Iterator[Block]:
     several = len(best.outcomes) > 1
     headings = ("TIME LIMIT", "FINISHED", "WALL TIME", "JOBS", "GPU HOURS", "TRAINING")
     note = "intervals hold 80 % of the runs; " if several else ""
-    note += "TRAINING: share of the time in jobs in which steps are made that count"
+    note += "TRAINING: share of job time in steps that a failure did not undo"
     yield Table(headings, [_row(one) for one in answers.runs], note=note)
     where = f"time with the limit {limit_words(best.time_limit_s)}" if answers.runs[1:] else "time"
     total = sum(best.parts.values()) or 1.0
@@ -257,9 +257,9 @@ def advice(answers: SimulationAnswers) -> list[str]:
     if answers.commit is not None:
         commit = answers.commit
         said.append(
-            f"commits: every {commit.steps} steps ({words(commit.seconds)}) lose least, about "
-            f"{commit.lost:.1%}, with a failure every {words(commit.between_failures_s)}; now: "
-            f"{_commits(costs)}"
+            f"commits: an interval of {commit.steps} steps ({words(commit.seconds)}) loses the "
+            f"least time, about {commit.lost:.1%}, with a failure every "
+            f"{words(commit.between_failures_s)}; now: {_commits(costs)}"
         )
     if costs.tasks is not None:
         need = answers.tasks_needed

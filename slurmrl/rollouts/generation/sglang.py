@@ -292,8 +292,8 @@ def on_cpu(tensor: Tensor, device: torch.device) -> str:
 def on_gpu(tensor: Tensor, device: torch.device) -> str | None:
     """Return the checksum of a parameter on a GPU.
 
-    It has two hashes of 32 bits of each tile of words, which depend on where the words are, summed
-    over all tiles as one number of 64 bits.
+    Each tile of words has two 32-bit hashes, which depend on the positions of the words. The
+    checksum is the sum of these hashes over all tiles, as one 64-bit number.
     """
     found = elements(tensor)
     if missing := -len(found) % 4:

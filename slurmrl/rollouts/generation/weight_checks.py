@@ -275,7 +275,7 @@ class WeightChecks:
         if name is not None:
             self.types.add(name)
         if stored is not None and name not in (None, stored):
-            self.tell(where, f"it computes in {name}, but training in {stored} (actor.dtype)")
+            self.tell(where, f"it computes in {name}; training computes in {stored} (actor.dtype)")
         return digest if isinstance(digest, str) else in_type(digest, stored, server)
 
     def began(self, where: str) -> bool:
@@ -395,8 +395,8 @@ class WeightChecks:
         before = self._before.get(where)
         if before is not None and before[0] == version and before[1] != held:
             raise RunFailedError(
-                f"{where}: its weights of version {version} differ from its weights of that "
-                "version before it was started again"
+                f"{where}: its weights of version {version} are not the same as before it was "
+                "started again"
             )
         self._before[where] = version, held
 

@@ -181,7 +181,7 @@ class TensorFile:
         """
         spec = self.specs[name]
         if spec.dtype not in NUMPY_DTYPES:
-            raise CorruptFileError(f"{self.path}: tensor '{name}' has the type {spec.dtype}")
+            raise CorruptFileError(f"{self.path}: tensor '{name}': unsupported type {spec.dtype}")
         if self._map.closed:
             self._map = self._mapped()
             if len(self._map) != self._size:

@@ -430,7 +430,7 @@ def resolved(
         first, layers = layers[whole[-1]], layers[whole[-1] + 1 :]
         bits, found = files.stored(*first), first[1].checksum
     elif held is None:
-        raise WeightVersionError(f"'{name}' is complete in no version of {_named(chain)}")
+        raise WeightVersionError(f"'{name}' is not stored whole in any of {_named(chain)}")
     else:
         bits = held(name).copy()
         found = digest(bits.data)

@@ -262,7 +262,7 @@ def test_request_beyond_the_cluster_is_rejected_before_submission(
     assert run(capsys, *arguments, "--no-check")[0] == 0
     code, _, err = run(capsys, *arguments, "--no-check", "actor.backend=fsdp:d2")
     assert code == 2
-    assert "the trainer group needs 1 host with 2 GPUs, the cluster has 0" in err
+    assert "the trainer group needs 1 host with 2 GPUs, but the cluster has 0" in err
     code, out, _ = run(capsys, "plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:])
     assert code == 2
     assert "needs 1 host with 2 GPUs" in out

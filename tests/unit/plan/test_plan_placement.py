@@ -262,7 +262,7 @@ def test_message_about_missing_gpus_explains_cpu_training(plan_ppo: Load) -> Non
     settings = plan_ppo("actor.backend=fsdp:d1")
     hosts = {"trainer": [HostRow("n1", "idle", 0)]}
     [line] = build.lacking(make_plan(settings, scheduler="slurm"), settings.config, hosts)
-    assert line.startswith("the trainer group needs 1 host with 1 GPU, the cluster has 0")
+    assert line.startswith("the trainer group needs 1 host with 1 GPU, but the cluster has 0")
     assert line.endswith("compute on CPUs: cluster.gpus_per_worker=0")
 
 

@@ -130,7 +130,7 @@ def test_rollout_array_has_its_own_slurm_options(plan_ppo: Load) -> None:
     assert (rollout.links, rollout.cpus_per_worker) == (10, 4)
     assert build.lacking(plan, settings.config, rows) == []
     (line,) = build.lacking(plan, settings.config, {**rows, "rollout": []})
-    assert "the rollout group needs 1 host with 1 GPU, partition preemptible has 0" in line
+    assert "the rollout group needs 1 host with 1 GPU, but partition preemptible has 0" in line
 
 
 def test_server_task_has_one_worker_with_all_gpus(plan_ppo: Load) -> None:

@@ -54,7 +54,7 @@ def test_slurm_is_asked_once_for_each_time_limit(
     ("answer", "message"),
     [
         ("echo 'allocation failure: Requested nodes are busy' >&2; exit 1", "nodes are busy"),
-        ("exit 0", "sbatch --test-only names no start of the job, it says: nothing"),
+        ("exit 0", "sbatch --test-only did not name a start time; it printed: nothing"),
     ],
 )
 def test_missing_estimate_of_slurm_is_an_error(
