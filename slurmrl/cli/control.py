@@ -65,7 +65,7 @@ except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueErr
     "included",
     multiple=True,
     metavar="HOST|all",
-    help="Use a host again that jobs exclude after failures. slurmrl status lists these hosts. "
+    help="Use a host again that was excluded after failures. slurmrl status lists these hosts. "
     "Repeatable.",
 )
 @common

@@ -266,7 +266,7 @@ def _short(text: str) -> str:
     multiple=True,
     required=True,
     metavar="KEY",
-    help="Key of the rows whose value is used. Repeatable.",
+    help="Key of the rows whose text the tokenizer learns from. Repeatable.",
 )
 @click.option(
     "--vocabulary",

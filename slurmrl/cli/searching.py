@@ -96,13 +96,13 @@ def _size_range(
     "--prompt-tokens",
     type=FiniteRange(min=1),
     metavar="TOKENS",
-    help="Mean length of a prompt. Default: half of the limit.",
+    help="Mean length of a prompt. Default: half of the maximum.",
 )
 @click.option(
     "--response-tokens",
     type=FiniteRange(min=1),
     metavar="TOKENS",
-    help="Mean length of a completion. Default: half of the limit.",
+    help="Mean length of a completion. Default: half of the maximum.",
 )
 @click.option(
     "--calibrate",

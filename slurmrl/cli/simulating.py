@@ -178,8 +178,8 @@ def _limits(text: str) -> list[str]:
     type=FiniteRange(0, 1),
     default=0.0,
     metavar="SHARE",
-    help="Share of the cluster's hosts that stay slow (0.01). A step waits for them as long as the "
-    "job has them.",
+    help="Share of the cluster's hosts that are always slow (0.01: 1 %). They slow down each step "
+    "of a job that runs on them.",
 )
 @click.option(
     "--slow-factor",
@@ -201,7 +201,9 @@ def _limits(text: str) -> list[str]:
     help="Seconds from a failure that leaves the job running to the next step.",
 )
 @click.option("--commit-seconds", type=SECONDS, help="Time for which a commit stops training.")
-@click.option("--evaluation-seconds", type=SECONDS, help="Time of an evaluation by the trainers.")
+@click.option(
+    "--evaluation-seconds", type=SECONDS, help="Seconds of an evaluation on the trainers' GPUs."
+)
 @click.option(
     "--reward-seconds",
     type=SECONDS,
@@ -223,12 +225,12 @@ def _limits(text: str) -> list[str]:
 @click.option(
     "--prompt-tokens",
     type=FiniteRange(min=1),
-    help="Mean length of a prompt. Default: half of the limit.",
+    help="Mean length of a prompt. Default: half of the maximum.",
 )
 @click.option(
     "--response-tokens",
     type=FiniteRange(min=1),
-    help="Mean length of a completion. Default: half of the limit.",
+    help="Mean length of a completion. Default: half of the maximum.",
 )
 @click.option(
     "--runs",
