@@ -145,8 +145,8 @@ class Slurm(JobOptions):
 
     links: Annotated[int, Field(gt=0, le=1000)] = 8
     """Length of the chain: the number of elements in the job array, which run one after the other.
-    When few are left, a trial that has committed submits as many again if sbatch works on compute
-    nodes. Otherwise run `slurmrl resume`. For tasks, the number of successive jobs for each task.
+    When few are left, a job that has committed submits another array of this length if sbatch works
+    on compute nodes. Otherwise run `slurmrl resume`. For tasks, the number of successive jobs.
     """
     continue_: Annotated[Literal["chain", "requeue", "none"], Field(alias="continue")] = "chain"
     """How a trial continues when its job ends.
