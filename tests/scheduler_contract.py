@@ -151,7 +151,7 @@ def test_cancel_ends_running_and_pending_jobs(scheduler: Scheduler, ask: Ask) ->
         wait_until(lambda: not active(scheduler, jobs), "the job ends")
         assert state(scheduler, jobs, 0) is JobState.CANCELLED
         assert len(pids(request)) == 1
-        scheduler.cancel(jobs)  # a second time is no error
+        scheduler.cancel(jobs)  # a second cancellation is no error
 
 
 def test_cancel_keeps_the_named_element(scheduler: Scheduler, ask: Ask) -> None:

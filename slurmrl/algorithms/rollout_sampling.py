@@ -32,7 +32,7 @@ def completions(context: CallContext) -> int:
 
 
 def generation_options(context: CallContext) -> GenerationOptions:
-    """The settings of the rollout or of the evaluation, which uses neither top-k nor top-p."""
+    """Return the options of the rollout, or of the evaluation, which has no top-k or top-p."""
     config = context.settings.config
     rollout, evaluation = config.rollout, config.evaluation
     if context.evaluation and evaluation is not None:

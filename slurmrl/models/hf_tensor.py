@@ -385,7 +385,7 @@ def _product(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _leaving(tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """Sum products over the ranks. Adapters add theirs before, by a hook in front."""
+    """Sum products over the ranks. An earlier hook has added the products of adapters."""
 
     def leave(module: nn.Module, _: Any, products: Tensor) -> Tensor:
         whole = partial_to_whole(products, tensor.group)
@@ -406,9 +406,9 @@ class RankElements(NamedTuple):
     experts: int
     """Elements of the routed experts; those of shared experts are dense."""
     dense_layer: tuple[int, int]
-    """Dense elements and elements of experts of the largest layer without experts."""
+    """Elements of the largest layer without experts, in the same order: dense, experts (0)."""
     expert_layer: tuple[int, int]
-    """Dense elements and elements of experts of the largest layer with experts."""
+    """Elements of the largest layer with experts, in the same order: dense, experts."""
 
 
 @lru_cache(maxsize=16)

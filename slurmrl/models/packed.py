@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Position of each packed token within its sequence [T] int64."""
+    """Return the position of each packed token within its sequence [T] int64."""
     starts = cu_seqlens[:-1].long()
     spread = torch.repeat_interleave(starts, cu_seqlens.diff().long(), output_size=tokens)
     return torch.arange(tokens, device=cu_seqlens.device) - spread
 
 
 def packed_rows(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """The sequence of each packed token [T] int64."""
+    """Return the sequence of each packed token [T] int64."""
     lengths = cu_seqlens.diff().long()
     rows = torch.arange(lengths.shape[0], device=cu_seqlens.device)
     return torch.repeat_interleave(rows, lengths, output_size=tokens)
 
 
 def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The token order [T] in which sequences are sorted by length, and its cu_seqlens."""
+    """Return the token order [T] that sorts sequences by length, and the sorted cu_seqlens."""
     lengths = cu_seqlens.diff().long()
     by_length = lengths.argsort(stable=True)
     sorted_lengths = lengths[by_length]

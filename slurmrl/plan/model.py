@@ -151,7 +151,7 @@ class CallPlan(_PlanPart):
     outputs: tuple[str, ...]
     ranks: tuple[int, ...]
     layout: str | None = None
-    """The model of the plan whose layout it runs on, if that is not the role's own."""
+    """The model whose layout the call uses, if it does not use the layout of its role."""
     base: bool = False
     """Whether it runs on that model without its adapters."""
     pre_hooks: tuple[Reallocation, ...] = ()

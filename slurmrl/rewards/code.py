@@ -295,7 +295,7 @@ def sandbox_program(
 
 
 def check_limits(**limits: Any) -> None:
-    """Check limits of programs by the names of their options.
+    """Check the limits of programs, given by option name.
 
     :raises UsageError: one is not a positive number.
     """

@@ -458,7 +458,7 @@ def latex(formula: str) -> str:
 
 
 def too_long(text: str) -> bool:
-    """Whether an answer on one line is longer than a formula without an environment may be."""
+    """Whether an answer on one line exceeds the maximum length of a formula in plain text."""
     return len(text) > LONGEST_FORMULA and "\n" not in text and not is_prose(bare(text))
 
 

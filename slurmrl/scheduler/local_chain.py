@@ -250,7 +250,7 @@ class LocalChain:
             "SLURM_ARRAY_JOB_ID": self._state.job,
             "SLURM_ARRAY_TASK_ID": str(index),
         }
-        environ.pop("PYTHONPATH", None)  # it is the chain's; the script sets a link's own
+        environ.pop("PYTHONPATH", None)  # the script sets the link's PYTHONPATH
         with self._run.batch_log(self._group, name).open("ab") as output:
             return subprocess.Popen(
                 ["/bin/bash", str(self._run.submission_script(self._number, self._group))],

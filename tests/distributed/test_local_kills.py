@@ -107,7 +107,7 @@ def go_on(site: Site, kind: str, step: int) -> None:
     site.wait_for_step(f"{kind}/1", step)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the sinks' libraries
+@pytest.mark.filterwarnings("ignore")  # libraries of sinks warn
 def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
     tmp_path: Path,
     undisturbed: Callable[[str], dict[str, Any]],

@@ -110,7 +110,7 @@ def test_command_cancels_its_job_when_a_signal_ends_it(tmp_path: Path, number: i
     with subprocess.Popen(command, cwd=REPOSITORY) as process:
         wait_until("a rank", lambda: ranks_of(root))
         process.send_signal(number)
-        process.send_signal(number)  # the second one does not disturb the cancellation
+        process.send_signal(number)  # a second signal must not stop the cancellation
         assert process.wait(60) == 128 + number
     wait_until("the ranks to end", lambda: not ranks_of(root))
     assert os.listdir(tmp_path) == [], "neither a profile nor the job's folder is left"

@@ -34,7 +34,7 @@ def test_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("slurmrl-*.whl")
     call([sys.executable, "-m", "venv", "--without-pip", place], tmp_path)
     (packages,) = place.glob("lib/python*/site-packages")
-    # What it depends on, without the .pth files there: they lead to this checkout.
+    # Link the wheel's dependencies, but not their .pth files, which lead to this checkout.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     call([*pip, "--python", place / "bin/python", "install", "-q", "--no-deps", wheel], tmp_path)
     package = packages / "slurmrl"

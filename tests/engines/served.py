@@ -177,7 +177,7 @@ async def with_a_stale_cache(served: Served) -> list[Completion]:
     engine = await ServerClient.connect(served.dialect(stale_cache=True))
     try:
         drawn = await over_an_update(engine, served.versions)
-        await engine.update_weights(served.version("1.1"))  # as the kept engine has left it
+        await engine.update_weights(served.version("1.1"))  # as the other client expects
         return drawn
     finally:
         await engine.close()

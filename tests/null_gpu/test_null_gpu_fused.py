@@ -42,7 +42,7 @@ def test_fused_logprobs_accumulate_products_in_place() -> None:
     """The release of torch that is tested adds bfloat16 products to a float32 matrix."""
     total, a = torch.zeros((8, 16)).cuda(), torch.zeros((8, 8), dtype=torch.bfloat16).cuda()
     b = torch.zeros((8, 16), dtype=torch.bfloat16).cuda()
-    add_product(total, a, b)  # the first call tries it
+    add_product(total, a, b)  # the first call tests whether torch can do it
     with device.counted() as counts:
         add_product(total, a, b)
     assert (counts["products"], counts["launches"]) == (1, 0)

@@ -116,7 +116,7 @@ class Site:
         def ended() -> dict[str, Any] | None:
             paths = self.paths(trial)
             if any(processes(paths.run).values()) and not fold(History(paths.history).read()).end:
-                return None  # it is alive; running the command would take a core from it
+                return None  # running the status command would take a core from the trial
             status = self.status(trial)
             return None if status["state"] in ("PENDING", "RUNNING") else status
 

@@ -389,7 +389,7 @@ def second_moment_mask(
     moved = mask & (log_ratio * advantages > 0)
     bits = moments.view(torch.int32)
     wide = moments.double()
-    # Search the largest limit, between these, with a small enough mean square.
+    # Find the largest limit between these two whose mean square is small enough.
     small = torch.full((), -1, dtype=torch.int64, device=bits.device)
     large = torch.full((), LARGEST_BITS + 1, dtype=torch.int64, device=bits.device)
     for _ in range(LARGEST_BITS.bit_length()):

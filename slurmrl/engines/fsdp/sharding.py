@@ -232,8 +232,8 @@ def take_first_copies(
 ) -> None:
     """Replace whole gradients, in place, by the gradients of the first tensor rank.
 
-    Each rank computes them from the same inputs. Some GPU kernels, as the backward pass of flash
-    attention, sum in varying orders, so the copies of a parameter would slowly drift apart.
+    Each rank computes them from the same inputs. Some GPU kernels, such as the backward pass of
+    flash attention, sum in varying orders, so the copies of a parameter would slowly drift apart.
 
     Collective over these ranks, on ``device``; all of them have gradients of the same names.
     """

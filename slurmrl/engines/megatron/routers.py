@@ -80,7 +80,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return self.balance.follow(self.number, weights, probabilities, counts), chosen
 
     def _among(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and choices among the ``allowed`` experts [T, E]; None: among all."""
+        """Return weights and choices among the ``allowed`` experts [T, E], or among all if None."""
         if self.moe.exact:
             return self._exact(logits.flatten(0, -2), allowed)
         self.router_replay = None if allowed is None else _Among(allowed)

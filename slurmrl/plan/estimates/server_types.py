@@ -89,7 +89,7 @@ def vllm_on_cpus(shape: ModelShape) -> str:
 
 
 def shape_on(shape: ModelShape, allocation: Allocation) -> ModelShape:
-    """Return the shape with which an engine splits a model: servers split every layer."""
+    """Return a model's shape for the checks of its layout: servers split every layer."""
     if not BACKENDS[allocation.backend].serves:
         return shape
     return replace(shape, whole_attention=False, equal_vocabulary=False, counted="")

@@ -139,7 +139,7 @@ class EndedStart:
     asked: bool = False
     """Whether it got requests."""
     answered: bool = False
-    """Whether it has answered one."""
+    """Whether it has answered a request."""
     error: str = ""
     """Error in its log if the server ended by itself, in words that are equal for each start; empty
     if a server on another host may not have this error."""

@@ -164,7 +164,7 @@ class ServerClient(RolloutEngine):
                 if name not in job.sent:
                     task.cancel()
                     continue
-                with suppress(RunFailedError):  # Its completions fail too, or end later.
+                with suppress(RunFailedError):  # The completions then fail too, or end later.
                     await self._dialect.abort(name)
             await asyncio.wait(unfinished.values(), timeout=backoff.next_s())
 

@@ -351,7 +351,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # otherwise the server would unpickle requests
-    "VLLM_API_KEY": "",  # a key of other servers, which this server would require
+    "VLLM_API_KEY": "",  # otherwise the server would require this key in requests
     "HF_HUB_OFFLINE": "1",
 }
 """Variables of a server, which override the job's variables."""

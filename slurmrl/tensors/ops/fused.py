@@ -26,10 +26,10 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""Names of activations in the kernels, by their names in configs."""
+"""Kernel names of activations, by their names in config.json."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_BLOCK = 4096
-"""Number of columns that a program handles at a time."""
+"""Number of columns of a row that a program handles at a time."""
 BLOCK = 1024
 """Elements that a program handles."""
 

@@ -119,7 +119,7 @@ class Watchers:
     def start(self, job: JobHosts) -> None:
         """Start a step on each of the job's last hosts, if it has spares.
 
-        It shares its host with the processes of a round.
+        These steps share their hosts with the processes of a round.
         """
         batch = env.NODE_NAME.get()
         others = [host for host in job.hosts if host != batch]

@@ -103,7 +103,7 @@ def distillation(teacher: PreTrainedModel) -> Step:
     return step
 
 
-# -- steps of ours --------------------------------------------------------------------------------
+# -- steps of slurmrl -----------------------------------------------------------------------------
 
 
 def made_model(folder: Path, seed: int) -> PreTrainedModel:

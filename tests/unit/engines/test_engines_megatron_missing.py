@@ -31,7 +31,7 @@ def test_missing_package_is_reported_with_its_install_command(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_is_reported() -> None:
     code = "from slurmrl.engines.megatron import require; require()"
-    run = subprocess.run(  # a process that has not been told that its CPU is one
+    run = subprocess.run(  # a process without the GPU that tests emulate
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
     )
     assert run.returncode != 0

@@ -238,7 +238,7 @@ def test_each_request_is_answered_once_with_current_or_later_weights(
         servers = [FakeServer() for _ in range(count)]
         instances = await serving(servers, wait_s=10000.0)
         futures: list[asyncio.Future[tuple[Completion, ...]]] = []
-        oldest: list[int] = []  # version that a request may get at least
+        oldest: list[int] = []  # minimum version of each request
         aborted: set[int] = set()
         updates, latest = [], 1
         for event in events:

@@ -285,7 +285,7 @@ def test_suspended_process_does_not_mistake_its_server_for_hung(tmp_path: Path) 
         (pid,) = await started(tmp_path, 1)
         dialect.slow_s = 0.1
         for _ in range(3):
-            time.sleep(1.0)  # nothing of this process runs meanwhile
+            time.sleep(1.0)  # blocks the event loop
             await asyncio.sleep(0.3)
         assert await started(tmp_path, 1) == [pid]
         assert Path(f"/proc/{pid}").exists()

@@ -85,9 +85,9 @@ def test_slurm_state_is_interpreted(raw: str, expected: JobState) -> None:
 @pytest.mark.parametrize(
     ("raw", "reason", "expected"),
     [
-        ("COMPLETING", "JobLaunchFailure", JobState.FAILED),  # of 22.05
-        ("COMPLETING", "RaisedSignal:9(Killed)", JobState.FAILED),  # of 24.11 and newer
-        ("COMPLETING", "None", None),  # preempted, requeued or cancelled
+        ("COMPLETING", "JobLaunchFailure", JobState.FAILED),  # Slurm 22.05
+        ("COMPLETING", "RaisedSignal:9(Killed)", JobState.FAILED),  # Slurm 24.11 and newer
+        ("COMPLETING", "None", None),  # a preempted, requeued or cancelled job
         ("RUNNING", "NonZeroExitCode", None),
         ("FAILED", "NonZeroExitCode", None),
     ],

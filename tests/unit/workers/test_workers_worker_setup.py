@@ -52,7 +52,7 @@ def test_missing_file_on_a_host_is_a_host_failure(tmp_path: Path, missing: str) 
         with pytest.raises(UnreadableInputError, match=r"is not on .*mounted there") as caught:
             require_inputs(settings)
         assert bool(caught.value.absent) == certain
-        for place in tmp_path.iterdir():  # an empty directory may be one without its mount
+        for place in tmp_path.iterdir():  # an empty folder, as without a mount
             place.unlink()
 
 
