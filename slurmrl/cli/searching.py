@@ -182,10 +182,14 @@ def search(
     found = _search(path, overrides, root, wanted)
     answers = found.searched.answers
     if not answers:
-        raise click.UsageError(
+        refusal = (
             "no combination of layouts and settings fits: use more GPUs or a range of them "
             "(--gpus 4..8), other engines (--engines)"
-            + (" or a larger --gpu-hours" if gpu_hours else "")
+        ) + (" or a larger --gpu-hours" if gpu_hours else "")
+        if found.searched.rejected:
+            refusal = "a submission would reject each combination that was found:"
+        raise click.UsageError(
+            refusal
             + "".join(f"\n  {reason}" for reason in found.obstacles)
             + "".join(f"\n--allow {reason}" for reason in found.searched.refused)
         )

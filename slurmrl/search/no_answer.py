@@ -28,7 +28,7 @@ def reasons(checked: Settings, request: SearchRequest, rejected: Sequence[str]) 
     ``rejected`` has the reasons of rejected combinations that fit into memory.
     """
     if rejected:
-        return [f"one fits, but a submission would reject it: {reason}" for reason in rejected]
+        return list(rejected)
     return [
         f"with {_count(gpus)}: {max(_obstacles(checked, request, gpus)).words}"
         for gpus in request.gpus[:MOST_SIZES]

@@ -27,6 +27,7 @@ from slurmrl.plan.estimates.step_seconds import predict_step
 from slurmrl.plan.estimates.worker_memory import fullest_gpu
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.search import answers as answers_module
 from slurmrl.search import best_layouts, candidates
 from slurmrl.search.best_layouts import Answer, SearchRequest, search
 from slurmrl.search.candidates import Candidate, allocations, unbeaten
@@ -195,6 +196,18 @@ def test_reasons_of_rejected_combinations_are_shown(
     assert reason in out
     _, printed, _ = run(capsys, config, *given, "--engines", "fsdp,vllm", "--json")
     assert any(reason in one for one in json.loads(printed)["rejected"])
+
+
+def test_reasons_are_shown_if_all_combinations_are_rejected(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = answers_module.Searched((), rejected=("rollout.python: is required",))
+    monkeypatch.setattr(answers_module, "search", lambda *_: searched)
+    code, _, error = run(capsys, config, "--gpus", "8")
+    assert code == 2
+    assert "would reject each combination that was found:" in error
+    assert "rollout.python: is required" in error
+    assert "use more GPUs" not in error
 
 
 def test_adapters_and_their_shared_reference_change_layout_together(config: Path) -> None:
