@@ -368,5 +368,7 @@ class HFRollout(SplitRollout):
         from slurmrl.models.hf_reading import read_weights  # transformers takes seconds to import
 
         read_weights(self._model, folder)
+
+    def _check_own(self) -> None:
         # A task that cannot generate has failed at its start, before it asks for prompts.
         self._model.require_generation()

@@ -15,12 +15,13 @@ from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from slurmrl.engines.hf_batch import HFRollout
-from slurmrl.errors import UsageError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.base import RowKind
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_rows import row_places
 from slurmrl.rollouts.generation.base import WeightVersion
+from slurmrl.rollouts.generation.native.native_rollout import ReadOutcome
 from tests.support.families import VOCABULARY, tiny
 
 APART = (
@@ -210,6 +211,19 @@ def test_rollout_task_of_such_a_family_fails_before_it_has_weights(
         return engine.version
 
     assert asyncio.run(install()) == (None if message else "1.1")
+
+
+def test_generation_is_not_tested_after_another_rank_failed_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test computes with all ranks, and a rank that has failed would not take part."""
+    model = built(tiny("qwen3"))
+    model.inner.save_pretrained(tmp_path)
+    engine = HFRollout(model, None, 20)
+    monkeypatch.setattr(engine, "_outcomes", lambda _: {ReadOutcome.READ, ReadOutcome.BROKEN})
+    monkeypatch.setattr(model, "require_generation", lambda: pytest.fail("it computed"))
+    with pytest.raises(RunFailedError, match="other ranks of the model failed"):
+        engine._read("1.1", tmp_path)
 
 
 def test_recomputation_does_not_disable_the_generation_cache() -> None:

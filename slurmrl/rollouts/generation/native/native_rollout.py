@@ -81,11 +81,15 @@ class SplitRollout(BatchRollout):
             error = raised
         outcomes = self._outcomes(error)
         if outcomes == {ReadOutcome.READ}:
+            self._check_own()
             return
         if error is not None and outcomes == {ReadOutcome.REJECTED}:
             raise error
         reason = error or "other ranks of the model failed"
         raise self._lose(name, folder, reason) from error
+
+    def _check_own(self) -> None:
+        """Check the model once all its ranks have read their parts. They compute together."""
 
     def _outcomes(self, error: Exception | None) -> set[int]:
         """Return the results of all ranks that read weights; this rank has an error or none."""
