@@ -253,6 +253,7 @@ ODD: dict[str, dict[str, Any]] = {
         "q_lora_rank": None,
         "n_group": 4,
         "topk_method": "greedy",
+        "mlp_bias": True,
     },
     "glm4_moe_lite": LITE,
     "glm4_moe_lite-types": {

@@ -10,15 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.architecture import Head
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.inference import short_forward
 from slurmrl.models.paged import PagedCall, PagedCore, PagedDecoder
+from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.models.parallel.split import Axis, Split
 from slurmrl.models.recompute import Recompute
 from slurmrl.models.shapes import parameter_shapes, stored_shapes
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
-from tests.unit.models.conftest import small_decoder
+from tests.unit.models.conftest import BASE, ODD, small_decoder
 
 LENGTHS = (5, 1, 17, 5, 33, 1, 40)
 
@@ -213,6 +215,19 @@ def test_bfloat16_decoder_has_float32_logits() -> None:
     exact = hidden[[2, 7]].double() @ decoder.head_weight().double().t()
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_of_a_tensor_rank_have_the_sizes_of_its_boxes(odd_name: str) -> None:
+    even = {"hidden_size": 24, "intermediate_size": 12, "moe_intermediate_size": 12}
+    own = {name: even.get(name, value) for name, value in ODD[odd_name].items()}
+    config = ModelConfig.from_hf({**BASE, **own})
+    with torch.device("meta"):
+        decoder = build(config, split=Split(tensor=Axis(1, 2)))
+    boxes, shapes = TensorSplit(config, 2), stored_shapes(config, "lm")
+    parts = dict(decoder.named_parameters()) | decoder.constants()
+    assert {name: tuple(part.shape) for name, part in parts.items()} == {
+        name: boxes.box(name, shape, 1).size for name, shape in shapes.items()
+    }
 
 
 def test_bfloat16_stays_near_float32() -> None:
