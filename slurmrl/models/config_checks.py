@@ -46,7 +46,7 @@ NUMBERS = (
     "swiglu_limit",
     PARTIAL,
 )
-NEVER_NULL = ("num_experts_per_tok", "routed_scaling_factor")
+NEVER_NULL = ("num_experts_per_tok", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
 """Numbers of experts, besides those that a family names, for which null is not the default."""
 LARGEST = {"num_hidden_layers": 10**5}
 """Sizes that take memory and time when only a configuration is read."""
@@ -68,9 +68,12 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
     problems = []
     experts = (family.experts.count, family.experts.inner) if family.experts else ()
     counts = {*SIZES, *experts}
+    balance = ("router_aux_loss_coef",) if values.get("output_router_logits") else ()
+    numbers = (*experts, *balance, *NEVER_NULL)
+    never_null = {name for name in numbers if family.defaults.get(name)}
     for name in (*sorted(counts), *NUMBERS):
         value, kind = values.get(name), int if name in counts else (int, float)
-        if value is None and name in values and name in {*experts, *NEVER_NULL}:
+        if value is None and name in values and name in never_null:
             problems.append(f"{name} is null, must be a number; leave it out for its default")
         elif value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             rule = "a whole number" if name in counts else "a number"
@@ -112,9 +115,7 @@ def _bad_experts(family: Family, names: Experts, full: Mapping[str, Any]) -> lis
     if names.typed and types is not None:
         listed = isinstance(types, list) and len(types) == layers
         if not listed or set(types) - {"dense", "sparse"}:
-            problems.append(
-                f"mlp_layer_types must list dense or sparse for each of {layers} layers"
-            )
+            problems += [f"mlp_layer_types must list dense or sparse for each of {layers} layers"]
     return problems
 
 

@@ -158,13 +158,10 @@ def problems(full: Mapping[str, Any]) -> list[str]:
     ]
     if found:
         return found
-    rotated, key = (
-        int(full["qk_rope_head_dim"]),
-        full["qk_nope_head_dim"] + full["qk_rope_head_dim"],
-    )
+    rotated = int(full["qk_rope_head_dim"])
     if rotated % 2:
         found.append(f"qk_rope_head_dim {rotated} is odd; rotary positions need an even one")
-    for name, size in (("head_dim", rotated), (KEY_SIZE, key)):
+    for name, size in (("head_dim", rotated), (KEY_SIZE, full["qk_nope_head_dim"] + rotated)):
         if full.get(name) not in (None, size):
             found.append(f"{name} is {full[name]!r}, but the sizes of the heads imply {size}")
     heads, kv_heads = full["num_attention_heads"], full.get("num_key_value_heads")

@@ -271,11 +271,33 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
         ({"routed_scaling_factor": None}, "routed_scaling_factor is null, must be a number"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok is null, must be a number"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is null, must be a number"),
+        (
+            {
+                "model_type": "mixtral",
+                "output_router_logits": True,
+                "router_aux_loss_coef": None,
+            },
+            "router_aux_loss_coef is null, must be a number",
+        ),
+        ({"model_type": "gpt_oss", "swiglu_alpha": None}, "swiglu_alpha is null, must be a number"),
+        ({"model_type": "gpt_oss", "swiglu_limit": None}, "swiglu_limit is null, must be a number"),
     ],
 )
 def test_impossible_part_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         ModelConfig.from_hf({**GLM, **changes})
+
+
+def test_null_fields_of_experts_change_nothing_without_experts() -> None:
+    """Tools write such fields into the `config.json` of dense models too."""
+    null = {"num_experts_per_tok": None, "routed_scaling_factor": None, "swiglu_limit": None}
+    assert ModelConfig.from_hf({**LLAMA, **null}).moe is None
+
+
+def test_null_number_without_a_default_is_missing() -> None:
+    without = {**LLAMA, "model_type": "deepseek_v2", "num_experts_per_tok": None}
+    with pytest.raises(UsageError, match=r"config: 'num_experts_per_tok' is missing$"):
+        ModelConfig.from_hf(without)
 
 
 def test_share_of_rotated_dims_is_read_from_either_place() -> None:
