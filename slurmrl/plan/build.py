@@ -14,9 +14,9 @@ from slurmrl.plan import placement
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.generators import fp8_without_gpus
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
-from slurmrl.plan.engine_rules import ENGINES
+from slurmrl.plan.engine_rules import ENGINES, SERVER_KINDS
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.server_types import vllm_on_cpus
+from slurmrl.plan.estimates.server_types import unserved_on_cpus
 from slurmrl.plan.estimates.shape import shape_of, uses_sequence_parallel
 from slurmrl.plan.estimates.worker_memory import slot_bytes
 from slurmrl.plan.inherited_settings import gpus_per_worker
@@ -394,10 +394,11 @@ def lacking_gpus(settings: Settings, plan: Plan) -> list[Problem]:
         if ENGINES[model.engine].needs_gpu:
             reason = f"the {model.engine} engine needs a GPU for each worker, and {cause}"
             remedy = "on CPUs use fsdp"
-        elif model.engine == "vllm" and not settings.config.rollout.servers:
-            shape = shape_of(settings.config.actor)
-            if shape is not None and (lack := vllm_on_cpus(shape)):
+        elif model.engine in SERVER_KINDS and not settings.config.rollout.servers:
+            shape, arguments = shape_of(settings.config.actor), settings.config.rollout.server_args
+            if shape and (lack := unserved_on_cpus(model.engine, shape, arguments)):
                 reason = f"{lack}, and {cause}"
+                remedy = "on CPUs use native" if shape.biased_experts else remedy
         if not reason:
             continue
         message = f"'{model.backend}' is not allowed: {reason}; {remedy}"

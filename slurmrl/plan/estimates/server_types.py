@@ -6,7 +6,7 @@ float8_e4m3fn, and the factor of each block of 128 x 128 elements in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from slurmrl.config.allocation import Allocation
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.roles import TARGETS
-from slurmrl.plan.engine_rules import LEAST_HEAD
+from slurmrl.plan.engine_rules import LEAST_HEAD, last_value
 from slurmrl.plan.estimates.memory import BYTES, FLOAT32
 from slurmrl.plan.estimates.pass_seconds import SAME, Narrower
 from slurmrl.plan.estimates.shape import ModelShape, parameters
@@ -72,12 +72,16 @@ FP8_BYTES: Final = 1 + FLOAT32 / BLOCK**2
 """Bytes of an element, with its part of the factor of a block."""
 CACHE_BYTES: Final = 1
 """Bytes of an element of keys and values in FP8."""
+ATTENTION: Final = ("--attention-backend",)
 FASTER: Final = 1.6
 """Rate of FP8 matrix products, as a multiple of the bfloat16 rate (docs/benchmarks.md)."""
 
 
-def vllm_on_cpus(shape: ModelShape) -> str:
-    """Return why vLLM on CPUs cannot serve a model to which a run gives weights; or ""."""
+def unserved_on_cpus(kind: str, shape: ModelShape, arguments: Sequence[str] = ()) -> str:
+    """Return why a server on CPUs cannot serve a model to which a run gives weights; or ""."""
+    if kind == "sglang":
+        sinks = shape.biased_experts and last_value(arguments, ATTENTION) is None
+        return "SGLang's default attention on CPUs has no sinks" if sinks else ""
     if shape.experts:
         return "vLLM on CPUs cannot load new weights of a model with experts from files"
     if shape.head_dim < LEAST_HEAD:

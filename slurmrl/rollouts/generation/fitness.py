@@ -18,7 +18,7 @@ from slurmrl.plan.engine_rules import (
     VLLM_FLAGS,
     numbers_of,
 )
-from slurmrl.plan.estimates.server_types import vllm_on_cpus
+from slurmrl.plan.estimates.server_types import unserved_on_cpus
 from slurmrl.plan.estimates.shape import ModelShape
 from slurmrl.plan.estimates.shape import read as read_shape
 
@@ -184,7 +184,7 @@ def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     on_cpu = isinstance(device, dict) and device.get("device") == "cpu"
     if not on_cpu or needs.shape is None:
         return
-    if reason := vllm_on_cpus(needs.shape):
+    if reason := unserved_on_cpus("vllm", needs.shape):
         raise UsageError(f"{where}: {reason}: use native or sglang")
     if needs.shape.tied:
         raise UsageError(

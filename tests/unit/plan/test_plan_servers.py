@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from slurmrl.plan.build import make_plan
+from slurmrl.plan.build import lacking_gpus, make_plan
 from slurmrl.plan.checks.fit import rejection
 from slurmrl.plan.estimates.call_costs import margin
 from slurmrl.plan.estimates.hardware import GIB
@@ -45,6 +45,32 @@ APART = ("rollout.backend=sglang:d16", "rollout.gpus=16-31")
 
 def load(plan_ppo: Load, *overrides: str) -> Settings:
     return plan_ppo(*LAYOUT, *overrides, architecture=SEVEN_BILLION)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_models_with_sinks_are_rejected_for_servers_on_cpus(
+    plan_ppo: Load, kind: str, family: str
+) -> None:
+    """SGLang's attention on CPUs knows no sinks, so its server would not start."""
+    experts = {"model_type": family, "num_experts": 4, "num_experts_per_tok": 2}
+    server = (f"rollout.backend={kind}:d16", "rollout.gpus=16-31")
+
+    def messages(*more: str) -> list[str]:
+        settings = plan_ppo(*LAYOUT, *server, *more, architecture=SEVEN_BILLION | experts)
+        problems = lacking_gpus(settings, make_plan(settings, scheduler="slurm"))
+        return [problem.message for problem in problems]
+
+    cpus = ("cluster.gpus_per_worker=0", "cluster.gpu_memory=")
+    native = "; on CPUs use native" if family == "gpt_oss" else "; on CPUs use native or sglang"
+    found = messages(*cpus)
+    assert bool(found) == (kind == "vllm" or family == "gpt_oss")
+    assert all(message.endswith(native) for message in found)
+    assert messages() == []
+    if (kind, family) == ("sglang", "gpt_oss"):
+        assert "'sglang:d16' is not allowed: SGLang's default attention on CPUs has no" in found[0]
+        own = "rollout.server_args=[--attention-backend, intel_amx]"
+        assert messages(*cpus, own) == []
 
 
 def test_sleeping_server_gets_all_memory_not_kept_between_calls(
