@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -65,5 +66,10 @@ def _obstacles(checked: Settings, request: SearchRequest, gpus: int) -> Iterator
         if limit is not None and least is not None and least > limit:
             needs = f"{binary_size(least)} of a GPU, which has {binary_size(limit)}"
             yield _Obstacle(2, f"{_placed(name, count)} needs at least {needs}")
+        elif math.isfinite(request.gpu_seconds):
+            words = (
+                "a step needs more GPU hours than allowed, or all models more memory than a GPU has"
+            )
+            yield _Obstacle(3, words)
         else:
             yield _Obstacle(3, "the models together need more memory than a GPU has")

@@ -418,6 +418,7 @@ def test_gpu_counts_of_a_range_fill_whole_hosts(
         (("--gpus", "7", "actor.implementation=hf"), "with 7 GPUs: no layout of actor on 7 GPUs"),
         (("--engines", ","), "--engines names no engine; allowed: fsdp"),
         (("--gpu-hours", "0.001"), "or a larger --gpu-hours"),
+        (("--gpu-hours", "0.001"), "a step needs more GPU hours than allowed, or all models more"),
         (("--gpu-hours", "nan"), "nan is not allowed; expected a finite number"),
         (("--prompt-tokens", "nan"), "nan is not allowed; expected a finite number"),
         (("--response-tokens", "inf"), "inf is not allowed; expected a finite number"),
