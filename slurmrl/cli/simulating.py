@@ -436,7 +436,7 @@ def _expected_wait_s(config: Path, overrides: tuple[str, ...], root: str | None)
     Raises ConfigError for a configuration that cannot be submitted, SchedulerError without an
     answer of Slurm.
     """
-    from datetime import datetime
+    from datetime import UTC, datetime
 
     from slurmrl.desk.proposal import UNNAMED, propose
     from slurmrl.desk.slurm_check import TIMEOUT_S
@@ -446,4 +446,4 @@ def _expected_wait_s(config: Path, overrides: tuple[str, ...], root: str | None)
 
     request = propose(config, overrides, root=root, scheduler="slurm").request(1, UNNAMED, 1)
     start = expected_start(SlurmClient(timeout_s=TIMEOUT_S), request, TRAINERS)
-    return max((start - datetime.now()).total_seconds(), 0.0)
+    return max((start - datetime.now(UTC)).total_seconds(), 0.0)

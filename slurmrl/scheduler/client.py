@@ -78,9 +78,9 @@ class SlurmClient:
         self._run(*command, environ=base.job_environment(os.environ))
 
     def expected_start(self, script: Path) -> datetime:
-        """Return when a job with the script would start; submit nothing."""
+        """Return when a job with the script would start, in UTC; submit nothing."""
         command = ("sbatch", "--test-only", str(script))
-        done = self._completed(*command, environ=base.job_environment(os.environ))
+        done = self._completed(*command, environ=base.job_environment(os.environ) | {"TZ": "UTC0"})
         return parse.expected_start(f"{done.stderr}\n{done.stdout}")
 
     def rejection(self, script: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 from slurmrl.errors import SchedulerError
 
@@ -105,7 +105,7 @@ def messages(text: str) -> list[str]:
 
 
 def expected_start(text: str) -> datetime:
-    """Return when a job would start, in the controller's local time, from ``sbatch --test-only``.
+    """Return when a job would start, from ``sbatch --test-only`` in the time zone UTC.
 
     Raises SchedulerError if the message names no time.
     """
@@ -113,7 +113,7 @@ def expected_start(text: str) -> datetime:
     if found is None:
         said = " ".join(messages(text)) or "nothing"
         raise SchedulerError(f"sbatch --test-only did not name a start time; it printed: {said}")
-    return datetime.fromisoformat(found[1])
+    return datetime.fromisoformat(found[1]).replace(tzinfo=UTC)
 
 
 def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:

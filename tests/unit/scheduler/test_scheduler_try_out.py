@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -84,11 +84,16 @@ def test_client_returns_the_expected_start(
 ) -> None:
     said = "sbatch: Job 7 to start at 2026-12-01T09:30:00 using 16 processors on nodes n[1-2]"
     program = tmp_path / "sbatch"
-    program.write_text(f"#!/bin/sh\necho a message of the site\necho '{said}' >&{stream}\n")
+    lines = [
+        'test "$TZ" = UTC0 || exit 1',
+        "echo a message of the site",
+        f"echo '{said}' >&{stream}",
+    ]
+    program.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = expected_start(SlurmClient(), request(), "trainer")
-    assert found == datetime(2026, 12, 1, 9, 30)
+    assert found == datetime(2026, 12, 1, 9, 30, tzinfo=UTC)
 
 
 def test_client_raises_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
