@@ -361,16 +361,11 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         reason = " with rollout.quantization: random weights would set the scales of the cache"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The default is float32 only without GPUs, which another check rejects.
-    chosen = draft.writes("actor", "dtype") or draft.writes(ROLLOUTS, "server_args")
-    found = generating(draft.config)
-    if found.dtype not in COMPUTES and chosen:
-        source = (
-            f"{SERVER_ARGS} {DTYPE[0]}" if draft.writes(ROLLOUTS, "server_args") else "actor.dtype"
-        )
-        reason = (
-            f": a server computes in bfloat16 around FP8 matrices, not in {found.dtype} ({source})"
-        )
-        yield draft.reject(key, reason, value)
+    given, found = last_value(rollout.server_args, DTYPE) is not None, generating(draft.config)
+    if found.dtype not in COMPUTES and (given or draft.writes("actor", "dtype")):
+        source = f"{SERVER_ARGS} {DTYPE[0]}" if given else "actor.dtype"
+        computes = f"in bfloat16 around FP8 matrices, not in {found.dtype} ({source})"
+        yield draft.reject(key, f": a server computes {computes}", value)
     try:
         family = config_values(actor).get("model_type")
     except UsageError:
@@ -405,13 +400,12 @@ def fp8_training(draft: Draft) -> Iterator[Problem]:
             reason = f" with dtype {model.dtype}: the rest of the model computes in bfloat16"
         elif shape is not None and (shape.experts or shape.latent is not None):
             kind = "experts" if shape.experts else "latent attention"
-            reason = f": the model has {kind}, and FP8 is for dense layers only"
+            whose = "actor" if shape == shape_of(draft.config.actor) else role
+            reason = f": the {whose} has {kind}, and FP8 is for dense layers only"
         elif shape is not None:
-            sizes = unequal_sizes(shape, allocation.sizes["tp"], ALIGNMENT)
-            for name, size in sizes:
-                reason = (
-                    f" with '{allocation}': {name} is {size:g}, must be a multiple of {ALIGNMENT}"
-                )
+            for name, size in unequal_sizes(shape, allocation.sizes["tp"], ALIGNMENT):
+                wrong = f"{name} is {size:g}, must be a multiple of {ALIGNMENT}"
+                reason = f" with '{allocation}': {wrong}"
         if reason and (where, reason) not in told:
             told.add((where, reason))  # roles inherit the setting
             yield draft.reject((where, "fp8"), reason, model.fp8)

@@ -178,7 +178,7 @@ def engine_options(draft: Draft) -> Iterator[Problem]:
         for field in OF_ENGINES:
             reason, shape = draft.lacks(role, field), shape_of(model)
             if field == "transformer_engine" and shape is not None and shape.biased_experts:
-                reason = reason or "its experts have no clamped gates; leave it out"
+                reason = reason or "TransformerEngine has no clamped experts; leave it out"
             value = getattr(model, field)
             if reason and value and draft.writes(role, field):
                 yield draft.reject((role, field), f": {reason}", value)

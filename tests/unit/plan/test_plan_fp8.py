@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from slurmrl.errors import ConfigError
@@ -133,6 +135,12 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
         ),
         (
             "quantization",
+            "not in float32 (actor.dtype)",
+            (*VLLM_APART, FP8, "actor.dtype=float32", "rollout.server_args=[--enforce-eager]"),
+            {},
+        ),
+        (
+            "quantization",
             "not in float32 (rollout.server_args --dtype)",
             (*VLLM_APART, FP8, "rollout.server_args=[--dtype, float32]"),
             {},
@@ -183,6 +191,7 @@ def test_fp8_is_rejected_without_gpus(plan_ppo: Load, kind: str, setting: str) -
     assert not [problem for problem in allowed.missing if problem.key == key]
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256}
 MEGATRON = (
     "actor.backend=megatron:d16",
     "actor.fp8=hybrid",
@@ -218,9 +227,14 @@ def test_fp8_of_training_speeds_up_products_and_corrects_losses(plan_ppo: Load) 
          ("actor.transformer_engine=false",), {}),
         ("with dtype float32", ("actor.dtype=float32",), {}),
         (
-            "the model has experts, and FP8 is for dense layers only",
+            "the actor has experts, and FP8 is for dense layers only",
             (),
-            {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256},
+            EXPERTS,
+        ),
+        (
+            "the ref has experts, and FP8 is for dense layers only",
+            (f"ref.architecture={json.dumps(SEVEN_BILLION | EXPERTS)}",),
+            {},
         ),
         (
             "intermediate_size of a tensor rank is 1185, must be a multiple of 16",
