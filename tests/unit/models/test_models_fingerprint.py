@@ -66,5 +66,5 @@ def test_export_fingerprint_equals_the_sum_over_ranks(
         next(iter(frozen.values())).view(-1)[-1] *= -1
     to_hf(decoder, tmp_path)
     other = MergedCheckpoint(Trained(trained), tmp_path, config, head, LORA)
-    with pytest.raises(UsageError, match=f"holds other weights .* was {expected}"):
+    with pytest.raises(UsageError, match=f"have changed since .* was {expected}"):
         other.check_base(str(expected), dtype)

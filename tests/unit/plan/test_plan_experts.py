@@ -35,10 +35,10 @@ KV = 2 * 4 * 128 * 2 * LAYERS
 
 def test_estimate_counts_expert_records_held_by_engines() -> None:
     """Of a micro-batch of 8 tokens that is the whole batch."""
-    layers = pytest.importorskip("slurmrl.engines.megatron.layers")
+    routers = pytest.importorskip("slurmrl.engines.megatron.routers")
     shape, tokens = shape_of({**QWEN3_30B_A3B, "num_hidden_layers": 3}), 8
     sample = torch.arange(EACH, dtype=torch.int16).expand(tokens, 3, EACH).contiguous()
-    mask = layers.marks(torch.ones(tokens, dtype=torch.bool), sample, 128)
+    mask = routers.marks(torch.ones(tokens, dtype=torch.bool), sample, 128)
     record = Replayed(sample)
     record.arrange(torch.arange(tokens).flip(0), WHOLE)
     samples = 2 * sample.nbytes

@@ -149,12 +149,12 @@ def test_only_a_job_that_started_an_incarnation_is_requeued(
 ) -> None:
     run.submission_request(1).write_text('{"continue": "requeue"}')
     monkeypatch.setenv("SLURM_JOB_ID", "44")
-    assert "nothing began" in continue_after(link(run, 0), scheduler)
+    assert "no incarnation began" in continue_after(link(run, 0), scheduler)
     begin(History(run.history), {"job": "44.0.0"})
     assert continue_after(link(run, 0), scheduler) == "41_0 was requeued"
     assert slurm.done == ["requeue 41_0"]
     again = Link(run, 1, "trainer", "41", 0, restart=1)
-    assert "nothing began" in continue_after(again, scheduler)
+    assert "no incarnation began" in continue_after(again, scheduler)
 
 
 def test_job_cancelled_by_the_user_is_not_requeued(
