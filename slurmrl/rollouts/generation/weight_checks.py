@@ -194,10 +194,8 @@ def _own_rows(
     whole = shape[axis] + (-shape[axis] % FULL_ROWS if rows else 0)
     of = part.of
     if ".k_proj." in source or ".v_proj." in source:  # with fewer heads, ranks share them
-        if (heads := config.get("num_key_value_heads")) is None:
-            return None  # the default of the family is not known here
-        of = min(of, int(heads))
-    if part.of % of or whole % of:
+        of = min(of, int(config.get("num_key_value_heads") or 0))  # 0: the default is unknown here
+    if not of or part.of % of or whole % of:
         return None
     size = whole // of
     first = part.rank // (part.of // of) * size

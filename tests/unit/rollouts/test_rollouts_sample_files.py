@@ -118,7 +118,7 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
     [
         ({"lengths": np.array([3, 1], np.int32)}, "input_ids is int32"),
         ({"turns": np.array([3], np.int32)}, "turns is int32"),
-        ({"lengths": np.array([5, 0], np.int32)}, "without tokens"),
+        ({"lengths": np.array([5, 0], np.int32)}, "has no tokens"),
         ({"input_ids": np.zeros(5)}, "input_ids is float64"),
         ({"logprobs": np.full(5, np.nan, np.float32)}, "not finite"),
         ({"drawn_by": np.full(5, 2, np.int32)}, "none of the versions"),
