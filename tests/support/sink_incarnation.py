@@ -10,6 +10,8 @@ handed over was taken), or ``none``.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -32,6 +34,7 @@ SINKS = 3
 STEPS = 4
 LIBRARIES = ("mlflow.tracking", "tensorboard.summary.writer.event_file_writer", "wandb")
 FLUSH_S = 0.2
+PR_SET_CHILD_SUBREAPER = 36
 _there = threading.Barrier(SINKS)
 
 
@@ -94,6 +97,20 @@ def feed(paths: RunPaths, base: int, place: str) -> None:
     recorder.close()
 
 
+def wait_for_services() -> None:
+    """Wait for the processes that a killed child has left; this process has adopted them.
+
+    W&B's process writes its file for some moments after the kill. A new incarnation of a trial
+    needs longer to start.
+    """
+    deadline = time.monotonic() + 60.0
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                assert time.monotonic() < deadline, "waited 60 s for processes of a killed child"
+                time.sleep(0.02)
+
+
 def run_forked(places: Sequence[str], work: Callable[[int, str], object]) -> int:
     """Call ``work`` with the number of each place in a child, which must end as the place says.
 
@@ -101,6 +118,7 @@ def run_forked(places: Sequence[str], work: Callable[[int, str], object]) -> int
     """
     for package in LIBRARIES:
         importlib.import_module(package)  # once
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number, place in enumerate(places):
         child = os.fork()
         if child == 0:
@@ -110,6 +128,7 @@ def run_forked(places: Sequence[str], work: Callable[[int, str], object]) -> int
         if ended != (0 if place == "none" else -signal.SIGKILL):
             print(f"{place}: ended with {ended}", file=sys.stderr)
             return 1
+        wait_for_services()
     return 0
 
 
