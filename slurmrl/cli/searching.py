@@ -182,17 +182,7 @@ def search(
     found = _search(path, overrides, root, wanted)
     answers = found.searched.answers
     if not answers:
-        refusal = (
-            "no combination of layouts and settings fits: use more GPUs or a range of them "
-            "(--gpus 4..8), other engines (--engines)"
-        ) + (" or a larger --gpu-hours" if gpu_hours else "")
-        if found.searched.rejected:
-            refusal = "a submission would reject each combination that was found:"
-        raise click.UsageError(
-            refusal
-            + "".join(f"\n  {reason}" for reason in found.obstacles)
-            + "".join(f"\n--allow {reason}" for reason in found.searched.refused)
-        )
+        raise _no_answer(found, gpu_hours)
     if write is not None:
         text = presenting.edited(path.read_text("utf-8"), found.overrides, answers[0], found.given)
         _write(write, text, found, answers[0])
@@ -211,6 +201,19 @@ def search(
     for line in found.assumed:
         click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
     return 0
+
+
+def _no_answer(found: _Searched, gpu_hours: float | None) -> click.UsageError:
+    """Return the error of a search without an answer, with what stood in the way."""
+    text = "a submission would reject each combination that was found:"
+    if not found.searched.rejected:
+        text = (
+            "no combination of layouts and settings fits: use more GPUs or a range of them "
+            "(--gpus 4..8), other engines (--engines)"
+        ) + (" or a larger --gpu-hours" if gpu_hours else "")
+    reasons = [f"  {reason}" for reason in found.obstacles]
+    reasons += [f"--allow {reason}" for reason in found.searched.refused]
+    return click.UsageError("\n".join([text, *reasons]))
 
 
 class _SearchOptions(NamedTuple):

@@ -588,7 +588,7 @@ def test_report_shows_time_limits_and_commit_advice(
     for words in (
         "1 h 00 min",
         "2 h 00 min",
-        "commits: every",
+        "commits: an interval of",
         "hardware profile h100",
         "training",
     ):
