@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from slurmrl.plan.estimates.call_costs import MeanTokens
     from slurmrl.plan.settings import Settings
 
+SYSTEM_PROMPT = 1024
+"""Tokens of a long default system prompt of a chat template. Without them, a limit from the rows
+could leave out rows."""
+
 
 def limit_key(settings: Settings) -> str:
     """Return the setting that limits the lengths of the rows."""
@@ -31,7 +35,10 @@ def limit_of_rows(settings: Settings) -> dict[str, int]:
         return {}
     limited = as_long_as_rows(config, settings.algorithm).dataset
     found = getattr(limited, key.partition(".")[2])
-    return {} if found is None else {key: found}
+    if found is None:
+        return {}
+    chats = any(part.is_chat for part in config.dataset.parts.values())
+    return {key: min(found + SYSTEM_PROMPT * chats, lengths.longest - lengths.new_tokens)}
 
 
 def assumed_lengths(settings: Settings) -> str:

@@ -495,6 +495,10 @@ def test_longest_row_limits_prompts_if_the_configuration_does_not(
     assert f"  dataset.max_prompt_tokens={found}\n" in out
     assert f"mean lengths: {found / 2:g} tokens of prompt" in out
     assert f"assumed: dataset.max_prompt_tokens={found} (no row of the data is longer)" in error
+    assert run(capsys, config, "dataset.chat_template=true", "--gpus", 8, "--write", best)[0] == 0
+    with_template = load(best).config.dataset.max_prompt_tokens
+    assert with_template is not None
+    assert with_template > found + 1000, "a template may have a long system prompt"
 
 
 def test_lengths_of_the_model_are_assumed_only_with_a_note(
