@@ -56,7 +56,7 @@ from slurmrl.workers.master.task_attempts import parse_name, rollouts_of
 from slurmrl.workers.master.worker_channel import REST_S
 from slurmrl.workers.messages import CONTROL_LOG, LoadBatch
 from slurmrl.workers.polling import PollIntervals
-from slurmrl.workers.rollout.session import ResultWriter, Session, Work
+from slurmrl.workers.rollout.session import Key, ResultWriter, Session
 from slurmrl.workers.rollout.task import TaskOptions
 from slurmrl.workers.rollout_messages import REQUEST_LOG, Holds
 from tests.support.sample_groups import small_group
@@ -164,18 +164,20 @@ class Task:
         self._bed.at(self._polls.next_s(), self.poll)
 
     def _begin(self) -> None:
-        for work in self._session.begin():
+        for key in self._session.begin():
             after = self._bed.chance.expovariate(1 / ITEM_S)
-            self._bed.at(after, functools.partial(self._finish, work, self._session.held))
+            self._bed.at(after, functools.partial(self._finish, key, self._session.held))
 
-    def _finish(self, work: Work, began_with: VersionId | None) -> None:
+    def _finish(self, key: Key, began_with: VersionId | None) -> None:
         if self.gone:
             return
         held = sorted({one for one in (began_with, self._session.held) if one is not None})
-        group = small_group(work.row.item, work.lease)
+        lease, item = key
+        group = small_group(item, lease)
         drawn_by = group.drawn_by.clip(max=len(held) - 1)
         versions = tuple(version.name for version in held)
-        self._session.finish(work.key, replace(group, versions=versions, drawn_by=drawn_by))
+        self._session.sampled(key, group)
+        self._session.finish(key, replace(group, versions=versions, drawn_by=drawn_by))
         self._begin()
         if not self._gathers:
             self._gathers = True
