@@ -371,9 +371,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_VLM_CACHE_SIZE_MB": "0",  # its cache of images would survive updates of weights
 }
 """Variables of a server, which override the job's variables."""
-FP8_ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
-"""Further variables of a server with FP8 matrices. On Blackwell GPUs, SGLang rewrites the factors
-for DeepGEMM at the first load only: it would misread the factors of later versions."""
 UNCOMPILED: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}
 """Further variables for images on a CPU. SGLang compiles the image encoder at the first image. That
 takes a CPU a minute, in which the server answers no probe."""
@@ -431,8 +428,7 @@ class SglangServer(ServerKind):
 
     def environment(self) -> Mapping[str, str]:
         slow = self.image_token is not None and self.device.type == "cpu"
-        further = {**(FP8_ENVIRONMENT if self.quantized else {}), **(UNCOMPILED if slow else {})}
-        return {**ENVIRONMENT, **further}
+        return {**ENVIRONMENT, **(UNCOMPILED if slow else {})}
 
     def dialect_options(self) -> Mapping[str, Any]:
         return {"routed": RoutedLayers.of(self.config)}

@@ -175,10 +175,6 @@ def test_server_starts_with_fp8_config_and_cache(tmp_path: Path, kind: type[Serv
     assert quantized == [*command[:-2], "--kv-cache-dtype", "fp8_e4m3", *command[-2:]]
     assert "quantization_config" not in usual.model_config()
     assert fp8.model_config()["quantization_config"]["weight_block_size"] == [128, 128]
-    if kind is SglangServer:  # DeepGEMM would change the scales of blocks
-        assert fp8.environment().items() - usual.environment().items() == {
-            ("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
-        }
 
 
 def test_gpu_without_fp8_products_is_rejected_by_name(
