@@ -51,7 +51,7 @@ def content(folder: Path, request: dict[str, Any]) -> Check:
 
 
 def owner(folder: Path) -> Check:
-    """Check a folder of ours. Raises EnvironmentFailure if other users could change it."""
+    """Check a folder of slurmrl. Raises EnvironmentFailure if other users could change it."""
     warnings = atomic.check_ownership(folder)
     path = folder / f"owner.{uuid.uuid4().hex}"
     try:

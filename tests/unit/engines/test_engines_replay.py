@@ -84,9 +84,7 @@ def check(decoder: Any, prompt: tuple[int, ...], made: Completion) -> None:
 
 
 def test_requests_get_the_sampling_mask_of_each_token() -> None:
-    """With rows that are preempted, and requests beside them that ask for no mask, or a larger
-    one.
-    """
+    """Some rows are preempted, and other requests ask for no mask or for a larger one."""
     decoder, texts = decoder_of(), prompts(9)
     others = GenerationOptions(max_new_tokens=9, temperature=0.5)
     wider = GenerationOptions(max_new_tokens=9, top_k=20, masks=True)

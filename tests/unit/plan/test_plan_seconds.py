@@ -21,6 +21,7 @@ from slurmrl.plan.estimates.pass_seconds import (
     training,
 )
 from slurmrl.plan.estimates.shape import read
+from tests.unit.plan.test_plan_estimates import DEEPSEEK_V3
 
 PREDICTIONS = Path(__file__).parents[3] / "scripts" / "bench" / "predictions.py"
 LLAMA_8B = {
@@ -43,22 +44,6 @@ MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
 }
 H100 = Machine(shipped("h100").gpu, 8, shipped("h100").efficiency)
 
