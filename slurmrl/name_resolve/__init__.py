@@ -1,1 +1,1 @@
-"""The name store, by which the processes of a trial find each other."""
+"""The name store, through which the processes of a trial find each other."""

@@ -1,8 +1,9 @@
-"""Name store in a shared directory: one value per key; of concurrent exclusive adds one wins.
+"""Name store in a shared directory: one value per key.
 
-There is one file per key, named by the encoded key. The directory is flat, so that adding and
-deleting never race over subdirectories. The content is a JSON object with the value and a nonce
-that identifies its writer (see `fsio.atomic.exclusive_create`).
+If several processes add a key at the same time, one of them succeeds. There is one file per key,
+named by the encoded key. The directory is flat, so that adding and deleting never race over
+subdirectories. Each file holds a JSON object with the value and a nonce that identifies its writer
+(see `fsio.atomic.exclusive_create`).
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ class NameStore:
 
     A key (see `normalize`) can have a value and be a prefix of other keys at once.
 
-    The directory is created with the run directory. Without it, reads find nothing and adds raise
-    EnvironmentFailure. `reset` deletes the keys that this object added with ``delete_on_exit``.
+    `submit` creates the directory with the run directory. Without the directory, reads find nothing
+    and adds raise EnvironmentFailure. `reset` deletes the keys that this object added with
+    ``delete_on_exit``.
     """
 
     def __init__(self, directory: Path, *, calls: SystemCalls = REAL) -> None:
         self._directory = directory
         self._calls = calls
         self._paths: dict[str, Path] = {}
-        """Cache of paths by key: making a path takes longer than reading its file."""
+        """Cache of paths by key, because making a path takes longer than reading its file."""
         self._temporary: dict[str, bytes] = {}
         """Contents of the keys that `reset` deletes."""
 
@@ -57,9 +59,8 @@ class NameStore:
     ) -> None:
         """Set the value of a key to ``str(value)``.
 
-        Without ``durable``, a crash of the server that holds the key may lose or damage the value.
-
-        Raises NameExistsError if the key exists and ``replace`` is false, InvalidNameError.
+        Without ``durable``, a crash of the file server may lose or damage the value. Raises
+        InvalidNameError, and NameExistsError if the key exists and ``replace`` is false.
         """
         key = normalize(name)
         entry = {"value": checked_value(key, value), "nonce": uuid.uuid4().hex}
@@ -82,8 +83,8 @@ class NameStore:
         return value
 
     def find_subtree(self, root: str) -> list[str]:
-        """Return the sorted keys: ``root`` itself and all below ``root/``; ``""`` means all."""
-        root = normalise_root(root)
+        """Return the sorted existing keys: ``root`` and all keys below it; all keys for ``""``."""
+        root = normalize_root(root)
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError:
@@ -93,7 +94,7 @@ class NameStore:
         return sorted(key for key in mine if key is not None and below(key, root))
 
     def get_subtree(self, root: str) -> list[str]:
-        """Return the values of `find_subtree`'s keys, in its order."""
+        """Return the values of the keys that `find_subtree` returns, in the same order."""
         values = map(self._read, self.find_subtree(root))
         return [value for value in values if value is not None]
 
@@ -104,7 +105,7 @@ class NameStore:
         return key
 
     def wait(self, name: str, *, timeout_s: float = inf) -> str:
-        """Return a key's value once it exists. Raises NameNotFoundError, EnvironmentFailure."""
+        """Wait for a key; return its value. Raises NameNotFoundError, EnvironmentFailure."""
         pauses, end = Backoff(0.02, 1.0), time.monotonic() + timeout_s
         look = partial(self._look, key := normalize(name))
         while (value := retry("read names", look, timeout_s=end - time.monotonic())) is None:
@@ -147,10 +148,10 @@ class NameStore:
             atomic.remove_exactly(self._path(key), data, calls=self._calls)
 
     def refresh(self) -> None:
-        """List the directory, so that an NFS client notices that it has changed.
+        """List the directory, so that an NFS client notices new files.
 
-        Until then, the client may believe for a minute that a new file is missing. Raises
-        EnvironmentFailure if the directory does not answer or is gone.
+        Otherwise the client may report a new file as missing for a minute. Raises
+        EnvironmentFailure if the directory does not answer or was removed.
         """
         try:
             atomic.list_names(self._directory, calls=self._calls)
@@ -212,19 +213,19 @@ def normalize(name: str) -> str:
     return key
 
 
-def normalise_root(root: str) -> str:
-    """Like `normalize`, and the empty string (all keys) for ``""``, ``"/"`` and ``"."``."""
+def normalize_root(root: str) -> str:
+    """Return the normal form of a key, or ``""`` for ``""``, ``"/"`` and ``"."``: all keys."""
     return "" if isinstance(root, str) and root.strip("/") in ("", ".") else normalize(root)
 
 
 def below(key: str, root: str) -> bool:
-    """Return whether a key is ``root`` itself or below ``root/``."""
+    """Return whether a key is ``root`` or begins with ``root/``. Every key is below ``""``."""
     return not root or key == root or key.startswith(f"{root}/")
 
 
 @lru_cache(maxsize=4096)
 def encode(key: str) -> str:
-    """Return the file name of a key (one to one). Raises InvalidNameError if it is too long."""
+    """Return the unique file name of a key. Raises InvalidNameError if the name is too long."""
     name = quote(key, safe="/").replace("/", "+")
     if name.startswith("."):
         name = "%2E" + name[1:]
@@ -236,7 +237,7 @@ def encode(key: str) -> str:
 
 
 def decode(file_name: str) -> str | None:
-    """Return the key of a file name; None for a file that no store created."""
+    """Return the key of a file name, or None if no store creates such a name."""
     key = unquote(file_name.replace("+", "/"))
     try:
         return key if encode(normalize(key)) == file_name else None
@@ -245,7 +246,7 @@ def decode(file_name: str) -> str | None:
 
 
 def checked_value(key: str, value: object) -> str:
-    """Return a value as a string. Raises InvalidNameError if it is too long or not Unicode."""
+    """Return ``str(value)``. Raises InvalidNameError for a text that is too long or not Unicode."""
     text = str(value)
     try:
         size = len(text.encode())

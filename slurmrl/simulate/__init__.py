@@ -1,5 +1,5 @@
 """Simulation of a whole trial on a simulated clock: jobs, waits, failures, steps and commits.
 
-It decides with the ledger, leases, judgment of endings and chain rules of real trials
-(docs/simulate.md lists the exceptions).
+The simulation runs the code of real trials for the ledger, the leases, the chain of jobs and the
+decision to give up after failures. docs/simulate.md lists the differences.
 """

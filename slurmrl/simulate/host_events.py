@@ -1,4 +1,4 @@
-"""Hosts of the trainers' job: lost spares, the time until a loss is found, and slow hosts."""
+"""Hosts of the trainers' job: lost hosts, the time until a loss is detected, and slow hosts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from slurmrl.workers.supervisor.watcher import ASK_S
 
 @dataclass(frozen=True)
 class HostLosses:
-    """The rules for lost hosts (docs/slurm.md, section on spare hosts)."""
+    """Loss and detection of hosts (docs/slurm.md, section on spare hosts)."""
 
     hosts: int
     spares: int
     disturbances: Disturbances
     lease_ttl_s: float
     status_s: float
-    """Seconds between two looks at the leases."""
+    """Interval between two checks of the leases."""
 
     def of_spares(self, now: float, rng: random.Random) -> list[float]:
-        """Return when each spare of a job that starts now is lost, unless it is used before."""
+        """Return the time at which each unused spare fails, for a job that starts now."""
         rate = self.disturbances.failures
         return [now + seconds_to_event(rate, rng) for _ in range(self.spares)]
 
     def found_s(self, *, first: bool) -> float:
         """Return the seconds from the loss of a host to the end of its round or job.
 
-        ``first``: the host has the batch process, so other hosts requeue the job. Slurm ends a job
-        without spares as soon as it considers the host lost.
+        With ``first``, the lost host ran the batch process, so another host requeues the job. Slurm
+        ends a job without spares as soon as Slurm considers the host lost.
         """
         by_slurm_s = self.disturbances.slurmd_timeout_s
         if self.hosts == 1:
@@ -47,7 +47,7 @@ class HostLosses:
 
 
 class HostSpeeds:
-    """The hosts of the running job. A step waits for the slowest one."""
+    """Speeds of the hosts of the running job. A step waits for the slowest host."""
 
     def __init__(self, hosts: int, disturbances: Disturbances, seed: str) -> None:
         self._hosts, self._disturbances = hosts, disturbances
@@ -67,7 +67,7 @@ class HostSpeeds:
         self._slow += self._is_slow()
 
     def factor(self) -> float:
-        """Return the seconds of the next step divided by the seconds on usual hosts."""
+        """Return the seconds of the next step divided by its seconds on hosts of normal speed."""
         sigma = self._disturbances.stragglers
         found = self._disturbances.slow_factor if self._slow else 1.0
         if sigma:

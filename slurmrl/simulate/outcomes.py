@@ -1,4 +1,4 @@
-"""Several runs of one simulation with different seeds, the advice that follows, and its text."""
+"""Runs of one simulation with different seeds: their statistics, advice and report."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from slurmrl.simulate.trial_costs import DAY_S, Conditions, Disturbances, TaskCo
 from slurmrl.simulate.trial_run import PARTS, QUEUE, TrialOutcome, TrialRun
 
 MOST_TASKS: Final = 100_000
-"""Rollout tasks beyond which no number is looked for."""
+"""Largest number of rollout tasks that `tasks_needed` tries."""
 
 
 @dataclass(frozen=True)
 class RunSpread:
-    """A number in several runs: its median, and the bounds of the middle 80 %."""
+    """Distribution of a quantity over the runs."""
 
     middle: float
+    """Median."""
     low: float
+    """10th percentile."""
     high: float
+    """90th percentile."""
 
     @staticmethod
     def of(values: Sequence[float]) -> RunSpread:
@@ -40,7 +43,7 @@ class Runs:
     time_limit_s: float
     outcomes: Sequence[TrialOutcome]
     queue: str
-    """The source of the waits, for people."""
+    """Description of the source of the queue waits."""
 
     @property
     def finished(self) -> int:
@@ -60,7 +63,7 @@ class Runs:
 
     @property
     def links(self) -> int:
-        """Most elements of the chain that a run used."""
+        """Maximum number of links that a run used."""
         return max(one.links for one in self.outcomes)
 
     @property
@@ -69,7 +72,7 @@ class Runs:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Mean seconds of each part."""
+        """Mean seconds of each part of the time."""
         return {name: mean(one.parts[name] for one in self.outcomes) for name in PARTS}
 
     @property
@@ -104,19 +107,19 @@ def run_all(
 
 @dataclass(frozen=True)
 class CommitAdvice:
-    """The interval between commits that loses least time (Young 1974, Daly 2006)."""
+    """The interval between commits that minimizes lost time (Young 1974, Daly 2006)."""
 
     seconds: float
     steps: int
     lost: float
-    """Share of the time in jobs that commits, repeated work and restarts then take."""
+    """Share of the time in jobs that commits, repeated work and restarts take at this interval."""
     between_failures_s: float
 
 
 def commit_advice(costs: TrialCosts, disturbances: Disturbances) -> CommitAdvice | None:
-    """Return the best interval; None without failures.
+    """Return the best interval, or None without failures.
 
-    A commit at a warning (time limit, preemption) loses nothing, so only failures count.
+    Before a time limit or a preemption, a job commits, so only failures lose work.
     """
     rate = (disturbances.failures + disturbances.crashes) * costs.hosts
     if not rate:
@@ -131,9 +134,9 @@ def commit_advice(costs: TrialCosts, disturbances: Disturbances) -> CommitAdvice
 
 
 def tasks_needed(costs: TrialCosts) -> int | None:
-    """Return the least number of rollout tasks that make groups as fast as steps use them.
+    """Return the minimum number of rollout tasks that make groups as fast as steps use them.
 
-    Return None if no number does: with few groups in flight, further tasks do not help.
+    Return None if no number is enough: the limit on groups in flight also limits the speed.
     """
     tasks = costs.tasks
     if tasks is None:
@@ -155,33 +158,33 @@ def tasks_needed(costs: TrialCosts) -> int | None:
 
 
 def _rate(tasks: TaskCosts, in_flight: int, count: int) -> float:
-    """Groups per second of a number of tasks that share the groups in flight."""
+    """Return the groups per second of ``count`` tasks that share the groups in flight."""
     each = in_flight / count
     return min(count, in_flight) * tasks.groups_per_s(max(each, 1.0))
 
 
 @dataclass(frozen=True)
 class SimulationAnswers:
-    """Everything that a simulation says."""
+    """Results of a simulation."""
 
     title: str
     costs: TrialCosts
     runs: Sequence[Runs]
-    """One for each time limit."""
+    """The runs with each time limit."""
     seed: int
     commit: CommitAdvice | None
     tasks_needed: int | None
     step_source: tuple[str, ...]
-    """Lines with the source and the error of the seconds of a step."""
+    """Lines that name the source and the error of the seconds of a step."""
 
     @property
     def best(self) -> Runs:
-        """The runs with the time limit with which most runs finish, and finish earliest."""
+        """The runs of the best time limit: most runs finish; on a tie, in the shortest time."""
         return min(self.runs, key=lambda one: (-one.finished, one.seconds.middle))
 
 
 def document(answers: SimulationAnswers) -> Document:
-    """Return tables of the time limits and of the parts of the time, and the advice."""
+    """Return the report: a table of time limits, a table of the parts of the time, and advice."""
     costs = answers.costs
     count = len(answers.runs[0].outcomes)
     gpus = costs.gpus + (0 if costs.tasks is None or costs.tasks.inside else _task_gpus(costs))
@@ -208,7 +211,7 @@ def _blocks(answers: SimulationAnswers) -> Iterator[Block]:
     costs, best = answers.costs, answers.best
     several = len(best.outcomes) > 1
     headings = ("TIME LIMIT", "FINISHED", "WALL TIME", "JOBS", "GPU HOURS", "TRAINING")
-    note = "intervals hold 80 % of the runs; " if several else ""
+    note = "ranges contain 80 % of the runs; " if several else ""
     note += "TRAINING: share of job time in steps that a failure did not undo"
     yield Table(headings, [_row(one) for one in answers.runs], note=note)
     where = f"time with the limit {limit_words(best.time_limit_s)}" if answers.runs[1:] else "time"
@@ -249,8 +252,8 @@ def advice(answers: SimulationAnswers) -> list[str]:
     said = []
     if best.links > costs.slurm.links:
         said.append(
-            f"jobs: {best.links} links are used and {costs.slurm.links} are queued at first; if "
-            f"sbatch fails on compute nodes, set cluster.slurm.links={best.links}"
+            f"jobs: {best.links} links are used, and submit queues {costs.slurm.links}; if sbatch "
+            f"fails on compute nodes, set cluster.slurm.links={best.links}"
         )
     else:
         said.append(f"jobs: {best.links} of {costs.slurm.links} links are used")
@@ -263,9 +266,9 @@ def advice(answers: SimulationAnswers) -> list[str]:
         )
     if costs.tasks is not None:
         need = answers.tasks_needed
-        enough = "no number is" if need is None else f"at least {need} are"
+        enough = "no number is enough" if need is None else f"at least {need} are needed"
         said.append(
-            f"rollout tasks: {enough} as fast as the trainers; simulated: {costs.tasks.count}"
+            f"rollout tasks: {enough} to keep up with the trainers; simulated: {costs.tasks.count}"
             + ("; raise max_staleness or max_in_flight" if need is None else "")
         )
     said.append(f"shared directory: at most {best.operations_per_s:.0f} file operations per second")
@@ -312,12 +315,12 @@ def _numbers(spread: RunSpread) -> str:
 
 
 def _number(number: float, digits: int) -> str:
-    """Return a number with at least these digits, without an exponent."""
+    """Return a number with at least ``digits`` digits and without an exponent."""
     return f"{number:,.0f}" if number >= 10**digits else f"{number:.{digits}g}"
 
 
 def values(answers: SimulationAnswers) -> dict[str, Any]:
-    """Return the same as JSON values; an infinite limit is null."""
+    """Return the results of a simulation as JSON values; an infinite time limit is null."""
     costs = answers.costs
     return {
         "seed": answers.seed,

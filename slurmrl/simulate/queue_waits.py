@@ -1,4 +1,4 @@
-"""How long jobs wait in the queue: a distribution, or the jobs of a site's ``sacct``."""
+"""Seconds that jobs wait in the queue, from a distribution or from the output of ``sacct``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 
 FEWEST: Final = 10
-"""Similar jobs of a trace that are enough to use only these."""
+"""Number of similar jobs in a trace from which on only similar jobs count."""
 SIMILAR: Final = 2.0
-"""Largest ratio of hosts, and of time limits, between two similar jobs."""
+"""Maximum ratio of hosts, and of time limits, between two similar jobs."""
 COLUMNS: Final = ("Submit", "Start")
 """The columns that a trace must have."""
 COMMAND: Final = "sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit"
 LONGEST_S: Final = 1e9
-"""Longest duration."""
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def duration_s(text: str) -> float:
-    """Return the seconds of ``90s``, ``30m``, ``2h`` or ``1d``. Raises UsageError."""
+    """Parse a duration such as ``90s``, ``30m``, ``2h`` or ``1d``. Raises UsageError."""
     unit = _UNITS.get(text[-1:].lower())
     try:
         number = float(text[:-1]) if unit else math.nan
@@ -44,18 +43,18 @@ class Waits(Protocol):
     """Source of the seconds that jobs wait in the queue."""
 
     def sample(self, rng: random.Random) -> float:
-        """Return the wait of one job."""
+        """Return the seconds that one job waits."""
         ...
 
     @property
     def words(self) -> str:
-        """The source, for people."""
+        """Description of the source for the report."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedWait:
-    """Every job waits equally long."""
+    """The same wait for every job."""
 
     seconds: float
 
@@ -83,7 +82,7 @@ class ExponentialWait:
 
 @dataclass(frozen=True)
 class TracedWait:
-    """Each job waits as long as a random job of a trace."""
+    """The wait of a random job of a trace."""
 
     seconds: tuple[float, ...]
     words: str
@@ -108,7 +107,7 @@ def given_waits(text: str) -> Waits:
 
 @dataclass(frozen=True)
 class TracedJob:
-    """One job of a trace; a column that the trace lacks is None."""
+    """One job of a trace; None for a value that the trace lacks."""
 
     wait_s: float
     hosts: int | None
@@ -124,11 +123,11 @@ class QueueTrace:
 
     @staticmethod
     def read(path: Path) -> QueueTrace:
-        """Read the output of `COMMAND`. Raises UsageError that names a wrong line."""
+        """Read the output of `COMMAND`. Raises UsageError that names an invalid line."""
         try:
             lines = inputs.read(path).decode("utf-8-sig").splitlines()
         except UnicodeDecodeError:
-            raise UsageError(f"{path}: is not a text file") from None
+            raise UsageError(f"{path}: not a text file in UTF-8") from None
         header = lines[0].split("|") if lines else []
         if missing := [name for name in COLUMNS if name not in header]:
             raise UsageError(
@@ -137,11 +136,14 @@ class QueueTrace:
             )
         jobs = tuple(_jobs(path, header, lines[1:]))
         if not jobs:
-            raise UsageError(f"{path}: no job in it has started")
+            raise UsageError(f"{path}: no job in the file has started")
         return QueueTrace(str(path), jobs)
 
     def waits(self, hosts: int, limit_s: float) -> TracedWait:
-        """Return the waits of jobs of similar size and time limit; of all jobs if these are few."""
+        """Return the waits of similar jobs, or of all jobs if few are similar.
+
+        Jobs are similar if their numbers of hosts and their time limits are.
+        """
         near = [job for job in self.jobs if _similar(job, hosts, limit_s)]
         used = near if len(near) >= FEWEST else self.jobs
         kind = "similar" if used is near and len(near) < len(self.jobs) else "all"
@@ -174,11 +176,11 @@ def _jobs(path: Path, header: Sequence[str], lines: Sequence[str]) -> Iterator[T
         start = _time(row["Start"], where, "Start")
         queued = _time(row["Submit"], where, "Submit")
         if start is None or queued is None:
-            continue  # it has not started
+            continue  # the job has not started
         eligible = _time(row.get("Eligible", ""), where, "Eligible")
         times = [one for one in (start, queued, eligible) if one is not None]
         if len({one.tzinfo is None for one in times}) > 1:
-            raise UsageError(f"{where}: some of its times have a time zone and others have none")
+            raise UsageError(f"{where}: only some of the times in the line have a time zone")
         since = queued if eligible is None else max(queued, eligible)
         yield TracedJob(
             max((start - since).total_seconds(), 0.0),
@@ -188,7 +190,7 @@ def _jobs(path: Path, header: Sequence[str], lines: Sequence[str]) -> Iterator[T
 
 
 def _time(text: str, where: str, column: str) -> datetime | None:
-    """Return None for a time that Slurm does not know."""
+    """Parse a time; return None if Slurm does not know it. Raises UsageError."""
     if text.strip() in ("", "Unknown", "None", "N/A"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""One rollout task on a simulated clock: the groups that it works on, and its weights."""
+"""One rollout task on a simulated clock: its unfinished groups and its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SimulatedAttempt(RolloutAttempt):
 
 
 class SilentEvents(TaskEvents):
-    """Reports nothing."""
+    """Writes no events."""
 
     def __init__(self) -> None:
         pass
@@ -32,60 +32,61 @@ class SilentEvents(TaskEvents):
 
 @dataclass
 class SimulatedTask:
-    """A task slot and its present job."""
+    """A task slot and its current job."""
 
     number: int
     attempt: int = -1
     serves: bool = False
-    """Whether its workers have joined."""
+    """Whether the task's workers have joined."""
     runs: bool = False
-    """Whether its job runs."""
+    """Whether the task's job runs."""
     leaving: bool = False
     since: float = 0.0
-    """When its job started."""
+    """Start of the job."""
     versions: list[str] = field(default_factory=list)
-    """The weights that it has held, the newest last."""
+    """Weight versions that the task has loaded, the newest last."""
     tokens: float = 0.0
-    """Tokens that each group has got since the attempt began, at the time `at`."""
+    """Tokens per group from the start of the attempt until the time `at`."""
     at: float = 0.0
     items: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Lease of each unfinished group, and the number of versions held when it began."""
+    """Lease of each unfinished group, and the index in `versions` with which it began."""
     ends: list[tuple[float, int, int, str]] = field(default_factory=list)
-    """Heap of (tokens at its end, order, item, lease)."""
+    """Heap of (value of `tokens` at which a group ends, order, item, lease)."""
     plan: int = 0
-    """Number of the newest event of an end; older ones are void."""
+    """Number of the planned event for the next finished group; events with lower numbers are
+    obsolete."""
 
     @property
     def name(self) -> str:
         return f"{ROLLOUTS}.{self.number}.{self.attempt}"
 
     def begin(self, now: float) -> None:
-        """A new job starts."""
+        """Start a new job."""
         self.attempt += 1
         self.runs, self.serves, self.leaving, self.since = True, False, False, now
         self.versions, self.items, self.ends = [], {}, []
         self.tokens, self.at = 0.0, now
 
     def end(self) -> None:
-        """The job ends; unfinished groups are lost, and the planned end of one is void."""
+        """End the job: drop the unfinished groups and cancel the planned event."""
         self.plan += 1
         self.runs = self.serves = False
         self.items, self.ends = {}, []
 
     def move(self, now: float, token_s: float) -> None:
-        """Bring the tokens up to now; since the last time, a token of each took ``token_s``."""
+        """Add the tokens generated since the last call, at ``token_s`` seconds per token."""
         if self.items:
             self.tokens += (now - self.at) / token_s
         self.at = now
 
     def first_end(self) -> float | None:
-        """Return the tokens that each group gets until the first one ends; None without groups."""
+        """Return the tokens per group until the first group ends; None without groups."""
         while self.ends and self.items.get(self.ends[0][2], ("",))[0] != self.ends[0][3]:
-            heapq.heappop(self.ends)  # it was aborted
+            heapq.heappop(self.ends)  # the master aborted this group
         return max(self.ends[0][0] - self.tokens, 0.0) if self.ends else None
 
     def finish(self, *, interruptible: bool) -> StoredGroup:
-        """Finish the first group, and return its sample."""
+        """Remove the group that ends first; return its sample."""
         end, _, item, lease = heapq.heappop(self.ends)
         self.tokens = max(self.tokens, end)
         _, first = self.items.pop(item)
@@ -104,7 +105,7 @@ class SimulatedTask:
     def execute(
         self, request: RolloutRequest, length: Callable[[], float], order: Iterator[int]
     ) -> None:
-        """Execute a request of the master. ``length`` gives the number of tokens of a new group."""
+        """Execute a request of the master. ``length`` returns the tokens of a new group."""
         match request:
             case Confirm():
                 held = {(one.lease, each.item) for one in request.leases for each in one.items}

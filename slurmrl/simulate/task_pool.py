@@ -1,9 +1,10 @@
 """Rollout tasks on a simulated clock: their jobs, their groups, and the master's leases.
 
-The ledger and the leases are the master's own (`data.leases`, `workers.master.task_leases`). A task
-works on all of its groups at once; the more it has, the longer a token of each takes.
+The master's real code keeps the ledger and the leases (`data.leases`,
+`workers.master.task_leases`). A task generates all of its groups at once. The more groups a task
+has, the longer it takes per token of each group.
 
-In large trials one simulated task stands for several, and one item for several groups.
+In large trials, a simulated task stands for several tasks, and an item for several groups.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from slurmrl.workers.master.task_leases import SampleCounts, TaskLeases
 from slurmrl.workers.polling import BEAT, LOOK
 
 LAST_S: Final = 10.0
-"""Seconds before its time limit when a task gives its unfinished groups back."""
+"""Seconds before its time limit at which a task returns its unfinished groups."""
 PREEMPTED_S: Final = 20.0
-"""Seconds for which a preempted task goes on."""
+"""Seconds for which a preempted task continues to generate."""
 TURN_S: Final = 0.1
-"""Seconds until the master's next turn."""
+"""Seconds until the master reacts to an event."""
 MOST_ITEMS: Final = 1024
-"""Items of a step; with larger batches, an item stands for several groups."""
+"""Maximum number of simulated items per step. In larger batches, an item stands for several
+groups."""
 
 
 class TaskPool:
@@ -58,18 +60,18 @@ class TaskPool:
         look_s: float,
         seed: str,
     ) -> None:
-        """``look_s``: seconds between two reads of results by the master."""
+        """``look_s`` is the interval at which the master reads results."""
         self.costs = costs
         self.gpu_s = 0.0
         """GPU seconds of the jobs that have ended."""
         self.operations = 0
-        """File operations of the simulated tasks' requests, results and weights."""
+        """File operations of the simulated tasks for requests, results and weights."""
         self._batch_size = min(batch_size, MOST_ITEMS)
         self._groups = batch_size / self._batch_size
-        """Groups for which an item stands."""
+        """Number of groups per simulated item."""
         simulated = max(1, round(costs.count / self._groups))
         self._stands_for = costs.count / simulated
-        """Tasks for which a simulated task stands."""
+        """Number of tasks per simulated task."""
         self._per_host = max(1, round(costs.per_host / self._stands_for))
         self._disturbances = disturbances
         self._waits = waits
@@ -79,26 +81,26 @@ class TaskPool:
         self._signals = random.Random(f"{seed} signals of tasks")
         self._now = 0.0
         self._events: list[tuple[float, int, str, int, int]] = []
-        """Heap of (time, order, kind, task, attempt or number)."""
+        """Heap of (time, order, kind, task, attempt or `SimulatedTask.plan`)."""
         self._order = itertools.count()
         self._tasks = [SimulatedTask(number) for number in range(simulated)]
         self._held: set[int] = set(range(simulated))
-        """Slots whose job waits for the trainers."""
+        """Tasks without a job, which start when the trainers' job runs."""
         self._master = False
         self._enough = False
         self._next_look = math.inf
         self._read_at = 0.0
-        """When the master reads results next."""
+        """Time at which the master reads results again."""
         self._incarnation = 0
         self._living: dict[str, RolloutAttempt] = {}
         self._results: list[tuple[str, str, StoredGroup]] = []
         """Attempt, lease and sample of each group that no master has read yet."""
         self._read: list[tuple[str, StoredGroup]] = []
-        """The results that were read since the last commit."""
+        """Lease and sample of each result that the master has read since the last commit."""
         self._snapshot = 0
-        """Number of these results that the checkpoint being written holds."""
+        """Number of these results that the next commit will contain."""
         self._versions: list[tuple[str, float]] = []
-        """The newest weight versions, and when each can be read."""
+        """The newest weight versions, each with the time from which tasks can read it."""
         self._orphaned_at = math.inf
         self.ledger = SampleLedger(1, Lineage({1: None}))
         self._leases = self._make_leases(Lineage({1: None}))
@@ -130,7 +132,7 @@ class TaskPool:
     # -- the trainers ------------------------------------------------------------------------
 
     def job_started(self, now: float) -> None:
-        """The trainers' job runs: tasks in it start, and queued ones may."""
+        """Start the tasks in the trainers' job, which begins now; queue jobs of other tasks."""
         self.advance(now)
         self._orphaned_at = math.inf
         for number in sorted(self._held):
@@ -139,7 +141,7 @@ class TaskPool:
         self._held.clear()
 
     def job_ended(self, now: float) -> None:
-        """The trainers' job has ended."""
+        """End the tasks in the trainers' job, which ends now; later, other tasks are orphaned."""
         self.advance(now)
         self.master_ended()
         if not self.costs.inside:
@@ -156,7 +158,7 @@ class TaskPool:
         records: Iterable[Record],
         record: LedgerRecord | None,
     ) -> None:
-        """A master begins with the ledger of the last commit, and reads all results again."""
+        """Start a master with the ledger of the last commit; it reads later results again."""
         self.advance(now)
         lineage = Lineage.of(records)
         self._incarnation = incarnation
@@ -182,7 +184,7 @@ class TaskPool:
         self._next_look = math.inf
 
     def published(self, now: float, step: int) -> None:
-        """The trainers publish the weights after a step."""
+        """Publish the weights of a step, which tasks load later."""
         self.advance(now)
         version, at = VersionId(step, self._incarnation).name, now + self.costs.publish_s
         self._versions = [*self._versions[-1:], (version, at)]
@@ -192,39 +194,39 @@ class TaskPool:
 
     @property
     def publishing_until(self) -> float:
-        """When the newest weight version can be read."""
+        """Time from which tasks can read the newest weight version."""
         return self._versions[-1][1] if self._versions else 0.0
 
     def step_done(self, now: float, step: int) -> None:
-        """A step was trained."""
+        """Tell the master that a step was trained."""
         self.advance(now)
         self._leases.step = step
         self._wake()
 
     def take(self, now: float, step: int) -> Sequence[StoredGroup]:
-        """Take the groups of a step; none if there are too few."""
+        """Take the groups of a step; return none if too few are finished."""
         self.advance(now)
         return self.ledger.take_finished(self._batch_size, step, self._admission.max_staleness)
 
     def record(self) -> LedgerRecord:
-        """Return the ledger for a checkpoint."""
+        """Return the state of the ledger for a checkpoint."""
         self._snapshot = len(self._read)
         return self.ledger.record()
 
     def committed(self) -> None:
-        """The last `record` is committed."""
+        """Forget the results that the last `record` contains, because it is committed."""
         del self._read[: self._snapshot]
         self._snapshot = 0
 
     @property
     def next_event(self) -> float:
-        """When something happens next; infinite if nothing will."""
+        """Time of the next event; infinite without events."""
         events = self._events[0][0] if self._events else math.inf
         return min(events, self._next_look)
 
     @property
     def all_operations(self) -> float:
-        """File operations of all tasks' requests, results and weights."""
+        """File operations of all tasks for requests, results and weights."""
         return self.operations * self._stands_for
 
     @property
@@ -238,7 +240,7 @@ class TaskPool:
         return round(sum(task.serves for task in self._tasks) * self._stands_for)
 
     def finish(self, now: float) -> None:
-        """The trial has ended, and its tasks with it."""
+        """End all tasks at the end of the trial."""
         self.advance(now)
         self.master_ended()
         self._end_all()
@@ -246,7 +248,7 @@ class TaskPool:
     # -- the clock ---------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Let everything happen until a time."""
+        """Handle all events until ``now``."""
         while (at := self.next_event) <= now:
             self._now = at
             if self._next_look <= at:
@@ -264,7 +266,7 @@ class TaskPool:
         if kind == "begin":
             self._begin(task)
         elif kind == "orphans":
-            if self._orphaned_at <= self._now:  # otherwise the trainers are back
+            if self._orphaned_at <= self._now:  # otherwise a job of the trainers runs again
                 self._end_all()
         elif kind == "host":
             self._lose_host(task.number)
@@ -304,7 +306,7 @@ class TaskPool:
         self._push(self._now + lost_s, "host", first, 0)
 
     def _lose_host(self, first: int) -> None:
-        """A host is lost with all its tasks; Slurm finds it later, and starts their next jobs."""
+        """End all tasks of a host. Their next jobs start after Slurm has detected the loss."""
         for task in self._tasks[first : first + self._per_host]:
             if task.runs:
                 self._push(self._now + self._ttl_s, "lost", task.number, task.attempt)
@@ -368,14 +370,14 @@ class TaskPool:
             self._retire(task)
 
     def _retire(self, task: SimulatedTask) -> None:
-        """Give the unfinished groups back, and exit."""
+        """Return the unfinished groups to the master and end the job."""
         for item, (lease, _) in list(task.items.items()):
             self.ledger.return_items(lease, [item])
         self._end(task)
         self._wake()
 
     def _end(self, task: SimulatedTask, *, requeue: bool = True, lost: bool = False) -> None:
-        """The job of a task ends; ``lost`` if the master does not know it yet."""
+        """End the job of a task. With ``lost``, the master learns of the end only later."""
         self.gpu_s += (self._now - task.since) * self.costs.gpus * self._stands_for
         task.end()
         if not lost:
@@ -386,14 +388,14 @@ class TaskPool:
             self._push(self._now + found_s + wait_s, "begin", task.number, 0)
 
     def _lose(self, name: str) -> None:
-        """The master queues the items of an attempt again that are not finished."""
+        """Let the master queue the unfinished items of an attempt again."""
         self._take_results()
         if self._living.pop(name, None) is not None:
             self.ledger.lose(name)
             self._wake()
 
     def _end_all(self) -> None:
-        """All jobs of tasks end; new ones wait for the trainers."""
+        """End the jobs of all tasks. New jobs start only with the trainers' next job."""
         for task in self._tasks:
             if task.runs:
                 self._end(task, requeue=False)
@@ -402,11 +404,11 @@ class TaskPool:
     # -- groups ------------------------------------------------------------------------------
 
     def _token_s(self, task: SimulatedTask) -> float:
-        """Seconds of a token of each group of a task."""
+        """Return the seconds in which each group of a task gets one more token."""
         return self.costs.token_s(len(task.items) * self._groups / self._stands_for)
 
     def _plan(self, task: SimulatedTask) -> None:
-        """Plan the end of the next group; an end that was planned before is void."""
+        """Plan the event for the next finished group, which replaces the task's earlier plan."""
         task.plan += 1
         if (left := task.first_end()) is not None:
             at = self._now + left * self._token_s(task)
@@ -423,7 +425,7 @@ class TaskPool:
             self._next_look = min(self._next_look, max(self._read_at, self._now + TURN_S))
 
     def _execute(self, task: SimulatedTask, attempt: SimulatedAttempt) -> None:
-        """A task reads its requests."""
+        """Let a task read and execute its requests."""
         if not attempt.requests:
             return
         requests, attempt.requests = attempt.requests, []
@@ -439,7 +441,7 @@ class TaskPool:
     # -- the master --------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """The master grants and takes back leases at its next turn."""
+        """Let the master grant and take back leases soon."""
         if self._master:
             self._next_look = min(self._next_look, self._now + TURN_S)
 
@@ -475,4 +477,4 @@ def _rows(items: Iterable[int]) -> Sequence[tuple[int, int]]:
 
 
 _NOWHERE: Final = RunPaths(Path("/nonexistent/user/experiment/trial"))
-"""Nothing is read or written there."""
+"""Directory of simulated attempts, which read and write no files."""

@@ -1,4 +1,4 @@
-"""Seconds and sizes of a trial's parts: from the cost model, measured, or assumed."""
+"""Seconds and sizes of a trial's parts, which are predicted, measured or assumed."""
 
 from __future__ import annotations
 
@@ -34,43 +34,41 @@ RESTART_S: Final = 15.0
 WRITE_RATE: Final = 10e9
 """Bytes per second of the shared directory."""
 DELTA: Final = 0.05
-"""Bytes of a delta, as a share of a full weight version: as measured with a learning rate of 1e-5
-(docs/benchmarks.md)."""
+"""Size of a delta divided by the size of a full weight version, as measured with a learning rate
+of 1e-5 (docs/benchmarks.md)."""
 SIGNAL_EARLY_S: Final = 30.0
-"""Maximum seconds by which Slurm signals a job too early: its interval of checking time limits.
-
-Its documentation allows twice as much, so agents accept more (`workers.agent.agent_host.LATE_S`).
-"""
+"""Maximum seconds by which Slurm signals a job too early: the interval at which it checks time
+limits. Slurm's documentation allows twice as much (`workers.agent.agent_host.LATE_S`)."""
 POINTS: Final = 256
-"""Lengths at which the mean of the longest completion is evaluated."""
+"""Number of lengths from which the mean of the longest completion is computed."""
 
 
 @dataclass(frozen=True)
 class LongestCompletion:
-    """The longest completion of ``sequences`` with this distribution of lengths."""
+    """The longest of ``sequences`` completions whose lengths have a distribution."""
 
     lengths: LengthDistribution
     sequences: float
 
     @cached_property
     def mean(self) -> float:
-        """Mean of its length."""
+        """Mean length in tokens."""
         width = self.lengths.most / POINTS
         shorter = (1 - self.lengths.longer((point + 0.5) * width) for point in range(POINTS))
         return sum(1 - math.pow(share, self.sequences) for share in shorter) * width
 
     def sample(self, rng: random.Random) -> float:
-        """Return the length of a random one."""
+        """Return a random length in tokens."""
         return self.lengths.exceeded_by(1 - math.pow(rng.random(), 1 / self.sequences))
 
 
 @dataclass(frozen=True)
 class TaskCosts:
-    """The rollout tasks, and the speed of one."""
+    """The rollout tasks, and the speed of a single task."""
 
     count: int
     gpus: int
-    """GPUs of a task."""
+    """GPUs per task."""
     settings: Tasks
     publish: Publish
     slurm: Slurm
@@ -82,11 +80,11 @@ class TaskCosts:
     """Seconds in which each of a number of groups gets one more token."""
     start_s: float
     publish_s: float
-    """Seconds from the end of a step until its weights can be read."""
+    """Seconds from the end of a step until tasks can read its weights."""
     load_s: float
-    """Seconds in which a task reads them."""
+    """Seconds in which a task reads a weight version."""
     per_host: int = 1
-    """Tasks in separate jobs that share a host, and fail with it."""
+    """Number of tasks in separate jobs that share a host and fail with it."""
 
     def groups_per_s(self, groups: float) -> float:
         """Return the groups per second of a task that works on a number of groups."""
@@ -95,7 +93,7 @@ class TaskCosts:
 
 @dataclass(frozen=True)
 class TrialCosts:
-    """The parts of a trial."""
+    """Sizes of a trial, and the seconds of its parts."""
 
     steps: int
     batch_size: int
@@ -107,9 +105,9 @@ class TrialCosts:
     step_s: float
     """Mean seconds of a step of the trainers."""
     decoding_s: float
-    """The part of these seconds that grows with the longest completion."""
+    """The part of `step_s` that grows with the longest completion."""
     longest: LongestCompletion | None
-    """The longest completion of a step that the trainers generate."""
+    """The longest completion of a step; None if the trainers do not generate."""
     start_s: float
     restart_s: float
     stall_s: float
@@ -123,20 +121,20 @@ class TrialCosts:
     config: Config
     tasks: TaskCosts | None = None
     predicted: StepSeconds | None = None
-    """The cost model's seconds; None if the seconds are given."""
+    """The prediction of the cost model; None if the user gives the seconds of a step."""
     assumed: tuple[str, ...] = ()
-    """Numbers that are neither given nor predicted."""
+    """Descriptions of assumed numbers."""
 
     @property
     def time_limit_s(self) -> float:
-        """Time limit of one job; infinite without one."""
+        """Time limit of a job in seconds; infinite without a limit."""
         text = self.slurm.time
         return math.inf if text is None else time_limit_s(text)
 
 
 @dataclass(frozen=True)
 class GivenSeconds:
-    """Seconds that the user has measured; None: predicted or assumed."""
+    """Numbers that the user has measured; None for numbers to predict or assume."""
 
     step: float | None = None
     start: float | None = None
@@ -144,20 +142,21 @@ class GivenSeconds:
     commit: float | None = None
     evaluation: float | None = None
     rewards: float | None = None
-    """Seconds of the rewards of a step, which are not predicted."""
+    """Seconds in which the rewards of a step are computed. The cost model has no prediction."""
     groups_per_hour: float | None = None
     """Groups that a rollout task makes in an hour."""
     write_rate: float = WRITE_RATE
+    """Bytes per second of the shared directory."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A trial of another size; None: as configured."""
+    """Size of the simulated trial; None for the configured size."""
 
     steps: int | None = None
     hosts: int | None = None
-    """Hosts of the trainers. Each does the work of a host of the configuration, so batch and tasks
-    grow with them."""
+    """Hosts of the trainers. The batch and the number of tasks grow with them, so that each host
+    does as much work as configured."""
     tasks: int | None = None
 
 
@@ -169,7 +168,7 @@ def trial_costs(
     scale: Scale,
     mean: MeanTokens | None,
 ) -> TrialCosts:
-    """Return the costs of a trial. Raises UsageError that names a number that must be given."""
+    """Return the costs of a trial. Raises UsageError that names a missing option."""
     config, trainers = settings.config, plan.trainers
     steps = config.total_steps if scale.steps is None else scale.steps
     if steps is None:
@@ -238,7 +237,7 @@ def _of_trainers(predicted: StepSeconds | None, tasks: TaskCosts | None) -> floa
 
 
 def _gpus(trainers: GroupPlan, tasks: TaskCosts | None, factor: float) -> int:
-    """Return the GPUs of the trainers' job; spares have as many as each of its other hosts."""
+    """Return the GPUs of the trainers' job. Each spare has as many GPUs as any other host."""
     of_trainers = trainers.hosts * trainers.workers_per_host * trainers.gpus_per_worker
     total = round(of_trainers * factor)
     if tasks is not None and tasks.inside:
@@ -250,7 +249,7 @@ def _gpus(trainers: GroupPlan, tasks: TaskCosts | None, factor: float) -> int:
 def _decoding(
     settings: Settings, mean: MeanTokens | None, predicted: StepSeconds
 ) -> tuple[float, LongestCompletion | None]:
-    """Return the trainers' seconds that grow with the longest completion, and this completion."""
+    """Return the seconds of the trainers that grow with the longest completion, and its length."""
     seconds = sum(
         parts.get("decode", 0.0)
         for name, parts in predicted.calls.items()
@@ -272,7 +271,7 @@ def _generating(settings: Settings, mean: MeanTokens | None) -> Generating | Non
 
 
 def _copy_s(settings: Settings) -> float:
-    """Seconds to copy the trained models' states to host memory."""
+    """Return the seconds in which ranks copy the states of trained models to host memory."""
     hardware = hardware_of(settings.config.cluster)
     most = max((memory.standing for memory in memories(settings).values()), default=0)
     return 0.0 if hardware is None else most / hardware.efficiency.host_link
@@ -281,7 +280,7 @@ def _copy_s(settings: Settings) -> float:
 def _evaluation_s(
     settings: Settings, given: GivenSeconds, mean: MeanTokens | None, notes: list[str]
 ) -> float:
-    """Seconds of one evaluation by the trainers."""
+    """Return the seconds of one evaluation by the trainers. Raises UsageError."""
     config = settings.config
     if given.evaluation is not None or not config.trainers_evaluate:
         return given.evaluation or 0.0
@@ -352,7 +351,7 @@ def _tasks(
 
 
 def _tasks_of_host(cluster: Cluster, gpus: int) -> int:
-    """Return how many tasks with this number of GPUs fill a host; 1 without GPUs."""
+    """Return the number of tasks that fit on a host; 1 for tasks without GPUs."""
     of_host = cluster.workers_per_host or LARGEST_HOST
     return max(of_host // gpus, 1) if gpus else 1
 
@@ -360,14 +359,14 @@ def _tasks_of_host(cluster: Cluster, gpus: int) -> int:
 def _speed(
     given: GivenSeconds, found: Generating | None, longest: LongestCompletion, n: int
 ) -> Callable[[float], float]:
-    """Return the function that gives the seconds of a token of each of a number of groups."""
+    """Return a function of the number of groups: the seconds in which each gets one more token."""
     if given.groups_per_hour is not None:
         of_group = 3600 / given.groups_per_hour / longest.mean
         return lambda groups: groups * of_group
     assert found is not None, "the caller has checked"
     job, machine = found.job, found.machine
     active = n * job.lengths.mean / longest.mean
-    """Sequences of a group that are not finished, on average."""
+    """Mean number of unfinished sequences in a group."""
     most = max(job.cache_tokens / (job.prompt + job.lengths.mean), 1.0)
     known: dict[int, float] = {}
 
@@ -398,26 +397,27 @@ class Disturbances:
     slurmd_timeout_s: float = 300.0
     """Seconds after which Slurm considers a silent host lost (``SlurmdTimeout``)."""
     stragglers: float = 0.0
-    """Standard deviation of the logarithm of a host's seconds; a step waits for the slowest."""
+    """Standard deviation of the logarithm of the seconds in which a host does its part of a step.
+    A step waits for the slowest host."""
     slow_hosts: float = 0.0
-    """Share of the hosts that are slow as long as a job has them."""
+    """Share of slow hosts. A slow host stays slow for the whole job."""
     slow_factor: float = 1.0
-    """Seconds of a slow host divided by the seconds of a usual one."""
+    """Seconds of a step on a slow host divided by its seconds on a host of normal speed."""
 
 
 def seconds_to_event(per_day: float, rng: random.Random) -> float:
-    """Return the seconds to the next event of a rate; infinite for the rate 0."""
+    """Return random seconds until the next event; infinite for a rate of 0."""
     share = ExponentialWait(1.0).sample(rng)
     return share / per_day * DAY_S if per_day else math.inf
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything that a simulation assumes in addition to the costs."""
+    """Assumptions of a simulation in addition to the costs."""
 
     disturbances: Disturbances
     waits: Waits
     task_waits: Waits
     time_limit_s: float
     first_wait_s: float | None = None
-    """Wait of the first job, if it is known."""
+    """Known queue wait of the first job; None to sample it as for other jobs."""

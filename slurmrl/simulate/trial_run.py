@@ -1,8 +1,8 @@
 """One trial on a simulated clock: its jobs, incarnations, steps, commits and failures.
 
-Real trials have the same rules: the judgment of endings (`workers.master.futility`), the
-chain (`scheduler.chain`), the times of commits and evaluations (`config.schema.config.Frequency`),
-and the ledger of rollout tasks (`task_pool`).
+The simulation uses the rules of real trials: the decision to give up (`workers.master.futility`),
+the chain (`scheduler.chain`), the times of commits and evaluations
+(`config.schema.config.Frequency`), and the ledger of rollout tasks (`task_pool`).
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ REPEATED: Final = "work lost and repeated"
 PARTS: Final = (TRAINING, EVALUATION, WAITING, WEIGHTS, COMMIT, START, DETECTION, REPEATED, QUEUE)
 """The parts of a trial's time, in the order of the report."""
 MOST_WITHOUT_COMMIT: Final = 100
-"""Jobs in a row without a commit after which a simulation gives up."""
+"""Number of consecutive jobs without a commit after which a simulation gives up."""
 LONGEST_WAIT_S: Final = 10 * DAY_S
-"""Longest wait for the groups of one step."""
+"""Maximum wait for the groups of one step."""
 KILLED: Final = "killed"
-"""Slurm ends the job, as no failure does."""
+"""Reason for an end by Slurm, at the time limit or a preemption. It is no failure."""
 
 
 class MemoryNames(NameStore):
-    """A name store without a directory."""
+    """A name store in memory."""
 
     def __init__(self) -> None:
         super().__init__(Path("/nonexistent"))
@@ -73,44 +73,43 @@ class MemoryNames(NameStore):
         return sorted(key for key in self._values if key.startswith(f"{root}/"))
 
     def report(self, key: str, said: Report) -> None:
-        """Add a report, if there is none under the key."""
+        """Add a report unless the key exists."""
         self._values.setdefault(key, json.dumps(documents.to_json(said)))
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How one simulated trial went."""
+    """Result of one simulated trial."""
 
     finished: bool
     why: str
-    """Reason why it has ended before its last step; empty if it has finished."""
+    """Reason why the trial ended before its last step; empty if it finished."""
     steps: int
     """Committed steps."""
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by part; they add up to all seconds."""
+    """Seconds by part of the time; their sum is `seconds`."""
     jobs: int
     """Starts of the trainers' jobs."""
     links: int
-    """Elements of the chain that were used."""
+    """Number of used links of the chain."""
     incarnations: int
     gpu_s: float
     operations_per_s: float
-    """File operations per second on the shared directory while jobs run, at most."""
+    """Maximum file operations per second on the shared directory while jobs run."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """Numbers of lost hosts, crashes, preemptions, jobs killed at their limit, and dropped groups.
-    """
+    """Number of events of each kind, such as lost hosts and preemptions."""
 
     @property
     def useful(self) -> float:
-        """Share of the time in jobs in which training made steps that count."""
+        """Share of the time in jobs that was spent on training steps that no failure undid."""
         held = self.seconds - self.parts.get(QUEUE, 0.0)
         return self.parts.get(TRAINING, 0.0) / held if held > 0 else 0.0
 
 
 @dataclass
 class _Written:
-    """A checkpoint: the state of a step."""
+    """A written checkpoint, with the state after its step."""
 
     step: int
     ready_at: float
@@ -120,7 +119,7 @@ class _Written:
 
 
 class TrialRun:
-    """Call `run` once."""
+    """One run of a simulation. Call `run` only once."""
 
     def __init__(self, costs: TrialCosts, conditions: Conditions, seed: str) -> None:
         self._costs, self._conditions = costs, conditions
@@ -135,7 +134,7 @@ class TrialRun:
         self._uncommitted: deque[tuple[int, dict[str, float]]] = deque()
         """Seconds by part of each step after the last commit."""
         self._of_step = dict.fromkeys(PARTS, 0.0)
-        """Seconds by part of the step that runs."""
+        """Seconds by part of the current step."""
         self._events: Counter[str] = Counter()
         self._records: list[Record] = []
         self._names = MemoryNames()
@@ -162,7 +161,7 @@ class TrialRun:
                 look_s=intervals.results_s,
                 seed=seed,
             )
-        # Times of the running job's events.
+        # Times at which events of the running job are planned.
         self._kill_at = self._warn_at = self._lost_at = self._crash_at = math.inf
         self._preempt_at = math.inf
         self._preempted = False
@@ -170,7 +169,7 @@ class TrialRun:
     # -- jobs --------------------------------------------------------------------------------
 
     def run(self) -> TrialOutcome:
-        """Return how the trial went."""
+        """Run the trial to its end; return the result."""
         costs, slurm = self._costs, self._costs.slurm
         goes_on = Continue(slurm.continue_)
         queued, links, jobs, restart, gpu_s = slurm.links - 1, 1, 0, 0, 0.0
@@ -203,7 +202,7 @@ class TrialRun:
                 queued += slurm.links
                 self._commits_since_extension = 0
             if queued == 0:
-                why = "no link is left: slurmrl resume would continue"
+                why = "no link is left: slurmrl resume would continue the trial"
                 break
             queued, links, restart = queued - 1, links + 1, 0
         if self._pool is not None:
@@ -243,7 +242,7 @@ class TrialRun:
         self._now += wait_s
 
     def _job(self, start: str) -> str:
-        """Run one job; return how it has ended."""
+        """Run one job; return the way in which it ended."""
         costs, rates = self._costs, self._conditions.disturbances
         limit_s = self._conditions.time_limit_s
         self._kill_at = self._now + limit_s
@@ -349,7 +348,7 @@ class TrialRun:
     _items: tuple[int, ...] = ()
 
     def _groups(self, pool: TaskPool, step: int) -> bool:
-        """Wait for the groups of a step; return whether there are some before the warning."""
+        """Wait for the groups of a step; return False if a warning comes first."""
         began = self._now
         while True:
             samples = pool.take(self._now, step)
@@ -364,7 +363,7 @@ class TrialRun:
             self._advance(until - self._now, WAITING)
 
     def _seconds(self) -> float:
-        """Seconds of a step: with its longest completion, and its slowest host."""
+        """Return the seconds of a step, with a random longest completion and slowest host."""
         costs = self._costs
         seconds = costs.step_s
         if costs.longest is not None:
@@ -402,7 +401,7 @@ class TrialRun:
             self._finish_writing()
 
     def _finish_writing(self) -> None:
-        """Wait until the checkpoint that is being written is committed."""
+        """Wait until the ranks have written the current checkpoint, and commit it."""
         if self._writing is not None:
             self._advance(max(self._writing.ready_at - self._now, 0.0), COMMIT)
             self._poll()
@@ -413,7 +412,7 @@ class TrialRun:
             self._checkpoint(asynchronous=False)
 
     def _poll(self) -> None:
-        """Commit if the checkpoint is written."""
+        """Commit the current checkpoint if the ranks have written it."""
         written = self._writing
         if written is None or written.ready_at > self._now:
             return
@@ -426,7 +425,7 @@ class TrialRun:
             self._pool.committed()
 
     def _roll_back(self) -> None:
-        """An incarnation has failed: the work since the last commit will be repeated."""
+        """Count the work since the last commit as repeated, because the incarnation failed."""
         self._poll()
         self._writing = None
         if self._pool is not None:
@@ -446,7 +445,7 @@ class TrialRun:
     # -- the clock ---------------------------------------------------------------------------
 
     def _advance(self, seconds: float, part: str) -> None:
-        """Spend time on a part. Raises ReportedError if the incarnation ends."""
+        """Let time pass for one part. Raises ReportedError if the incarnation ends before."""
         until = self._now + seconds
         if not self._preempted and self._preempt_at <= until:
             self._preempted = True
@@ -488,5 +487,5 @@ def _directory(step: int) -> str:
 
 
 def _frequency(section: Any, now_s: float) -> Frequency:
-    """The frequency of a section that has the three ``every_`` settings."""
+    """Return the frequency of a section that has the three ``every_`` settings."""
     return Frequency(section.every_steps, section.every_seconds, section.every_epochs, now_s=now_s)

@@ -503,8 +503,8 @@ def test_trace_gives_the_waits_of_started_jobs(tmp_path: Path) -> None:
         (TRACE.replace("10:10:00", "noon"), ":2: Start '2026-11-01Tnoon' is not a time"),
         (TRACE.replace("|1|01", "|one|01"), ":2: NNodes 'one' is not a number"),
         (TRACE.replace("Timelimit", "Timelimit|State"), ":2: has 5 columns, the header 6"),
-        (TRACE.splitlines()[0], ": no job in it has started"),
-        (TRACE.replace("T10:10:00", "T10:10:00+01:00"), ":2: some of its times have a time zone"),
+        (TRACE.splitlines()[0], ": no job in the file has started"),
+        (TRACE.replace("T10:10:00", "T10:10:00+01:00"), ":2: only some of the times"),
     ],
 )
 def test_wrong_trace_is_rejected(
