@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -145,16 +146,9 @@ def tasks_needed(costs: TrialCosts) -> int | None:
     in_flight = (tasks.settings.max_staleness + 1) * costs.batch_size
     if tasks.settings.max_in_flight is not None:
         in_flight = min(in_flight, tasks.settings.max_in_flight)
-    low, high = 0, 1
-    while _rate(tasks, in_flight, high) < wanted:
-        low, high = high, 2 * high
-        if low > min(MOST_TASKS, in_flight):
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = _rate(tasks, in_flight, middle) >= wanted
-        low, high = (low, middle) if enough else (middle, high)
-    return high
+    counts = range(1, min(MOST_TASKS, in_flight) + 1)
+    place = bisect_left(counts, wanted, key=lambda count: _rate(tasks, in_flight, count))
+    return counts[place] if place < len(counts) else None
 
 
 def _rate(tasks: TaskCosts, in_flight: int, count: int) -> float:
@@ -187,7 +181,9 @@ def document(answers: SimulationAnswers) -> Document:
     """Return the report: a table of time limits, a table of the parts of the time, and advice."""
     costs = answers.costs
     count = len(answers.runs[0].outcomes)
-    gpus = costs.gpus + (0 if costs.tasks is None or costs.tasks.inside else _task_gpus(costs))
+    gpus = costs.gpus
+    if costs.tasks is not None and not costs.tasks.inside:
+        gpus += costs.tasks.count * costs.tasks.gpus
     size = _count(costs.hosts, "host")
     if costs.spares:
         size += f" and {_count(costs.spares, 'spare')}"
@@ -202,11 +198,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
-def _task_gpus(costs: TrialCosts) -> int:
-    assert costs.tasks is not None
-    return costs.tasks.count * costs.tasks.gpus
-
-
 def _blocks(answers: SimulationAnswers) -> Iterator[Block]:
     costs, best = answers.costs, answers.best
     several = len(best.outcomes) > 1
@@ -219,7 +210,7 @@ def _blocks(answers: SimulationAnswers) -> Iterator[Block]:
     rows = [
         (name, words(best.parts[name]), f"{best.parts[name] / total:.1%}")
         for name in PARTS
-        if best.parts.get(name)
+        if best.parts[name]
     ]
     yield Table(("PART", "TIME", "SHARE"), rows, title=f"{where}, mean of the runs:")
     if best.events:
@@ -348,7 +339,7 @@ def _runs(runs: Runs) -> Mapping[str, Any]:
         "jobs": asdict(runs.jobs),
         "links": runs.links,
         "useful": runs.useful,
-        "parts": {name: runs.parts.get(name, 0.0) for name in PARTS},
+        "parts": runs.parts,
         "events": runs.events,
         "operations_per_s": runs.operations_per_s,
         "runs": [

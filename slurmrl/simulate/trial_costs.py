@@ -189,8 +189,11 @@ def trial_costs(
     loading_s = checkpoint_bytes / given.write_rate
     rate = f"{given.write_rate / 1e9:g} GB/s of the shared directory"
     tasks = _tasks(settings, plan, given, scale, mean, factor, notes)
-    step_s = given.step if given.step is not None else _of_trainers(predicted, tasks)
-    step_s += given.rewards or 0.0
+    step_s = given.rewards or 0.0
+    if predicted is None:
+        step_s += given.step or 0.0
+    else:
+        step_s += predicted.total if tasks is None else predicted.of_trainers
     scores = any(call.role is None for call in settings.algorithm.calls(config))
     if scores and given.step is None and given.rewards is None and tasks is None:
         notes.append("rewards: 0 s of a step (--reward-seconds)")
@@ -229,11 +232,6 @@ def trial_costs(
         predicted=predicted,
         assumed=tuple(notes),
     )
-
-
-def _of_trainers(predicted: StepSeconds | None, tasks: TaskCosts | None) -> float:
-    assert predicted is not None
-    return predicted.total if tasks is None else predicted.of_trainers
 
 
 def _gpus(trainers: GroupPlan, tasks: TaskCosts | None, factor: float) -> int:
