@@ -1,6 +1,6 @@
-"""Batches, datasets, orders and packing.
+"""Datasets and batches: formats of files, checks and tokens of rows, the order of items.
 
-Only ``sample`` and ``dataset`` hold tensors; the others are torch-free. ``sources`` has the formats
-of files, and ``records`` reads and checks their rows. ``rows`` tokenizes them by their type
-(``types``), ``preparation`` and ``prepared`` store them, ``dataset`` makes samples of them.
+Only ``sample`` and ``dataset`` import torch. ``sources`` reads files, and ``records`` checks their
+rows. ``rows`` tokenizes the rows by their type (``types``). ``preparation`` and ``prepared`` store
+the tokens, and ``dataset`` makes samples of them.
 """

@@ -1,4 +1,4 @@
-"""Render conversations by chat templates, and find the assistant's parts and the ends of turns.
+"""Render conversations with chat templates; find the assistant's text and the ends of turns.
 
 Torch-free, except for modules that transformers imports.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MARKED_BLOCK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""Pattern of the beginning of a block that marks the assistant's text for transformers."""
+"""Pattern of a tag that begins a block of the assistant's text in a template."""
 ASKED: Final[Message] = {"role": "user", "content": "Hello."}
 OTHER_TEXT: Final = "Something else."
 TURN_TEXT: Final = "The turn before."
@@ -64,17 +64,17 @@ class ChatTemplate:
             raise ConfigError((Problem("", "chat_template", message),))
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> str:
-        """Render a prompt, with the beginning of the assistant's turn."""
+        """Render a prompt and the generation prompt, which begins the assistant's turn."""
         messages = self._whole(messages)
         text = self._render(messages, tools, generate=True)
         self._require_all(as_context(messages), tools)
         return text
 
     def conversation(self, messages: Sequence[Message], tools: Any) -> MarkedText:
-        """Render a whole conversation.
+        """Render a conversation. The targets are the turns of the assistant.
 
-        A turn begins after the generation prompt, and ends with the text that the template puts
-        after it, except white space after a special token.
+        A target begins after the generation prompt. It includes everything that the template puts
+        after the turn, except white space after a special token.
         """
         messages = self._whole(messages)
         text = whole = self._render(messages, tools)
@@ -93,17 +93,17 @@ class ChatTemplate:
         return MarkedText(whole, targets)
 
     def writes(self, tools: Sequence[Any]) -> bool:
-        """Whether the template writes the names of all these tools into a prompt."""
+        """Return whether the template writes the names of all these tools into a prompt."""
         asked = self._whole([ASKED])
         return bool(self._try(asked, tools)) and not left_out(asked, tools, self._try)
 
     def uses(self, name: str) -> bool:
-        """Whether the template has a variable or a function of this name."""
+        """Return whether the template has a variable or a function of this name."""
         return name in self._template(self._tools)
 
     @cached_property
     def turn_end(self) -> EndOfTurn:
-        """Return the end of a turn whose content is a string, as the template writes it."""
+        """The tokens with which the template ends a turn of the assistant."""
         with suppress(ChatTemplateError):
             alone = self._render(with_system([ASKED, SAID], self._system), self._tools)
             following = [self.around_messages(["user"])[0]]
@@ -122,7 +122,7 @@ class ChatTemplate:
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
-        """Return the tokens that end a turn, also those that end only turns with tool calls."""
+        """The tokens that end a turn, including tokens that end only turns with tool calls."""
         tail = self._try([ASKED, SAID], self._tools).rpartition(TURN_TEXT)[2].strip()
         for arguments in ({"text": TURN_TEXT}, f'{{"text": "{TURN_TEXT}"}}'):
             call = {"type": "function", "function": {"name": "do", "arguments": arguments}}
@@ -135,15 +135,15 @@ class ChatTemplate:
 
     @cached_property
     def _known(self) -> set[str]:
-        """Return the strings of the tokenizer's special and added tokens."""
+        """The strings of the tokenizer's special and added tokens."""
         return {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
 
     def around_messages(self, roles: Sequence[str]) -> list[str]:
         """Return the strings that the template puts around messages of these ``roles``.
 
-        The first one stands between the assistant's turn and the first message. The others stand
-        between this message and each further one. The last one stands between the last message and
-        the next turn of the assistant.
+        The first string is between a turn of the assistant and the first message. The last string
+        is between the last message and the assistant's next turn. The other strings are between
+        consecutive messages.
         """
         texts = [f"{OTHER_TEXT} {number}." for number in range(len(roles))]
         messages: list[Message] = [
@@ -188,10 +188,7 @@ class ChatTemplate:
         return whole
 
     def _open(self, message: Message) -> Message:
-        """Return a message of the assistant without a final token that ends a turn.
-
-        The template adds this token.
-        """
+        """Remove tokens that end a turn from a message of the assistant: the template adds one."""
         content = message.get("content")
         if message["role"] != ASSISTANT or not isinstance(content, str):
             return message
@@ -200,10 +197,7 @@ class ChatTemplate:
 
     @cached_property
     def _joins_parts(self) -> bool:
-        """Whether the parts of a content must be joined into one string.
-
-        This is necessary if the template reads strings but does not read parts in the same way.
-        """
+        """Whether the template renders a string, but not the same text as a list of parts."""
         text = self._shown(OTHER_TEXT)
         parts = self._shown([{"type": "text", "text": OTHER_TEXT}])
         return OTHER_TEXT in text and parts != text
@@ -215,7 +209,7 @@ class ChatTemplate:
     # -- turns -------------------------------------------------------------------------------
 
     def _marked_by_template(self, messages: Sequence[Message], tools: Any) -> MarkedText:
-        """Use the template's own ``{% generation %}`` blocks."""
+        """Render a conversation with the template's ``{% generation %}`` blocks as targets."""
         text, blocks = self._rendered(messages, tools, generate=False, marked=True)
         turns = [message for message in messages if message["role"] == ASSISTANT]
         wanted = [is_target(message) for message in turns]
@@ -224,7 +218,7 @@ class ChatTemplate:
         elif not all(wanted):
             raise ChatTemplateError(
                 f"the chat template has {len(blocks)} generation blocks for {len(turns)} turns of "
-                "the assistant, so 'weight' cannot be assigned"
+                "the assistant, so the values of 'weight' cannot be assigned to blocks"
             )
         return MarkedText(text, [block for block in blocks if block[0] < block[1]])
 
@@ -238,7 +232,7 @@ class ChatTemplate:
             before = text[: self._opening(text, tools)]
         alone = self._render(messages[: place + 1], tools)
         if not (text.startswith(before) and alone.startswith(before)):
-            raise self._not_incremental(place, "this message changes the text before it")
+            raise self._not_incremental(place, "it changes the text before the message")
         last = self._trimmed(alone, len(before), len(alone))
         if not text.startswith(alone[:last]):
             last = self._end_in_history(text, messages, place, tools, len(before), alone)
@@ -246,15 +240,16 @@ class ChatTemplate:
         return len(before), last
 
     def _opening(self, text: str, tools: Any) -> int:
-        """Return where the assistant's turn begins in a rendered conversation that begins with it.
+        """Return the start of the assistant's turn in a rendered conversation that it begins.
 
-        The turn begins after the generation prompt, which an empty conversation need not have.
+        The turn starts after the generation prompt. Example messages show this prompt, because
+        templates need not render an empty conversation.
         """
         asked = self._render([ASKED], tools, generate=True)
         answered = self._render([ASKED, SAID], tools).partition(TURN_TEXT)[0]
         begun, found, _ = self._render([SAID], tools).partition(TURN_TEXT)
         if not found or not answered.startswith(asked):
-            raise self._not_incremental(0, "it does not begin with the generation prompt")
+            raise self._not_incremental(0, "its text does not begin with the generation prompt")
         alike = [one == other for one, other in zip(begun, text, strict=False)]
         begun = begun[: [*alike, False].index(False)]
         header = next(asked[at:] for at in range(len(asked) + 1) if asked[at:] in begun)
@@ -271,10 +266,10 @@ class ChatTemplate:
         first: int,
         alone: str,
     ) -> int:
-        """Return the end of a turn whose start the template omits once other messages follow.
+        """Return the end of a turn whose start the template omits if other messages follow.
 
-        Such a start is the turn's reasoning. The result is the end of the longest suffix of the
-        separately rendered turn that is in the conversation at its place.
+        The omitted start is the turn's reasoning. ``alone`` is the conversation up to this turn.
+        The result is the end of the turn's longest suffix that is in ``text`` at ``first``.
         """
         following = next(
             (at for at in range(place + 1, len(messages)) if messages[at]["role"] == ASSISTANT),
@@ -282,7 +277,7 @@ class ChatTemplate:
         )
         whole = text if following is None else self._render(messages[:following], tools, True)
         if not text.startswith(whole):
-            raise self._not_incremental(place, "its text changes with later messages")
+            raise self._not_incremental(place, "later messages change its text")
         kept = _overlap(alone[first:], whole[first:])
         rest = whole[first + kept :]
         other = [*messages[:place], {"role": ASSISTANT, "content": OTHER_TEXT}]
@@ -292,11 +287,11 @@ class ChatTemplate:
         turn_end = other_whole[: len(other_whole) - len(rest)]
         end = other_alone[other_alone.rfind(OTHER_TEXT) :]
         if not kept or not other_whole.endswith(rest) or not turn_end.endswith(end):
-            raise self._not_incremental(place, "its text changes with later messages")
+            raise self._not_incremental(place, "later messages change its text")
         return first + kept
 
     def _trimmed(self, text: str, first: int, last: int) -> int:
-        """Return the end of a turn's last token, where the model stops."""
+        """Return the end of the token that ends a turn; without one, return ``last``."""
         turn = text[first:last]
         if not self.turn_end.by_next and self.turn_end.tokens:
             (token,) = self.turn_end.tokens
@@ -309,7 +304,7 @@ class ChatTemplate:
 
     def _not_incremental(self, place: int, why: str) -> ChatTemplateError:
         return ChatTemplateError(
-            f"no loss mask is right for message {place + 1} with this chat template: {why}; use a "
+            f"no correct loss mask for message {place + 1} with this chat template: {why}; use a "
             "template with {% generation %} blocks (dataset.chat_template: FILE)"
         )
 
@@ -320,9 +315,7 @@ class ChatTemplate:
             template: str = self._tokenizer.get_chat_template(self._file, tools)
         except ValueError as error:
             message = f"the tokenizer {self._tokenizer.name_or_path} has no chat template, which"
-            message = (
-                f"{message} messages need: name a Jinja file in its place (chat_template: FILE)"
-            )
+            message = f"{message} messages need: set dataset.chat_template to a Jinja file"
             raise ConfigError((Problem("", "chat_template", message),)) from error
         return template
 
@@ -354,15 +347,18 @@ class ChatTemplate:
             if isinstance(error, ConfigError):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ChatTemplateError(f"the chat template rejects it: {reason}") from error
+            raise ChatTemplateError(
+                f"the chat template rejects the conversation: {reason}"
+            ) from error
         (text,), blocks = rendered
         return text, [(first, last) for first, last in blocks[0]] if marked else []
 
 
 def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the end-of-text token, and the tokens that end a turn in the datasets' chat templates.
+    """Return the ids of the tokens that end the actor's completions.
 
-    They end the actor's completions. Raises ConfigError, UnreadableInputError.
+    These are the end-of-text token and the tokens that end a turn in the datasets' chat templates.
+    Raises ConfigError, UnreadableInputError.
     """
     parts = [part for each in config.datasets().values() for part in each.parts.values()]
     templates = [ChatTemplate(part, tokenizer) for part in parts if part.is_chat]
@@ -386,7 +382,7 @@ def template_file(config: DatasetConfig) -> str | None:
 
 
 def _overlap(end: str, start: str) -> int:
-    """Return the length of the longest suffix of one string that is a prefix of the other."""
+    """Return the length of the longest suffix of ``end`` that is a prefix of ``start``."""
     lengths = range(min(len(end), len(start)), 0, -1)
     return next((length for length in lengths if start.startswith(end[-length:])), 0)
 
@@ -408,8 +404,8 @@ class EndOfTurn(NamedTuple):
     def of(tail: str, following: Sequence[str], known: Collection[str]) -> EndOfTurn:
         """Return the end of a turn.
 
-        ``tail`` contains the text after the content of the last turn, each of ``following`` the
-        text between the content of a turn and the next message. ``known`` contains the strings of
+        ``tail`` is the string after the content of the last turn. Each of ``following`` is the
+        string between the content of a turn and the next message. ``known`` contains the strings of
         the tokenizer's special and added tokens.
         """
         if own := _first(tail, known):
@@ -422,10 +418,10 @@ class EndOfTurn(NamedTuple):
         )
 
     def in_text(self, text: str, place: int, *, calls: bool) -> tuple[int, str]:
-        """Return the end of a turn that the next message ends, and the token to append.
+        """Return the end of a turn that the first token of the next message ends.
 
-        The token is empty unless the conversation ends there: then it is the token of the next
-        message. The turn's own content ends at ``place``; ``calls`` says whether it calls tools.
+        If no message follows, also return that token, which the caller appends; otherwise "". The
+        turn's content ends at ``place``. ``calls`` says whether the turn calls tools.
         """
         rest = text[place:]
         bare = rest.lstrip()

@@ -1,8 +1,8 @@
 """Checks of strings and of conversations: lists of messages with a role and a content. Torch-free.
 
 `left_out` finds the parts of a conversation that a chat template omits. It puts a mark into every
-value that the model must see, and searches for the marks in the rendered text. So it finds a value
-in any form, and does not mistake other text with the same words for it.
+value that the model must see, and searches for the marks in the rendered text. A mark is found even
+if the template changes the form of the value, and no other text contains it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ASSISTANT: Final = "assistant"
 
 
 def wrong_messages(value: Any) -> str:
-    """Return why a value is not a conversation; "" if it is."""
+    """Return why a value is not a conversation; "" if it is one."""
     if not isinstance(value, list) or not value:
         return f"must be a list of messages, but is {kind_of(value)}"
     for place, message in enumerate(value, start=1):
@@ -33,7 +33,7 @@ def wrong_prompt(value: Any) -> str:
     if value[-1]["role"] == ASSISTANT:
         return (
             "ends with a message of the assistant: a prompt ends before the assistant's turn; "
-            "remove that message from the rows (docs/data.md, a type of your own)"
+            "remove that message from the rows, or remove it in a type of your own (docs/data.md)"
         )
     return ""
 
@@ -54,17 +54,17 @@ def wrong_answer(value: Any) -> str:
     if value[-1]["role"] != ASSISTANT:
         return f"must end with a message of the assistant, but ends with '{value[-1]['role']}'"
     if not is_target(value[-1]):
-        return "ends with a message of 'weight' 0: nothing would be compared or learned"
+        return "ends with a message with 'weight' 0, so no answer can be learned; remove 'weight'"
     return ""
 
 
 def is_messages(value: Any) -> bool:
-    """Whether a value has the form of messages, even if they are invalid."""
+    """Return whether a value has the form of messages, even if they are invalid."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
 
 
 def begins_with_prompt(value: Any) -> bool:
-    """Whether an answer is a whole conversation: messages that do not begin with the assistant."""
+    """Return whether an answer is a conversation that does not begin with the assistant."""
     return is_messages(value) and value[0].get("role") != ASSISTANT
 
 
@@ -75,7 +75,7 @@ def common_prompt(one: Sequence[Message], other: Sequence[Message]) -> Sequence[
 
 
 def as_context(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages of a prompt, in which nothing is a target."""
+    """Return the messages of a prompt without targets: the assistant's get ``"weight": 0``."""
     return [
         {**message, "weight": 0} if message["role"] == ASSISTANT else message
         for message in messages
@@ -90,7 +90,7 @@ def wrong_tools(value: Any) -> str:
 
 
 def is_target(message: Message) -> bool:
-    """Whether a message is from the assistant and is not excluded by ``"weight": 0``."""
+    """Return whether a message is from the assistant and is not excluded by ``"weight": 0``."""
     return message["role"] == ASSISTANT and message.get("weight") != 0
 
 
@@ -110,11 +110,11 @@ def with_system(messages: Sequence[Message], system: str | None) -> list[Message
 
 
 SWITCHES: Final = ("train", "training", "trainable")
-"""Keys that exclude messages in other trainers."""
+"""Keys with which other trainers exclude a message from training."""
 
 
 def _wrong_switch(messages: Sequence[Message]) -> str:
-    """Return which target another trainer would exclude; "" if none."""
+    """Return the problem of a target that another trainer would exclude; "" if there is none."""
     for place, message in enumerate(messages, start=1):
         switch = next((key for key in SWITCHES if message.get(key) == 0), None)
         if switch is not None and is_target(message):
@@ -150,10 +150,10 @@ SHOWN = 60
 
 
 def wrong_text(value: Any) -> str:
-    """Return the reason why a value is not a string; "" if it is.
+    """Return the reason why a value is not a string; "" if it is one.
 
-    Other values are never converted to strings: their Python form (``None``, ``True``, ``[{'role':
-    …``) would be a mistake.
+    Other values are never converted to strings, because prompts would then contain Python syntax
+    such as ``None`` or ``[{'role': …``.
     """
     if not isinstance(value, str):
         return f"must be a string, but is {kind_of(value)}{_advice(value)}"
@@ -161,7 +161,7 @@ def wrong_text(value: Any) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(value[error.start]):04x}"
-        return f"is not valid text: {half} at character {error.start + 1} is half of a character"
+        return f"is not valid text: {half} at character {error.start + 1} is a lone surrogate"
     return ""
 
 
@@ -172,7 +172,7 @@ def kind_of(value: Any) -> str:
     if _is_messages(value):
         return "a list of messages"
     kinds = {
-        bool: "true or false",
+        bool: "a boolean",
         int: "a number",
         float: "a number",
         str: "a string",
@@ -206,7 +206,7 @@ Rendered = Callable[[Sequence[Message], Any], str]
 
 
 def left_out(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str:
-    """Name the first value of a conversation that the template does not write; "" for none."""
+    """Return the name of the first value that the template does not write; "" for none."""
     return _missing(messages, tools, rendered) or _reasoning(messages, tools, rendered)
 
 
@@ -218,9 +218,9 @@ def _missing(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str
 
 
 def _reasoning(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str:
-    """Look for the reasoning of the last trained message that has some.
+    """Return the name of the last target's reasoning if the template omits it; else "".
 
-    No message follows it in this search: templates may omit reasoning before other messages.
+    The messages after this target are left out: templates may omit reasoning before them.
     """
     places = [
         place
@@ -256,7 +256,7 @@ class _Marks:
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             marked["tool_calls"] = [self._call(call, where) for call in calls]
-        if isinstance(call := message.get("function_call"), Mapping):  # the older form of calls
+        if isinstance(call := message.get("function_call"), Mapping):  # an older form
             marked["function_call"] = self._call(call, where)
         return marked
 
@@ -291,7 +291,7 @@ def _function(value: Any) -> Mapping[str, Any]:
 
 
 def _object(text: str) -> Any:
-    """Return the JSON value in a string; an object with the string as its key if there is none."""
+    """Parse a JSON value. If it is not valid JSON, return an object with the string as its key."""
     try:
         return json.loads(text)
     except ValueError:
@@ -299,6 +299,6 @@ def _object(text: str) -> Any:
 
 
 def _with(value: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool or a call with other values of its function."""
+    """Return a tool or a call with ``changes`` to the fields of its function."""
     changed = {**_function(value), **changes}
     return {**value, "function": changed} if isinstance(value.get("function"), Mapping) else changed

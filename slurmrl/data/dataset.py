@@ -29,17 +29,11 @@ Item = tuple[int, int]
 
 def make(config: DatasetConfig, prepared: Sequence[PreparedRows]) -> SampleRows:
     """Return the dataset of a configuration, made from the prepared rows of its sources."""
-    parts = [
-        _make_part(part, name, rows)
-        for (name, part), rows in zip(config.parts.items(), prepared, strict=True)
-    ]
+    parts: list[TokenizedDataset] = []
+    for (name, part), rows in zip(config.parts.items(), prepared, strict=True):
+        kind = type_of_rows(part)
+        parts.append(resolve(kind.dataset)(kind, rows, name))
     return MixedDataset(config, parts) if config.sources else parts[0]
-
-
-def _make_part(config: DatasetConfig, name: str, prepared: PreparedRows) -> TokenizedDataset:
-    kind = type_of_rows(config)
-    dataset: TokenizedDataset = resolve(kind.dataset)(kind, prepared, name)
-    return dataset
 
 
 class SampleRows(Protocol):
@@ -83,7 +77,7 @@ class TokenizedDataset:
     """The key whose lengths `meta` returns."""
 
     def __init__(self, kind: RowType, prepared: PreparedRows, name: str = "") -> None:
-        """``name`` is the name of the source, with which ids begin."""
+        """``name`` is the name of the source; ids begin with it."""
         self._kind = kind
         self._prepared = prepared
         self._prefix = f"{name}/" if name else ""
@@ -118,7 +112,7 @@ class TokenizedDataset:
         return self._sample(rows, tuple(ids))
 
     def _pictures(self, rows: Sequence[PreparedRow]) -> dict[str, list[Any]]:
-        """The metadata about images of rows, of which there may be none."""
+        """Return the rows' pictures as metadata; {} in a dataset without images."""
         known = self._prepared.manifest.pictures
         return {METADATA: [row.pictures for row in rows]} if known else {}
 
@@ -164,7 +158,7 @@ class PromptDataset(TokenizedDataset):
 class LabelledDataset(TokenizedDataset):
     """Dataset whose key ``desirable`` (bool) has the label of each item.
 
-    The sequences of an item are its answer and a mismatched one (see `types.kto`).
+    The sequences of an item are its answer and a mismatched answer (see `types.preference`).
     """
 
     def _sample(self, rows: Sequence[PreparedRow], ids: tuple[str, ...]) -> SequenceSample:
@@ -220,7 +214,7 @@ class MixedDataset:
         return bisect_right(self._first, item[1]) - 1
 
     def _by_part(self, items: Sequence[Item]) -> list[tuple[TokenizedDataset, list[Item]]]:
-        """Return the items of each source, with their indices in the source."""
+        """Return each source with its items, whose indices count within the source."""
         own: list[list[Item]] = [[] for _ in self._parts]
         for epoch, index in items:
             part = self._part_of((epoch, index))

@@ -40,7 +40,7 @@ class TokenSequence(NamedTuple):
 
     @staticmethod
     def masked(tokens: Sequence[int], targets: Sequence[bool]) -> TokenSequence:
-        """``targets`` has, for each token, whether it is a target."""
+        """Make a sequence whose targets are the tokens with True in ``targets``."""
         runs = [] if targets and not targets[0] else [0]
         runs += [len(list(run)) for _, run in groupby(targets)]
         return TokenSequence(tokens, runs)
@@ -56,7 +56,7 @@ class TokenSequence(NamedTuple):
         return TokenSequence(tokens, [len(context), *self.runs[1:]])
 
     def cut(self, most: int | None) -> TokenSequence:
-        """Return at most this many of the first tokens; None returns all."""
+        """Return the sequence with its first ``most`` tokens; with all tokens if None."""
         if most is None or len(self.tokens) <= most:
             return self
         ends = [min(end, most) for end in accumulate(self.runs)]
@@ -91,7 +91,7 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         directory: Path | None = None,
     ) -> None:
-        """``directory``: the prepared data, which gets the rows' pictures; None to write none."""
+        """``directory`` receives the rows' pictures; None writes no pictures."""
         self._config, self._directory = config, directory
         self.images = ImageFiles()
         """The files of images that were read."""
@@ -105,7 +105,7 @@ class Encoder:
         return end_id(self._tokenizer)
 
     def without_end(self, text: str) -> str:
-        """Remove the end-of-text token from the end of a string: every answer gets one anyway."""
+        """Remove the end-of-text token from the end of a string: every answer gets this token."""
         return without_ends(text, [str(self._tokenizer.eos_token)])
 
     def no_token(self, what: str) -> str:
@@ -117,15 +117,15 @@ class Encoder:
     def answers(self, texts: Sequence[str], prompts: Sequence[list[int] | str]) -> list[list[int]]:
         """Return the tokens of ``texts``, which continue prompts.
 
-        Each prompt is given as tokens, or as the reason why it has none.
+        An element of ``prompts`` is a list of tokens, or the reason why the prompt has no tokens.
         """
         ends = [None if isinstance(ids, str) else ids[-1] for ids in prompts]
         return self._continuations.ids(texts, ends)
 
     def chat_prompts(self, chats: Sequence[Chat]) -> list[list[int] | str]:
-        """Return the tokens of prompts that the chat template renders, or why it cannot.
+        """Return the tokens of each rendered prompt, or the reason why the template rejects it.
 
-        The template decides about the begin-of-text token.
+        Only the template adds a begin-of-text token.
         """
         assert self.chat is not None
         texts: list[str] = []
@@ -147,10 +147,10 @@ class Encoder:
     def pictured(
         self, messages: Sequence[Message], tools: Any, images: Sequence[ImageValue], *, prompt: bool
     ) -> RowTokens | str:
-        """Return the tokens of a conversation with images, or why there are none.
+        """Return the tokens of a conversation with images, or the reason why it has no tokens.
 
-        It is a prompt, which ends with the beginning of the assistant's turn, or a whole
-        conversation with the assistant's turns as targets.
+        With ``prompt``, the conversation ends with the beginning of the assistant's turn and has no
+        targets. Otherwise the assistant's turns are the targets.
         """
         assert self.chat is not None
         if not images and not prompt:
@@ -176,9 +176,9 @@ class Encoder:
         return masked if isinstance(masked, str) else [masked[0]._replace(pictures=made.key)]
 
     def conversations(self, chats: Sequence[Chat]) -> list[RowTokens | str]:
-        """Return the tokens of conversations with the assistant's turns as targets.
+        """Return the tokens of each conversation, or the reason why it has no tokens.
 
-        A conversation without tokens gets the reason why there are none.
+        The assistant's turns are the targets.
         """
         assert self.chat is not None
         marked: list[MarkedText | str] = []
@@ -208,8 +208,8 @@ class Encoder:
     ) -> RowTokens | str:
         """Mark the tokens inside the targets.
 
-        A token that is only partly inside cannot be labeled correctly: in generation, the context
-        would have other tokens.
+        Return a problem for a token that is only partly inside: in generation, a turn begins with a
+        new token, so the same text would have other tokens.
         """
         spans = iter(marked.targets)
         first, last = next(spans, (0, 0))
@@ -222,7 +222,7 @@ class Encoder:
                 shown = repr(marked.text[begin:end])
                 return (
                     f"the token {shown} contains both context and the assistant's turn, so the "
-                    "chat template does not fit the tokenizer: no loss mask is right"
+                    "chat template does not fit the tokenizer: no loss mask is correct"
                 )
             targets.append(inside)
         if not any(targets):
@@ -231,15 +231,16 @@ class Encoder:
 
 
 ANCHORS: Final = ("\n", ")", "0", "z", "é")
-"""Strings to put before another string; few tokenizers merge all of them with it."""
+"""Strings to put before a continuation. Few tokenizers merge all of them with its first token."""
 PROBE: Final = "a"
 
 
 class Continuations:
     """Tokenizes strings that continue a context.
 
-    Many tokenizers begin each text with a space (Metaspace, Prepend: Llama 2, Mistral, T5). Inside
-    a string they do not, so they tokenize a continuation after an anchor, whose tokens are removed.
+    Many tokenizers (Llama 2, Mistral, T5) add a space at the beginning of a string. A continuation
+    must not have this space. It is therefore tokenized together with an anchor before it, and the
+    anchor's tokens are removed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -275,21 +276,21 @@ class Continuations:
 
     @cached_property
     def _anchors(self) -> list[tuple[str, list[int]]]:
-        """Return the anchors with their tokens; none if no string begins with a space."""
+        """The anchors with their tokens; empty if the tokenizer adds no space to strings."""
         found = list(self._separate_anchors())
         alone, *anchored = self._tokens([PROBE, *(anchor + PROBE for anchor, _ in found)])
         rest = [ids[len(start) :] for ids, (_, start) in zip(anchored, found, strict=True)]
         return [] if alone in rest else found
 
     def _separate_anchors(self) -> Iterator[tuple[str, list[int]]]:
-        """Return the anchors that the tokenizer keeps and does not merge with the probe."""
+        """Yield the anchors that the tokenizer keeps and does not merge with the probe."""
         for anchor in ANCHORS:
             start, joint = self._tokens([anchor, anchor + PROBE])
             if joint[: len(start)] == start and anchor in self._tokenizer.decode(start):
                 yield anchor, start
 
     def _adds_space_after(self, token: int | None) -> bool:
-        """Whether the tokenizer begins text with a space again after a special token."""
+        """Return whether the tokenizer begins text with a space again after a special token."""
         added = self._tokenizer.added_tokens_decoder.get(token)
         if added is None:
             return False

@@ -1,4 +1,4 @@
-"""Files of images, and images in columns of Arrow tables: checks, and their pixels. Torch-free.
+"""Check images and read their pixels, from files and from columns of Arrow tables. Torch-free.
 
 A column of images has objects with the content of a file and its name, as the library `datasets`
 saves them. In a row, the content is base64 text (`as_text`).
@@ -36,7 +36,8 @@ MAY_PASS: Final = frozenset(
         *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
     )
 )
-"""Errors that a later attempt or another host may not see. Pillow's own errors have no number."""
+"""Error numbers of problems that may be temporary or only on this host; Pillow's errors have none.
+"""
 WIDE: Final = ("I", "F")
 """Pillow's modes of integers and floats with 32 bits, whose range is unknown."""
 
@@ -52,19 +53,19 @@ def base_of(config: DatasetConfig) -> Path:
 
 
 def is_content(value: Any) -> bool:
-    """Whether a value is an object of a column of images, in a table or in a row."""
+    """Return whether a value is an object of a column of images, in a table or in a row."""
     if not isinstance(value, Mapping) or value.keys() != {CONTENT, NAME}:
         return False
     return isinstance(value[CONTENT], bytes | str)
 
 
 def as_text(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object of a column of images as it is in a row, which is JSON."""
+    """Return an object of a column of images with its content as base64 text, for JSON."""
     return {**value, CONTENT: b64encode(value[CONTENT]).decode()}
 
 
 def without_pixels(value: Any) -> Any:
-    """Return a value of a row with only the names of images in columns."""
+    """Return a value of a row without the content of images; the images' names stay."""
     if is_content(value):
         return {NAME: value[NAME]}
     if isinstance(value, Mapping):
@@ -82,9 +83,9 @@ def check_image(base: Path, image: ImageValue) -> None:
 
 
 def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -> Image:
-    """Return an image with its pixels, upright and in RGB. Raises as `check_image` does.
+    """Return an image in RGB, rotated as its EXIF tag says. Raises as `check_image` does.
 
-    ``files`` records its file. Pillow does not turn an image as its EXIF tag says.
+    ``files`` records the image's file.
     """
     from PIL import ImageOps
 
@@ -101,13 +102,13 @@ def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -
 
 
 def _require_lasting(error: BaseException | None, base: Path, image: ImageValue) -> None:
-    """Raise UnreadableInputError for an error of the system that may pass."""
+    """Raise UnreadableInputError if an operating-system error may be temporary."""
     if isinstance(image, str) and isinstance(error, OSError) and error.errno in MAY_PASS:
         raise inputs.unreadable(error, base / image) from error
 
 
 def _rgb(image: Image) -> Image:
-    """Return an image in RGB. Pillow would cut values above 255 instead of scaling them."""
+    """Return an image in RGB. Scale values of 16 bits, which Pillow would clip at 255."""
     if image.mode in WIDE:
         raise ImageError("has 32 bits per value in Pillow: save it with 8 bits")
     if image.mode.startswith("I;16"):
@@ -135,9 +136,9 @@ def _opened(base: Path, image: ImageValue, files: ImageFiles | None = None) -> I
         opened: Image = pillow.open(BytesIO(content) if path is None else path)
     except (ImageError, MemoryError):
         raise
-    except pillow.DecompressionBombError as error:  # before the size is known
+    except pillow.DecompressionBombError as error:  # Pillow raises it before the size is known
         raise ImageError(f"('{name}') has too many pixels; {most}") from error
-    except Exception as error:  # Pillow's decoders, as above
+    except Exception as error:  # Pillow's decoders raise errors without a common base
         _require_lasting(error, base, image)
         raise ImageError(f"('{name}') is not an image that Pillow can read") from error
     width, height = opened.size
@@ -160,7 +161,7 @@ def _path(base: Path, image: str) -> Path:
 
 
 def _shown(image: ImageValue) -> str:
-    """The name of an image for messages."""
+    """Return the name of an image for messages."""
     name = str(image if isinstance(image, str) else image[NAME] or "without a name")[:80]
     return name.encode(errors="backslashreplace").decode()
 

@@ -22,9 +22,9 @@ T = TypeVar("T")
 IMAGES: Final = "images.json"
 LARGEST_LIST: Final = 2**30
 HALF: Final = 32
-"""Characters of a fingerprint of `Sources` that are about the files of rows; others follow."""
+"""Number of leading characters of a `Sources` fingerprint that depend only on the files of rows."""
 GONE: Final = "gone"
-"""State and fingerprint of images of which one no longer exists; no other images have them."""
+"""State and fingerprint of a set of images of which one no longer exists."""
 
 
 class ImageFiles:
@@ -59,7 +59,7 @@ class ImageFiles:
 
 
 def images_of(directory: Path, *, calls: SystemCalls = REAL) -> Mapping[str, str]:
-    """Return the images of prepared data: the hash of the content, by the path that rows have.
+    """Return the images of prepared data: path in the rows -> hash of the content.
 
     Raises CorruptFileError if the list is missing or damaged, and EnvironmentFailure.
     """
@@ -89,7 +89,7 @@ class Sources:
     def state(self) -> str:
         """Return `state_of` the files, followed by one size and one hash for all images.
 
-        Return "" if a file was changed so recently that its next change might not change it.
+        Return "" if a file was changed so recently that another change may not change the state.
         """
         rows = state_of(self.files)
         if self.images is None:

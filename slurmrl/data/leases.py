@@ -1,9 +1,9 @@
 """The ledger of a trial whose samples come from rollout tasks. Torch-free.
 
 An item is queued, leased to a task attempt, finished (it has a sample), in flight for a step,
-trained at a step, or dropped for a reason. The master grants leases and reads results. It decides
-when a holder is lost. A result counts only under the lease that holds its item. So late or repeated
-results do no harm. See "Leases of samples" in docs/protocols.md.
+trained at a step, or dropped for a reason. The master grants leases, reads results and decides when
+a holder is lost. A result counts only if its lease holds its item, so late or repeated results do
+no harm. See "Leases of samples" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from slurmrl.tensors.weights.format import VersionId
 STALE: Final = "stale"
 """Reason of drops: the samples of the item are from too old weights."""
 LATE: Final = "late"
-"""Reason why a result does not count: its lease does not (or no longer) hold its item."""
+"""Reason why a result does not count: its lease does not hold its item, or no longer does."""
 ROLLED_BACK: Final = "rolled back"
 """Reason why a sample does not count: some of its tokens are from weights that training has
 abandoned."""
 USED_STEPS: Final = 8
-"""Number of recent steps considered: the fewest items that one of them used is the expected use of
-the next step."""
+"""Number of recent steps that `SampleLedger.expected` considers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,8 @@ class Admission:
         trained step. ``leased`` items are with tasks, others are ``finished`` or ``in_flight``.
         Each step after the next one is expected to use ``used`` items, at least a batch.
 
-        AReaL counts the trained items; here, ``step * batch_size`` counts. So a step with fewer
-        items, because of a filter or another batch size before, does not change it.
+        AReaL counts the trained items. This rule uses ``step * batch_size`` instead, so that steps
+        with fewer items (filters, an earlier batch size) do not change the result.
         """
         further = self.max_staleness + version - step
         if further < 0:
@@ -125,14 +124,14 @@ class SampleLedger(Ledger):
 
     @property
     def oldest(self) -> frozenset[str]:
-        """Return the oldest version of each lease."""
+        """The oldest weight versions of all leases."""
         return frozenset(held.oldest for held in self._leases.values())
 
     def leases_of(self, holder: str) -> tuple[LeasedItems, ...]:
         return tuple(self._leases[lease] for lease in self._by_holder.get(holder, ()))
 
     def leased_by(self, holder: str) -> int:
-        """Number of items that a holder has leased."""
+        """Return the number of items that a holder has leased."""
         return sum(len(lease.items) for lease in self.leases_of(holder))
 
     @property
@@ -218,8 +217,8 @@ class SampleLedger(Ledger):
         whose samples are too stale for the step are dropped.
 
         Take ``count`` items. If ``most`` is given, take up to ``most`` items, or all items that no
-        later step can take, if these are more. Take none if fewer than ``count`` are left; if
-        ``sound`` is given, only its items count.
+        later step can take, if these are more. If ``sound`` is given, only its samples are
+        available. Take none if fewer than ``count`` items are available.
         """
         first = step - 1 - max_staleness
         for item in [item for item, oldest in self._oldest.items() if oldest < first]:
@@ -251,8 +250,8 @@ class SampleLedger(Ledger):
     def expected(self, count: int, admission: Admission) -> int:
         """Return how many items a step probably uses for ``count`` trained ones.
 
-        The result is at least ``count``. It is scaled by the fewest items that one of the last
-        steps used for its batch, because too many items would become stale.
+        The result is at least ``count``. It is scaled by the minimum number of items that one of
+        the last `USED_STEPS` steps used for its batch: surplus items would become stale.
         """
         batch = admission.batch_size
         fewest = min(self._used_by, default=batch)
@@ -295,7 +294,7 @@ class SampleLedger(Ledger):
     # -- inside ------------------------------------------------------------------------------
 
     def _counts(self, sample: StoredGroup) -> bool:
-        """Whether all tokens of a sample are from weights that led to the current weights."""
+        """Return whether the current weights descend from all weights that sampled a token."""
         versions = map(VersionId.parse, sample.versions)
         if all(self._lineage.has(one.step, one.incarnation) for one in versions):
             return True
@@ -311,7 +310,7 @@ class SampleLedger(Ledger):
         self._oldest[sample.item] = oldest_step(sample)
 
     def _unfinish(self, item: int) -> StoredGroup:
-        """Remove an item from the finished ones."""
+        """Remove an item from the finished items; return its sample."""
         del self._oldest[item]
         return self._finished.pop(item)
 

@@ -88,7 +88,7 @@ class StoredGroup:
 
     item: Number
     task: Annotated[str, FILE_NAME] = ""
-    """Directory of the task attempt that made it. The attempt's own log leaves it out."""
+    """Directory of the task attempt that made the group; empty in the attempt's own log."""
     lease: Annotated[str, LEASE]
     file: Annotated[str, FILE_NAME]
     """File in the directory of the attempt's samples."""
@@ -119,8 +119,8 @@ class LedgerRecord:
     """Drop counts of the items before ``settled``."""
     leased: tuple[LeasedItems, ...] = ()
     samples: tuple[StoredGroup, ...] = ()
-    """Samples of all items that have one. Items in flight for a step are included: the samples that
-    an uncommitted step takes are still finished."""
+    """Samples of finished items and of items in flight: after a restart, the samples that an
+    uncommitted step took are finished again."""
 
     def check(self, where: object) -> None:
         """Raise CorruptFileError that names ``where`` if the fields contradict each other."""
@@ -140,7 +140,7 @@ class LedgerRecord:
             end = stop
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """All items that the record names, as runs (first, stop)."""
+        """Yield all items that the record names, as runs (first, stop)."""
         runs: list[StepRun | DroppedRun] = [*self.in_flight, *self.trained, *self.dropped]
         yield from ((run.first, run.stop) for run in runs)
         yield from ((item, item + 1) for lease in self.leased for item in lease.items)
@@ -150,8 +150,8 @@ class LedgerRecord:
 class Ledger:
     """Record of the state of all items.
 
-    It begins with all items queued, or from the record of a commit. Items that were in flight,
-    leased or finished at the commit are queued again.
+    All items are queued at first, or the ledger continues the record of a commit. Items that were
+    in flight, leased or finished at the commit are queued again.
     """
 
     def __init__(self, record: LedgerRecord | None = None) -> None:
@@ -236,11 +236,11 @@ class Ledger:
         return [*again, *range(first, end)]
 
     def _landed(self, items: Iterable[int]) -> list[int]:
-        """Remove items from those in flight."""
+        """Remove items from the items in flight, and return them. Raises as `train`."""
         landed = list(items)
         if len(set(landed)) < len(landed) or not self._in_flight.keys() >= set(landed):
             wrong = sorted(item for item in landed if item not in self._in_flight) or landed
-            raise ValueError(f"items {wrong} are not in flight, each once")
+            raise ValueError(f"must be in flight and named once: items {wrong}")
         for item in landed:
             del self._in_flight[item]
         return landed

@@ -1,7 +1,7 @@
 """A batch without its tensors: ids, lengths, metadata, and the names of recorded keys. Torch-free.
 
-The sampling mask of a token lists the token ids that top-k and top-p kept, ascending. An
-empty one stands for the whole vocabulary, and for tokens that were not sampled.
+The sampling mask of a token lists the token ids that top-k and top-p kept, ascending. An empty mask
+stands for the whole vocabulary. Tokens that were not sampled have empty masks, too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SIZES = "support_sizes"
 IDS = "support_ids"
 """Key of a batch: the concatenated token ids of a sequence's sampling masks."""
 EXPERTS = "experts"
-"""Key of a batch: the experts that each block used for a token, concatenated over the tokens of a
-sequence. -1 stands for the router's choice. Empty for a sequence without a record."""
+"""Key of a batch: the experts that each block used for each token of a sequence, concatenated. -1
+stands for the router's choice. A sequence without a record has no experts."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class SampleMeta:
         return [len(row) for row in self.lengths[key]]
 
     def main_key(self) -> str:
-        """The key with the largest total length; the first one if several have it."""
+        """Return the key with the largest total length; the first one if several have it."""
         if not self.lengths:
             raise ValueError("a sample without keys has no main key")
         return max(self.lengths, key=lambda key: sum(map(sum, self.lengths[key])))
@@ -88,8 +88,9 @@ class SampledMasks:
     """The sampling masks of the tokens of a sequence, in their order."""
 
     sizes: array[int] = field(default_factory=lambda: array("i"))
-    """Token ids of each mask."""
+    """Number of token ids of each mask."""
     ids: array[int] = field(default_factory=lambda: array("i"))
+    """The token ids of all masks."""
 
     def add(self, ids: Sequence[int]) -> None:
         """Add the mask of the next token."""
@@ -105,7 +106,7 @@ class SampledMasks:
         self.ids += other.ids
 
     def cut(self, lengths: Iterable[int]) -> list[SampledMasks]:
-        """Split the masks after these numbers of tokens."""
+        """Split the masks into consecutive parts with these numbers of tokens."""
         parts, token, number = [], 0, 0
         for length in lengths:
             sizes = self.sizes[token : token + length]

@@ -11,11 +11,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heapreplace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,27 +30,17 @@ taken again."""
 CIRCLE: Final = 2**61 - 1
 """Number of places on the circle of `Mixture`; a prime."""
 GOLDEN: Final = round(CIRCLE * 0.6180339887498949)
-"""Step from one item's place to the next; this step spreads the places most evenly."""
+"""Distance from one item's place to the next. The golden ratio spreads the places most evenly."""
 
 Arrange = Callable[[list[int], int], list[int]]
-"""Arranges the shuffled indices of an epoch, which begins at an item's number."""
+"""Function that arranges the shuffled indices of an epoch, given the number of its first item."""
 
 
 def permutation(seed: int | str, epoch: int, size: int) -> list[int]:
-    """The order of the indices 0..size-1 in one epoch."""
+    """Return the order of the indices 0..size-1 in one epoch."""
     order = list(range(size))
     random.Random(f"slurmrl order {seed} {epoch}").shuffle(order)
     return order
-
-
-class ItemOrder(Protocol):
-    """The endless sequence of a dataset's items, numbered from 0."""
-
-    size: int
-    """Number of items in an epoch."""
-
-    def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """The numbered items as (epoch, index)."""
 
 
 class DataOrder:
@@ -70,17 +60,15 @@ class DataOrder:
         self._seed = seed
         self._shuffle = shuffle
         self._arrange = arrange
-        self._indices_of = lru_cache(EPOCHS_AT_ONCE)(self._make_indices)
-
-    def indices(self, epoch: int) -> list[int]:
-        """Return the order of an epoch."""
-        return self._indices_of(epoch)
+        self.indices = lru_cache(EPOCHS_AT_ONCE)(self._indices)
+        """Function that returns the order of an epoch."""
 
     def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the numbered items as (epoch, index)."""
         places = (divmod(number, self.size) for number in numbers)
         return [(epoch, self.indices(epoch)[position]) for epoch, position in places]
 
-    def _make_indices(self, epoch: int) -> list[int]:
+    def _indices(self, epoch: int) -> list[int]:
         indices = (
             permutation(self._seed, epoch, self.size) if self._shuffle else list(range(self.size))
         )
@@ -126,7 +114,8 @@ class Mixture:
 def _floor_sum(count: int, divisor: int, factor: int, start: int) -> int:
     """Return the sum of ``(factor * i + start) // divisor`` over i < count, in logarithmic time.
 
-    It removes whole parts and counts the remainder along the other axis, as in Euclid's algorithm.
+    Each round removes the whole multiples of the divisor and exchanges the axes of the remaining
+    sum, as in Euclid's algorithm.
     """
     total = 0
     while count:
@@ -137,28 +126,8 @@ def _floor_sum(count: int, divisor: int, factor: int, start: int) -> int:
     return total
 
 
-def make_order(
-    sizes: Sequence[int],
-    seed: int,
-    names: Sequence[str],
-    weights: Sequence[float],
-    *,
-    shuffle: bool = True,
-    arrange: Callable[[Sequence[int]], Arrange | None] = lambda sources: None,
-) -> ItemOrder:
-    """Return the order of sources with these numbers of rows, by name.
-
-    Without weights, the rows are ordered like the rows of one file. ``arrange`` makes the
-    arrangement of the rows of some sources.
-    """
-    if not weights:
-        rows = arrange(range(len(sizes)))
-        return DataOrder(sum(sizes), seed, shuffle=shuffle, arrange=rows)
-    orders = [
-        DataOrder(size, f"{seed} {name}", shuffle=shuffle, arrange=arrange([source]))
-        for source, (size, name) in enumerate(zip(sizes, names, strict=True))
-    ]
-    return Mixture(orders, weights, seed)
+ItemOrder = DataOrder | Mixture
+"""The endless sequence of a dataset's items, numbered from 0."""
 
 
 def order_of(
@@ -166,7 +135,8 @@ def order_of(
 ) -> ItemOrder:
     """Return the order of a dataset's ``size`` items.
 
-    ``directories`` have the prepared rows of its sources. They are read only if needed.
+    ``directories`` contain the prepared rows of the sources, which are read only if the order
+    depends on them. Without weights, the rows of all sources are ordered like the rows of one file.
 
     Raises CorruptFileError, EnvironmentFailure.
     """
@@ -175,34 +145,24 @@ def order_of(
         return DataOrder(size, seed, shuffle=config.shuffle)
     numbers = [_numbers(config, directory) for directory in directories]
 
-    def arrange(sources: Sequence[int]) -> Arrange | None:
-        if not arranged:
-            return None
-        values = np.concatenate([numbers[source] for source in sources]).tolist()
-        return _Arrangement(config, batch_size, values)
+    def order(numbers: Sequence[NDArray[np.float64]], seed: int | str) -> DataOrder:
+        values = np.concatenate(numbers).tolist()
+        arrange = partial(_arrange, config, batch_size, values) if arranged else None
+        return DataOrder(len(values), seed, shuffle=config.shuffle, arrange=arrange)
 
-    return make_order(
-        [len(each) for each in numbers],
-        seed,
-        [*config.parts],
-        config.weights,
-        shuffle=config.shuffle,
-        arrange=arrange,
-    )
+    if not config.weights:
+        return order(numbers, seed)
+    parts = zip(config.parts, numbers, strict=True)
+    return Mixture([order([own], f"{seed} {name}") for name, own in parts], config.weights, seed)
 
 
-class _Arrangement:
-    """Arranges the rows of an epoch by their numbers."""
-
-    def __init__(self, config: DatasetConfig, batch_size: int, values: list[float]) -> None:
-        self._balanced = config.balanced_batches
-        self._batch_size = batch_size
-        self._values = values
-
-    def __call__(self, indices: list[int], start: int) -> list[int]:
-        if self._balanced:
-            return longest_first(indices, self._values, self._batch_size, -start % self._batch_size)
-        return sorted(indices, key=self._values.__getitem__)
+def _arrange(
+    config: DatasetConfig, batch_size: int, values: list[float], indices: list[int], start: int
+) -> list[int]:
+    """Arrange the indices of an epoch, which begins with item ``start``, by the rows' values."""
+    if config.balanced_batches:
+        return longest_first(indices, values, batch_size, -start % batch_size)
+    return sorted(indices, key=values.__getitem__)
 
 
 def _numbers(config: DatasetConfig, directory: Path) -> NDArray[np.float64]:
@@ -224,7 +184,6 @@ def balanced_partition(lengths: Sequence[int], k: int, sections: int = 1) -> lis
 
     Every part is sorted; none is empty in a section of at least ``k`` lengths.
     """
-    _check_parts(k, sections)
     parts: list[list[int]] = [[] for _ in range(k)]
     totals = [0] * k
     for start, stop in pairwise(accumulate(even_sizes(len(lengths), sections), initial=0)):
@@ -249,7 +208,6 @@ def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[li
 
     Every part is sorted.
     """
-    _check_parts(k, sections)
     parts: list[list[int]] = [[] for _ in range(k)]
     loads = [0] * k
     for start, stop in pairwise(accumulate(even_sizes(len(lengths), sections), initial=0)):
@@ -282,7 +240,6 @@ def longest_first(
     The first batch has ``first`` items, which complete a batch that began before, unless ``first``
     is 0. It stays the first batch, and an incomplete last batch stays the last.
     """
-    _check_parts(batch, 1)
     first = min(first, len(order))
     whole, rest = divmod(len(order) - first, batch)
     sizes = [first, *[batch] * whole, rest]
@@ -301,12 +258,6 @@ def longest_first(
     return [order[place] for part in (0, *middle, whole + 1) for place in sorted(parts[part])]
 
 
-def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Partition the indices into few parts of at most ``max_tokens`` each: see `best_fit`."""
-    _check_budget(max_tokens)
-    return best_fit(lengths, max_tokens)
-
-
 def row_microbatches(
     lengths: Sequence[Sequence[int]], max_tokens: int, *, packed: bool
 ) -> list[list[int]]:
@@ -314,12 +265,11 @@ def row_microbatches(
 
     ``lengths`` lists the lengths of each item's sequences. With ``packed``, a row holds several
     sequences (`best_fit`), otherwise one. In a part, the number of rows times their width is at
-    most ``max_tokens``; see ``microbatches``.
+    most ``max_tokens``; an item with more tokens gets a separate part.
 
     Parts are filled one after the other, the longest items first. If each item has one sequence
     and rows are not packed, fewer parts are impossible.
     """
-    _check_budget(max_tokens)
     longest = [max(item, default=0) for item in lengths]
     order = sorted(range(len(lengths)), key=longest.__getitem__, reverse=True)
     parts: list[list[int]] = []
@@ -336,16 +286,6 @@ def row_microbatches(
         parts.append(sorted(order[:taken]))
         order = order[taken:]
     return sorted(parts)
-
-
-def _check_budget(max_tokens: int) -> None:
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-
-
-def _check_parts(k: int, sections: int) -> None:
-    if k < 1 or sections < 1:
-        raise ValueError(f"cannot make {k} parts of {sections} sections")
 
 
 def even_sizes(n: int, k: int) -> list[int]:
@@ -383,10 +323,10 @@ class Delivery:
 
 
 def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
-    """Return all deliveries, in an order that is the same on every rank.
+    """Yield all deliveries, in an order that is the same on every rank.
 
-    Some stay on one rank. A part without items gets a delivery without items, which tells it the
-    types of the keys.
+    Sender and receiver may be the same rank. A part without items gets a delivery without items,
+    from which it learns the types of the keys.
     """
     speakers = [members[0] for members in source.members]
     for needs, members in zip(target.parts, target.members, strict=True):

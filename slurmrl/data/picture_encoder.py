@@ -1,4 +1,4 @@
-"""Conversations with images as tokens and prepared pictures, by the model's own processor.
+"""Turn conversations with images into tokens and prepared pictures, with the model's processor.
 
 Torch-free, except for imports of transformers.
 """
@@ -57,7 +57,7 @@ class PictureEncoder:
         directory: Path | None,
         files: ImageFiles,
     ) -> None:
-        """``directory``: the prepared data, which gets the pictures; None to write none.
+        """``directory`` receives the pictures; None writes no pictures.
 
         ``files`` records the images that are read.
 
@@ -70,7 +70,7 @@ class PictureEncoder:
         self._most = min((limit for limit in limits if limit is not None), default=None)
 
     def encode(self, marked: MarkedText, images: Sequence[ImageValue]) -> EncodedPictures | str:
-        """Return the tokens of a conversation with images, or why there are none.
+        """Return the tokens of a conversation with images, or the reason why it has no tokens.
 
         Raises EnvironmentFailure if pictures cannot be written, and UnreadableInputError if images
         cannot be read for now.
@@ -92,7 +92,7 @@ class PictureEncoder:
             return f"the processor rejects its images: {reason}"
         (tokens,), (offsets,) = made["input_ids"], made["offset_mapping"]
         arguments = {name: _array(made[name]) for name in made if name not in TEXT_FIELDS}
-        # InternVL's further image tokens stand around an image: no hidden state replaces them.
+        # The first id marks a hidden state of an image. InternVL's other ids only enclose images.
         image, *_ = self._processor.image_token_ids
         places = [each for each, token in zip(offsets, tokens, strict=True) if token == image]
         replaced = made["text_replacement_offsets"][0]
@@ -160,7 +160,7 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 def _outside(
     places: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]
 ) -> tuple[int, int] | None:
-    """Return the first of the placeholders' places that no image's replacement has."""
+    """Return the place of the first placeholder outside all replacements; None if there is none."""
     spans, more = [], 0
     for each in replaced:
         first, last = each["span"]
@@ -172,7 +172,7 @@ def _outside(
 
 
 def _expanded(marked: MarkedText, replaced: Sequence[Mapping[str, Any]]) -> MarkedText:
-    """The text with placeholders, and its targets moved to their places there."""
+    """Return a string with placeholders, and the targets at their new places."""
     pieces, at = [], 0
     growth: list[tuple[int, int]] = []
     for each in replaced:

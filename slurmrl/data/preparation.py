@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from slurmrl import log
 from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.chat import template_file
 from slurmrl.data.encoder import RowTokens
 from slurmrl.data.image_files import base_of
 from slurmrl.data.image_sources import ImageFiles, Sources, images_of
@@ -56,8 +57,8 @@ def prepare(
 ) -> Path:
     """Return the directory in ``folder`` with the prepared rows.
 
-    Only one process of an incarnation calls this; processes of older incarnations may still do the
-    same, in separate directories.
+    Only one process of an incarnation calls this function. Processes of older incarnations may
+    still run it, but write to other directories.
 
     :raises ConfigError: rows or settings that cannot be used; each problem names its line.
     :raises UsageError: the disk is full, which another start could not change.
@@ -108,8 +109,8 @@ def sweep(
 ) -> None:
     """Remove files that this incarnation does not use.
 
-    These are leftovers, and prepared data of other settings or of a changed file. Files of newer
-    incarnations stay. Raises EnvironmentFailure.
+    Unused are unfinished data and prepared data of other settings or of a changed file. Files of
+    newer incarnations stay. Raises EnvironmentFailure.
     """
     for name in atomic.list_names(folder, calls=calls):
         match = _NAME.fullmatch(name)
@@ -133,20 +134,13 @@ def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
         VERSION,
         config.path,
         config.rules(),
-        _template_file(config),
+        (template_file(config) or "").encode().hex(),
         own_source(config).hex(),
         _tokenizer_fingerprint(Path(tokenizer.name_or_path)),
         type(tokenizer).__name__,
         *(metadata.version(library) for library in ("tokenizers", "transformers")),
     ]
     return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-def _template_file(config: DatasetConfig) -> str:
-    """Return the content of the chat template that the configuration names; "" for none."""
-    if not isinstance(config.chat_template, str):
-        return ""
-    return inputs.read(Path(config.chat_template)).hex()
 
 
 def _tokenizer_fingerprint(folder: Path) -> str:
@@ -169,7 +163,7 @@ def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
 def _is_current(
     directory: Path, config: DatasetConfig, progress: Progress, calls: SystemCalls
 ) -> bool:
-    """Whether a directory is finished and undamaged, and was made from the current files.
+    """Return whether a directory is finished and undamaged, and was made from the current files.
 
     The content is compared only if the files' sizes or times have changed.
     """
@@ -229,15 +223,15 @@ def _remove(directory: Path, calls: SystemCalls) -> None:
 
 
 Progress = Callable[[str], None]
-"""Receives the current activity: ``tokenizing rows.jsonl, 34 % (340000 rows)``."""
+"""Function that receives the current activity: ``tokenizing rows.jsonl, 34% (340000 rows)``."""
 
 CHUNK_BYTES: Final = 16 << 20
 
 
 class TokenReader:
-    """Iterate over it to the end, then call `finish`. It keeps only 8 bytes for each row.
+    """Reads, checks and tokenizes the rows of a source; keeps only 8 bytes of each row in memory.
 
-    Raises as `RecordReader` does.
+    Iterate over the reader to the end, then call `finish`. Raises as `RecordReader` does.
     """
 
     def __init__(
@@ -247,7 +241,7 @@ class TokenReader:
         progress: Progress,
         directory: Path | None = None,
     ) -> None:
-        """``directory`` gets the pictures of rows with images; None to write none."""
+        """``directory`` receives the pictures of rows with images; None writes no pictures."""
         self.kind = type_of_rows(config)
         self.records = RecordReader(
             Path(config.path), config.id_key, config.split, convert=own_convert(self.kind)
@@ -264,7 +258,7 @@ class TokenReader:
 
     @property
     def left_out(self) -> int:
-        """Rows above the length limits."""
+        """Number of rows above the length limits."""
         return self._tokens.left_out
 
     def __iter__(self) -> Iterator[tuple[NumberedRow, RowTokens]]:

@@ -4,10 +4,10 @@ Contents of a directory, with little-endian numbers:
 
 - ``rows.bin``: row after row, the token ids of all sequences (uint16 or uint32), for each sequence
   the number of its runs and their lengths (uint32, see `TokenSequence`), the id (UTF-8), in a
-  dataset with images the content key of its pictures (`KEY_BYTES`, zeros for none), and what else
-  samples need of the row (JSON, see `RowType.stored`);
+  dataset with images the content key of its pictures (`KEY_BYTES`, zeros for none), and other
+  fields of the row for samples (JSON, see `RowType.stored`);
 - ``pictures/``: the pictures of a dataset with images (`tensors.pictures`);
-- ``images.json``: the files of these images (`image_sources`);
+- ``images.json``: the files from which the pictures were made (`image_sources`);
 - ``index.bin``: an `Entry` of seven int64 and a float64 for each row, and one entry for the end;
 - ``manifest.json``: written last. Without it the directory does not count.
 
@@ -24,9 +24,9 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ from slurmrl.fsio.calls import (
     make_private,
     unreadable,
 )
-from slurmrl.fsio.documents import FLAG, INTEGER, SIZE, TEXT, Fields, FieldType, check
+from slurmrl.fsio.documents import INTEGER, SIZE, FieldType
 from slurmrl.tensors.pictures import KEY_BYTES, MANIFEST, NONE, path_of
 
 VERSION: Final = 5
@@ -52,22 +52,23 @@ BUFFER_BYTES: Final = 1 << 20
 INDEX_ROWS: Final = 1 << 14
 """Number of index entries that are read together."""
 REMEDY: Final = "the next incarnation makes it again"
+TOKEN_BYTES: Final = FieldType("2 or 4", lambda value: type(value) is int and value in (2, 4))
 _ENTRY: Final = struct.Struct("<6qdq")
 _CHECKED: Final = struct.Struct("<7qd")
 _RUN: Final = np.dtype("<u4")
 
 
 class Entry(NamedTuple):
-    """The place of a row and its parts."""
+    """Place of a row in ``rows.bin``, and the sizes of its parts."""
 
     start: int
-    """Offset of its first byte. A row ends where the next one starts."""
+    """Offset of the row's first byte. The row ends where the next row starts."""
     tokens: int
     """Number of tokens."""
     runs: int
-    """Bytes of the runs."""
+    """Size of the runs in bytes."""
     name: int
-    """Bytes of the id."""
+    """Size of the id in bytes."""
     line: int
     """Number of the row in the user's file (`NumberedRow.number`)."""
     row_check: int
@@ -90,26 +91,14 @@ class PreparedManifest:
     """Fingerprint of the user's file, and of its images (`Sources`)."""
     source_state: str
     """Size and times of these files when they were read."""
-    rows: int
-    left_out: int
-    """Rows above the length limits."""
-    token_bytes: int
-    row_bytes: int
-    """Size of ``rows.bin``."""
+    rows: Annotated[int, SIZE]
+    left_out: Annotated[int, SIZE]
+    """Number of rows above the length limits."""
+    token_bytes: Annotated[int, TOKEN_BYTES]
+    row_bytes: Annotated[int, SIZE]
+    """Size of ``rows.bin`` in bytes."""
     pictures: bool
     """Whether rows may have pictures."""
-
-
-_FIELDS: Fields = {
-    "recipe": TEXT,
-    "source": TEXT,
-    "source_state": TEXT,
-    "rows": SIZE,
-    "left_out": SIZE,
-    "token_bytes": FieldType("2 or 4", lambda value: type(value) is int and value in (2, 4)),
-    "row_bytes": SIZE,
-    "pictures": FLAG,
-}
 
 
 def read_manifest(directory: Path, *, calls: SystemCalls = REAL) -> PreparedManifest | None:
@@ -124,8 +113,7 @@ def read_manifest(directory: Path, *, calls: SystemCalls = REAL) -> PreparedMani
         return None
     if values["version"] != VERSION:
         return None
-    check(values, _FIELDS, path, _FIELDS, remedy=REMEDY)
-    return PreparedManifest(**{name: values[name] for name in _FIELDS})
+    return documents.from_json(PreparedManifest, values, path, remedy=REMEDY)
 
 
 class PreparedRow(NamedTuple):
@@ -142,7 +130,7 @@ class PreparedRow(NamedTuple):
 
 
 class PreparedRows:
-    """Reads single rows, and checks each, so that damage raises an error instead of changing a row.
+    """Reads single rows and verifies their checksums, so that damage cannot change a row silently.
 
     Raises CorruptFileError if a file is missing or damaged, EnvironmentFailure if it cannot be
     read. Damage removes the manifest, so that the next incarnation prepares the data again.
@@ -186,7 +174,7 @@ class PreparedRows:
         return self._decoded(index, content[entry.runs :]), [sum(each) for each in runs]
 
     def entries(self) -> Iterator[Entry]:
-        """Return the entries of all rows, in order."""
+        """Yield the entries of all rows, in order."""
         for start in range(0, len(self), INDEX_ROWS):
             count = min(INDEX_ROWS, len(self) - start)
             data = self._read(INDEX, start * _ENTRY.size, count * _ENTRY.size)
@@ -300,7 +288,7 @@ class PreparedWriter:
         ids = np.array([id for sequence in tokens for id in sequence.tokens], self._dtype)
         runs = [number for each in tokens for number in (len(each.runs), *each.runs)]
         packed = np.array(runs, _RUN).tobytes()
-        encoded = name.encode(errors="surrogatepass")  # rejected at the end of the file
+        encoded = name.encode(errors="surrogatepass")  # `RecordReader.finish` rejects surrogates
         key = tokens[0].pictures.ljust(KEY_BYTES, b"\0") if self._pictures else b""
         content = b"".join((ids.tobytes(), packed, encoded, key, row))
         entry = (len(ids), len(packed), len(encoded), line, zlib.crc32(content), difficulty)
@@ -317,7 +305,7 @@ class PreparedWriter:
         self._add_entry(self._rows.size, 0, 0, 0, 0, 0, 0.0)
         self._rows.finish()
         self._index.finish()
-        text = json.dumps({"version": VERSION, **asdict(manifest)}, indent=1) + "\n"
+        text = json.dumps({"version": VERSION, **documents.to_json(manifest)}, indent=1) + "\n"
         atomic.replace(self._directory / MANIFEST, text.encode(), calls=self._calls)
 
     def close(self) -> None:

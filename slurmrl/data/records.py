@@ -1,7 +1,7 @@
 """The rows of a dataset's file before tokenization. Torch-free.
 
 Rows have unique ids and the keys of the dataset's type (`RowChecks`). `longest_row` and
-`has_messages` look at the first rows only.
+`has_messages` read only the beginning of a file.
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ Convert = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class RecordReader:
-    """Reads the rows of a file one by one.
+    """Reads the rows of a file one by one; keeps 8 bytes of each row to find duplicate ids.
 
-    It keeps eight bytes of each row, to find duplicate ids.
-
-    Iterate over it to the end, then call `finish`.
+    Iterate over the reader to the end, then call `finish`.
 
     :raises ConfigError: the path or the split cannot be used.
     :raises MissingDependencyError: reading the format needs a package that is not installed.
@@ -74,7 +72,7 @@ class RecordReader:
         most_bytes: int | None = None,
         convert: Convert | None = None,
     ) -> None:
-        """With ``most_bytes``, read only the complete rows in this many bytes from the start.
+        """With ``most_bytes``, read only the complete rows in the first ``most_bytes``.
 
         ``convert`` converts each row of the file.
         """
@@ -82,7 +80,7 @@ class RecordReader:
         self.rows = 0
         self.source = open_source(path, split, most_bytes=most_bytes)
         self.where = self.source.where
-        """The place of a row that was read, for messages."""
+        """Function that returns the place of a row that was read, for messages."""
         self._ids = _Ids(path, id_key, split, convert)
         self._problems: list[Problem] = []
 
@@ -92,7 +90,7 @@ class RecordReader:
         return self.source.done / max(self.source.size, 1)
 
     def __iter__(self) -> Iterator[NumberedRow]:
-        """Yield the rows; `finish` reports those that are not JSON objects.
+        """Yield the rows that are JSON objects; `finish` reports the other rows.
 
         :raises ConfigError: there are `MOST_PROBLEMS` such rows.
         """
@@ -115,7 +113,7 @@ class RecordReader:
             file; each problem names its line.
         """
         if not self.rows and not self._problems:
-            self._problems.append(Problem(str(self.source.path), "", "the file holds no rows"))
+            self._problems.append(Problem(str(self.source.path), "", "the file has no rows"))
         problems = [*self._problems, *self._ids.problems(self.where)]
         if self._ids.are_null:
             message = (
@@ -136,7 +134,7 @@ class Records:
     numbers: tuple[int, ...]
     """See `NumberedRow`."""
     where: Callable[[int], str]
-    """The place of the row with a number, for messages."""
+    """Function that returns the place of the row with a number, for messages."""
     whole: bool = True
     """Whether the file was read to its end."""
 
@@ -173,7 +171,7 @@ def id_of(row: Mapping[str, Any], id_key: str, number: int) -> str:
 
 
 def _converted(convert: Convert, row: dict[str, Any]) -> tuple[dict[str, Any] | None, bytes, str]:
-    """Return the row that a user's code makes, and its JSON, or the reason why there is none."""
+    """Return the row that the user's ``convert`` makes and its JSON, or None and the problem."""
     try:
         made = convert(row)
         if not isinstance(made, dict):
@@ -235,20 +233,17 @@ class _Ids:
         hashes, counts = np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)
         often = frozenset(hashes[counts > 1].tolist())
         first: dict[str, int] = {}
-        for record in self._again() if often else ():
+        again = RecordReader(self._path, self.key, self._split, convert=self._convert)
+        for record in again if often else ():
             name = str(value_at(record.row, self.key))
             if hash(name) in often and first.setdefault(name, record.number) != record.number:
                 yield record.number, f"'{name}' is already the id of {_short(where(first[name]))}"
 
-    def _again(self) -> RecordReader:
-        return RecordReader(self._path, self.key, self._split, convert=self._convert)
-
 
 def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Return the first `MOST_PROBLEMS` problems.
+    """Return the first `MOST_PROBLEMS` problems, with equal problems of several rows as one.
 
-    Rows with the same problem become one problem at the first of these rows, whose message has
-    their number and the next rows.
+    Its place is the first of these rows. Its message has the number of rows and names the next.
     """
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems[:MOST_PROBLEMS]:
@@ -276,22 +271,22 @@ def _short(where: str) -> str:
 
 
 def _wrong_id(value: Any) -> str:
-    """Return why a value is not an id; "" if it is."""
+    """Return why a value is not an id; "" if it is one."""
     if isinstance(value, str):
         return wrong_text(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
-    return "" if whole else "must be a string or a whole number"
+    return "" if whole else "must be a string or an integer"
 
 
 class RowChecks:
     """Checks rows one after the other.
 
-    A key that no row has is a problem of the setting. A key that only some rows lack is a problem
-    of these rows. Which case applies is known only after the last row.
+    If no row has a key, the setting is wrong. If only some rows lack the key, these rows are wrong.
+    Only the last row decides which case applies.
     """
 
     def __init__(self, kind: RowType, where: Callable[[int], str]) -> None:
-        """``where`` gives the place of a row."""
+        """``where`` returns the place of a row."""
         self._kind = kind
         self._curriculum = kind.config.curriculum_key
         self._where = where
@@ -307,9 +302,9 @@ class RowChecks:
         self._empty = True
         """Whether no row was checked so far."""
         self._lists: list[str] = []
-        """Keys of a file's only row with lists of objects, one of which may hold the real rows."""
+        """If one row was added: its keys with lists of objects, which may be the actual rows."""
         self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
-        """Whether no row so far has the id whose key the configuration sets."""
+        """Whether the configuration sets ``id_key`` and no row so far has this key."""
         self._present: dict[str, None] = {}
         """The keys that rows have."""
         self._suspects: dict[tuple[frozenset[str], bool], list[tuple[int, Mapping[str, Any]]]] = {}
@@ -397,14 +392,14 @@ REMEDY: Final = "; if the rows are in the list '{0}', run jq -c '.{0}[]' FILE > 
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether a value is a list of objects that are no messages."""
+    """Return whether a value is a list of objects that are not messages."""
     return bool(value and isinstance(value, list)) and all(
         isinstance(each, dict) and not each.keys() & {"role", "from"} for each in value
     )
 
 
 MOST_BYTES: Final = 16 * 2**20
-"""Maximum size of rows that are read, which takes about 0.1 s."""
+"""Maximum number of bytes to read, which takes about 0.1 s."""
 TEMPLATE_TOKENS: Final = 128
 """Maximum number of tokens that a chat template adds to a conversation without tools, such as a
 default system prompt."""
@@ -435,7 +430,7 @@ def _longest_of(part: DatasetConfig) -> int | None:
         source = open_source(path, part.split, most_bytes=MOST_BYTES)
         longest = max((len(row.raw) for row in source.rows()), default=0)
     except SlurmrlError:
-        return None  # the data check reports this
+        return None  # the check of the data reports the error
     return longest * _repeats(part) + _added(part) if source.whole and longest else None
 
 
@@ -458,10 +453,10 @@ MOST_ROWS: Final = 100
 
 
 def has_messages(config: DatasetConfig) -> bool | None:
-    """Return whether rows need a chat template by default: they have images or messages.
+    """Return whether rows have images or messages, and so need a chat template by default.
 
-    The first row shows whether they have messages under the keys of the type. Return None if no row
-    can be read, which other checks report.
+    Only the first row is searched for messages, under the keys of the type. Return None if no row
+    can be read; other checks report the reason.
     """
     if config.images_key is not None:
         return True

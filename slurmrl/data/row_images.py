@@ -2,8 +2,8 @@
 
 A row names its images under ``images_key``, or in parts of its messages:
 ``{"type": "image", "image": "dots.png"}``. Paths are relative to the data file. `with_images`
-brings all forms into one: messages whose parts say where each image belongs, and the images in
-their order.
+converts both forms into one: messages with a part for each image, and the images in the order of
+these parts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from slurmrl.data.image_files import ImageError, ImageValue, base_of, check_imag
 from slurmrl.data.types import ABSENT, Row, value_at
 
 PART: Final[Mapping[str, str]] = {"type": "image"}
-"""A part of a message in whose place the chat template writes an image's placeholder."""
+"""Part of a message that stands for an image; the chat template replaces it by a placeholder."""
 MARK: Final = "<image>"
-"""Text in whose place an image of the row's list comes."""
+"""Text that an image of the row's list replaces."""
 
 UNREAD: Final = ("video", "videos", "audio", "audios")
-"""Usual columns of videos and sounds. A model would be trained without them."""
+"""Usual names of columns with videos and sounds. They are rejected, because training would ignore
+them."""
 
 
 class Pictured(NamedTuple):
@@ -34,7 +35,7 @@ class Pictured(NamedTuple):
 
 
 def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> Pictured | str:
-    """Return a row's conversation with its images, or why its images have no place in it."""
+    """Return a row's conversation with its images, or why an image has no place in it."""
     assert config.images_key is not None, "checked by the caller"
     listed = _listed(value_at(row, config.images_key))
     if isinstance(listed, str):
@@ -51,7 +52,7 @@ def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) ->
                 continue
             own = part.get("image")
             if own is None and not left:
-                return _mismatch(config.images_key, len(listed), "has more image parts than that")
+                return _mismatch(config.images_key, len(listed), "has more image parts")
             images.append(left.pop(0) if own is None else own)
         made.append({**message, "content": [PART if _is_image(p) else p for p in parts]})
     marked = any(MARK in text_of(message) for message in messages)
@@ -71,7 +72,7 @@ def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) ->
 
 
 def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
-    """Return the key of a row's images and why one of them cannot be used; None if all can.
+    """Return the problem of a row's images with its key; None if all images can be used.
 
     Only the beginning of each file is read.
 
@@ -102,7 +103,7 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
 
 
 def has_images(config: DatasetConfig, row: Row) -> bool:
-    """Whether a row of a dataset with images has some: under the key, or in parts of messages."""
+    """Return whether a row has images under ``images_key`` or in parts of its messages."""
     assert config.images_key is not None, "checked by the caller"
     under_key = value_at(row, config.images_key) not in (ABSENT, None, [])
     return under_key or bool(_image_parts(config, row))
@@ -117,12 +118,12 @@ NO_KEY: Final = "has an image: set images_key, for example to images"
 
 
 def _holds_content(value: Any) -> bool:
-    """Whether a value is an image of a column, or a list of such images."""
+    """Return whether a value is an image of a column, or a list of such images."""
     return is_content(value[0] if isinstance(value, list) and value else value)
 
 
 def _listed(value: Any) -> list[ImageValue] | str:
-    """The images under the key of a row, or why they cannot be used."""
+    """Return the images under a row's key as a list, or the reason why they cannot be used."""
     if value is ABSENT or value is None:
         return []
     images = value if isinstance(value, list) else [value]
@@ -139,7 +140,7 @@ def _wrong_image(value: Any) -> str:
 
 
 def _messages(config: DatasetConfig, row: Row) -> Iterator[Message]:
-    """All messages under the keys that may have some."""
+    """Yield all messages of a row."""
     for key in dict.fromkeys((config.prompt_key, config.answer_key, config.messages_key)):
         value = value_at(row, key)
         if is_messages(value):
@@ -156,7 +157,7 @@ def _of(message: Message) -> list[Any]:
 
 
 def _parts(content: Any, *, marks: bool) -> Iterator[dict[str, Any]]:
-    """The parts of a content; in its text, each `MARK` becomes an image if ``marks``."""
+    """Yield the parts of a content. With ``marks``, each `MARK` in text becomes an image part."""
     given = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     for part in given:
         if _is_image(part) or not marks:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 4096
 """Number of rows that are tokenized together."""
 IMAGE_ROWS: Final = 32
-"""Rows with images that are prepared together, and that a submission tries."""
+"""Number of rows with images that are prepared together, and that a submission checks."""
 
 
 class RowTokenizer:
@@ -41,7 +41,7 @@ class RowTokenizer:
         where: Callable[[int], str],
         directory: Path | None = None,
     ) -> None:
-        """``where`` gives the place of a row; ``directory``: see `Encoder`."""
+        """``where`` returns the place of a row. `Encoder` describes ``directory``."""
         self.kept = 0
         self.left_out = 0
         self._kind = kind
@@ -81,12 +81,12 @@ class RowTokenizer:
 
 
 class LongRows(NamedTuple):
-    """Numbers of rows of a dataset that are too long."""
+    """Counts of rows of a dataset that are too long."""
 
     left_out: int
-    """Rows above the length limits."""
+    """Number of rows above the length limits."""
     beyond: int
-    """Other rows with more tokens than the models have positions."""
+    """Number of other rows with more tokens than the models have positions."""
     whole: bool = True
     """Whether all rows were counted."""
 
@@ -94,11 +94,11 @@ class LongRows(NamedTuple):
 class DatasetRows:
     """The rows of a file in memory, each checked to have the keys of the dataset's type.
 
-    :raises ConfigError: rows or settings that do not; each problem names its line or the setting.
+    :raises ConfigError: rows or settings are invalid; each problem names its line or the setting.
     """
 
     def __init__(self, config: DatasetConfig, *, most_bytes: int | None = None) -> None:
-        """Read only the complete rows in the first ``most_bytes`` of the file, if given."""
+        """If ``most_bytes`` is given, read only the complete rows in the first ``most_bytes``."""
         self._config = config
         self._kind = type_of_rows(config)
         self.records = read_records(
@@ -117,16 +117,16 @@ class DatasetRows:
         return len(self.records.rows)
 
     def prompts(self, rows: Sequence[int]) -> list[str]:
-        """See `Prompts.text`."""
+        """Return the prompts of rows as `Prompts.text` does."""
         assert isinstance(self._kind, Prompts)
         return [self._kind.text(self.records.rows[row]) for row in rows]
 
     def answers(self, rows: Sequence[int]) -> list[str]:
-        """The reference answers; "" for none."""
+        """Return the reference answers of rows; "" for a row without one."""
         return [reference(self._config, self.records.rows[row]) for row in rows]
 
     def scored(self, rows: Sequence[int]) -> list[Row]:
-        """Return rows as rewards get them: with their answers, and without pixels of images."""
+        """Return rows as rewards receive them: with their answers, without contents of images."""
         chosen = [self.records.rows[row] for row in rows]
         if self._config.images_key is not None:
             chosen = [without_pixels(row) for row in chosen]
@@ -139,17 +139,17 @@ class DatasetRows:
         return value_at(self.records.rows[0], self._config.answer_key) is not ABSENT
 
     def may_be_longer(self, most: int | None) -> bool:
-        """Whether a row may have more than ``most`` tokens; False if ``most`` is None."""
+        """Return whether a row may have more than ``most`` tokens; False if ``most`` is None."""
         return most is not None and any(_may_be_longer(row, most) for row in self.records.rows)
 
     def count_long(
         self, tokenizer: PreTrainedTokenizerBase, most: int | None, *, limited: bool = True
     ) -> LongRows:
-        """Tokenize all rows, or only those that may have more than ``most`` tokens.
+        """Count the rows that are too long for the length limits, or have over ``most`` tokens.
 
-        ``limited`` tokenizes all rows. Images take long, so only the first `IMAGE_ROWS` rows are
-        tried in a dataset with images, and rows that are left out are not counted. Raises
-        ConfigError, see `RowTokenizer`.
+        Without ``limited``, tokenize only the rows that may have more than ``most`` tokens. In a
+        dataset with images, which take long, tokenize only the first `IMAGE_ROWS` rows and count no
+        rows above the length limits. Raises ConfigError as `RowTokenizer` does.
         """
         made = RowTokenizer(type_of_rows(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
@@ -174,9 +174,10 @@ class DatasetRows:
 
 
 def _may_be_longer(row: Row, most: int) -> bool:
-    """A string has at most as many tokens as bytes, and more bytes as JSON.
+    """Return whether a row may have more than ``most`` tokens.
 
-    Half of the limit is reserved for tokens that templates add.
+    A string has at most as many tokens as bytes, and fewer bytes than its JSON. Half of ``most`` is
+    reserved for tokens that templates add.
     """
     return len(json.dumps([*row.values()])) > most // 2
 
@@ -225,10 +226,10 @@ class Remarks:
     def all(
         self, called: Collection[str], without_schema: Callable[[str], str]
     ) -> Iterator[Remark]:
-        """Return the remarks.
+        """Yield the remarks.
 
-        ``called`` are the names of the episodes' tools; ``without_schema`` is the reason why a tool
-        has no JSON schema. Raises ConfigError, UsageError.
+        ``called`` are the names of the episodes' tools. ``without_schema`` returns the reason why a
+        tool has no JSON schema, or "". Raises ConfigError, UsageError.
         """
         key = self._config.images_key
         if key is not None and not any(has_images(self._config, row) for row in self._rows):
@@ -276,8 +277,8 @@ class Remarks:
         if 0 < texts < len(self._rows):
             yield Remark(
                 "chat_template",
-                f"{texts} of the first {len(self._rows)} rows have text and the others messages: "
-                "each text becomes a message of the user, or the assistant's turn",
+                f"{texts} of the first {len(self._rows)} rows have strings, and the others have "
+                "messages: each string becomes a message of the user, or the assistant's turn",
                 warning=False,
             )
 
@@ -313,7 +314,7 @@ class Remarks:
         yield Remark(
             "tools" if self._config.is_chat else "prompt_template",
             f"none of the first {len(self._rows)} prompts names the tool {names} of "
-            "rollout.episode.tools, so only a model that was trained to call it does; "
+            "rollout.episode.tools, so the model calls the tool only if it was trained to; "
             f"{self._advice(missing, without_schema)}",
         )
 
@@ -328,7 +329,7 @@ class Remarks:
                 "or describe the tools in a system prompt"
             )
         reasons = [reason for name in missing if (reason := without_schema(name))]
-        if reasons and self._config.tools != ():  # `[]` means no schemas
+        if reasons and self._config.tools != ():  # `[]` is the user's choice
             return (
                 f"no JSON schema can be made ({'; '.join(reasons)}): add what is missing, "
                 "or describe the tools in dataset.tools"
@@ -336,7 +337,7 @@ class Remarks:
         return "describe the tools in dataset.tools, the rows' tools or a system prompt"
 
     def _prompts(self) -> Iterator[str]:
-        """Return the prompts as the policy reads them."""
+        """Yield the prompts as the policy reads them."""
         chat = Encoder(self._config, self._load()).chat if self._config.is_chat else None
         if chat is None:
             yield from (self._kind.filled("prompt_template", row) for row in self._rows)

@@ -1,4 +1,4 @@
-"""Common code for files of rows, and the diagnosis of unsuitable files. Torch-free.
+"""Base class of file formats, and the diagnosis of unsuitable files. Torch-free.
 
 If a file is compressed, not UTF-8 or not JSON (`wrong_beginning`), the message says how to convert
 it. `arrow_files` finds the Parquet files of a folder, and folders that Hugging Face `datasets` has
@@ -59,6 +59,7 @@ class RowSource(ABC):
         self.state = ""
         """`state_of` the files at the time when they were opened."""
         self._most_bytes = most_bytes
+        self._digest = blake2b(digest_size=16)
 
     @abstractmethod
     def rows(self) -> Generator[SourceRow]:
@@ -68,13 +69,13 @@ class RowSource(ABC):
         :raises EnvironmentFailure: a file cannot be read.
         """
 
-    @abstractmethod
     def fingerprint(self) -> str:
-        """`fingerprint_of` the files, or of the part of a file that was read."""
+        """Return `fingerprint_of` the files, or of the part of a file that was read."""
+        return self._digest.hexdigest()
 
     @abstractmethod
     def where(self, number: int) -> str:
-        """The place of a row that was read, for people: ``rows.jsonl:3``."""
+        """Return the place of a row that was read, for messages: ``rows.jsonl:3``."""
 
 
 def fingerprint_of(files: Sequence[Path], progress: Callable[[float], None]) -> str:
@@ -102,8 +103,8 @@ def fingerprint_of(files: Sequence[Path], progress: Callable[[float], None]) -> 
 def state_of(files: Sequence[Path]) -> str:
     """Return the sizes and times of files, which change with their content.
 
-    Return "" if a file was changed so recently that its next change might not change size and
-    times. Raises EnvironmentFailure.
+    Return "" if a file was changed so recently that another change may leave size and times the
+    same. Raises EnvironmentFailure.
     """
     states = []
     for path in files:
@@ -142,16 +143,25 @@ BEGINNINGS: Final = {
     b'{\x00"\x00': _UTF.format("UTF-16LE"),
     b'\x00{\x00"': _UTF.format("UTF-16BE"),
 }
-"""Problem of a file, by its first bytes."""
+"""Problem of a file by its first bytes."""
+
+
+HEAD_BYTES: Final = 1 << 16
+"""Number of bytes at the start of a file that are examined."""
+
+
+def head_of(path: Path) -> bytes:
+    """Return the first `HEAD_BYTES` of a file. Raises EnvironmentFailure."""
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def wrong_beginning(path: Path) -> str:
-    """Return why a file's beginning is not text; "" if it may be. Raises EnvironmentFailure."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(max(map(len, BEGINNINGS)))
-    except OSError as error:
-        raise unreadable(path, error) from error
+    """Return the problem that a file's first bytes show; "" for none. Raises EnvironmentFailure."""
+    start = head_of(path)
     return next((what for first, what in BEGINNINGS.items() if start.startswith(first)), "")
 
 
@@ -164,32 +174,25 @@ def not_utf_8(error: UnicodeDecodeError, where: str = "") -> str:
     )
 
 
-HEAD_BYTES: Final = 1 << 16
-"""Maximum number of bytes to look at, from the start of a file."""
 ALIKE: Final = 3
-"""Maximum number of lines to compare with the first."""
+"""Maximum number of lines to compare with the first line."""
 SUFFIXES: Final = {".csv": ",", ".tsv": "\t"}
 """Separators of tables, by the suffix of the file."""
 NAMES: Final = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 POINTER: Final = "version https://git-lfs.github.com/"
 NO_ROWS: Final = ", but a dataset has a JSON object on each line (or is a JSON array, or Parquet)"
 NULS: Final = (
-    "holds NUL bytes, which are not text: the file was not written to its end, or was damaged (a "
-    "full disk, a crash); write it again"
+    "contains NUL bytes, which are not text: the file was not written completely, or was damaged "
+    "(a full disk, a crash); write it again"
 )
 
 
 def other_form(path: Path) -> str:
-    """Return the kind of a file whose first row is not JSON; "" if that row has a mistake.
+    """Return the problem of a file in another format; "" if only its first row is wrong.
 
     Raises EnvironmentFailure.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    lines = head.decode("utf-8-sig", errors="replace").lstrip().splitlines()
+    lines = head_of(path).decode("utf-8-sig", errors="replace").lstrip().splitlines()
     if not lines or re.search("[\0-\b\ufffd]", lines[0]):  # only white space, or no text
         return ""
     first = lines[0].rstrip()

@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
-from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +28,7 @@ from slurmrl.data.source_files import (
     SourceRow,
     arrow_files,
     fingerprint_of,
+    head_of,
     not_utf_8,
     other_form,
     state_of,
@@ -42,14 +42,12 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-CUT: Final = "the file ends in this row, so it may be cut"
+CUT: Final = "the file ends in this row, so the file may be incomplete"
 SPACE = " \t\r\n"
 BOM = codecs.BOM_UTF8
-HEAD_BYTES = 1 << 16
-"""Number of bytes in which to look for a file's first character."""
 TOKEN_CHARACTERS = 16
-"""Maximum length of an unquoted token that the end of the buffer can cut (numbers cannot be rows).
-"""
+"""Maximum length of a JSON literal that the end of the buffer can cut. Numbers can be longer, but
+cannot be rows."""
 BATCH_ROWS = 256
 SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema", "arguments")
 """Keys that tools and tool calls have in addition to their names."""
@@ -62,12 +60,12 @@ def open_source(
 
     With ``most_bytes``, return only the first complete rows in about this many bytes.
 
-    :raises ConfigError: a folder without a dataset, a split that is not there, a FIFO or device, or
+    :raises ConfigError: a folder without a dataset, a missing split, a FIFO or device, or
         a file that is compressed or not UTF-8 text.
     :raises MissingDependencyError: Parquet or Arrow files without pyarrow.
     :raises EnvironmentFailure: the files cannot be read.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe may never end
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a FIFO may not end
         raise ConfigError((Problem(str(path), "", "is not a regular file"),))
     if path.is_dir() or path.suffix == ".parquet":
         return ArrowFiles(path, arrow_files(path, split), most_bytes)
@@ -83,10 +81,6 @@ def open_source(
 
 class JsonLines(RowSource):
     """Rows of a JSONL file. Blank lines are skipped. A row's number is its line."""
-
-    def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:
-        super().__init__(path, files, most_bytes)
-        self._digest = blake2b(digest_size=16)
 
     def rows(self) -> Generator[SourceRow]:
         first = True
@@ -108,9 +102,6 @@ class JsonLines(RowSource):
             if row.problem and not line.rstrip(b" \t\r").endswith((b"\n", b"}")):
                 row = row._replace(problem=f"{row.problem}; {CUT}")
             yield row
-
-    def fingerprint(self) -> str:
-        return self._digest.hexdigest()
 
     def where(self, number: int) -> str:
         return f"{self.path}:{number}"
@@ -173,7 +164,7 @@ DECODER: Final = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_con
 
 
 def _advice(raw: bytes) -> str:
-    """Return what to do about a common mistake."""
+    """Return advice about a common mistake; "" if none is recognized."""
     if b"\r" in raw:
         return ": lines end with only carriage returns; convert them (tr '\\r' '\\n')"
     if raw.endswith(b",") and raw.startswith(b"{"):
@@ -184,13 +175,8 @@ def _advice(raw: bytes) -> str:
 
 
 def begins_array(path: Path) -> bool:
-    """Whether the first character of a file is a bracket. Raises EnvironmentFailure."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(HEAD_BYTES).removeprefix(BOM).lstrip()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return start.startswith(b"[")
+    """Return whether the first character of a file is a bracket. Raises EnvironmentFailure."""
+    return head_of(path).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 class JsonArray(RowSource):
@@ -202,7 +188,6 @@ class JsonArray(RowSource):
 
     def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:
         super().__init__(path, files, most_bytes)
-        self._digest = blake2b(digest_size=16)
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._text = ""
         """Text that was read and not yet dropped."""
@@ -221,9 +206,6 @@ class JsonArray(RowSource):
                 yield from self._elements(file)
         except OSError as error:
             raise unreadable(self.path, error) from error
-
-    def fingerprint(self) -> str:
-        return self._digest.hexdigest()
 
     def where(self, number: int) -> str:
         return f"{self.path}:{self._lines[number - 1]}"
@@ -248,7 +230,7 @@ class JsonArray(RowSource):
             raise self._wrong(f"{left!r} after the end of the array{lists}")
 
     def _element(self, file: BufferedReader) -> SourceRow:
-        """Parse the element at the current place; read further until it is complete."""
+        """Parse the next element; read more of the file until the element is complete."""
         number = len(self._lines)
         while True:
             try:
@@ -274,17 +256,17 @@ class JsonArray(RowSource):
         return SourceRow(number, raw, None, NOT_AN_OBJECT)
 
     def _expect(self, file: BufferedReader, allowed: str) -> str:
-        """Skip one of these characters."""
+        """Skip white space and one of the allowed characters, and return this character."""
         present = self._next(file)
         if not present or present not in allowed:
             wanted = " or ".join(map(repr, allowed))
-            found = repr(present) if present else "the end of the file, which may be cut"
+            found = repr(present) if present else "the end of the file, which may be incomplete"
             raise self._wrong(f"not JSON: expected {wanted}, found {found}")
         self._step(1)
         return present
 
     def _next(self, file: BufferedReader) -> str:
-        """Skip white space; return the character there, "" at the end of the file."""
+        """Skip white space. Return the next character; "" at the end of the file."""
         while True:
             rest = len(self._text)
             at = self._at
@@ -407,10 +389,10 @@ def _converted(number: int, row: dict[str, Any]) -> SourceRow:
 
 
 def _with_own_keys(value: Any) -> Any:
-    """Return a value whose tools, calls and parts of messages have no null, and null for each NaN.
+    """Return a value with null for NaN, and without null in tools, calls and parts of messages.
 
-    Arrow gives all objects of a column the same keys; a key that a row lacks is null. pandas writes
-    NaN for a missing number.
+    Arrow gives all objects of a column the same keys, and null to the keys that a row lacks. pandas
+    writes NaN for a missing number.
     """
     if value != value:
         return None
@@ -424,7 +406,7 @@ def _with_own_keys(value: Any) -> Any:
 
 
 def _under_key(key: str, value: Any, above: Mapping[str, Any]) -> Any:
-    """Return a value under a key of ``above``. Templates take parts with ``image`` for images."""
+    """Return the value of a key of ``above``. Templates mistake a null ``image`` for an image."""
     if key in ("tool_calls", "function_call"):
         return _without_nulls(value)
     if key == "content" and "role" in above and is_messages(value):
@@ -433,7 +415,7 @@ def _under_key(key: str, value: Any, above: Mapping[str, Any]) -> Any:
 
 
 def _is_tool(value: Any) -> bool:
-    """Whether a value has the form of a tool's JSON schema."""
+    """Return whether a value has the form of a tool's JSON schema."""
     if not isinstance(value, dict):
         return False
     function = value.get("function")

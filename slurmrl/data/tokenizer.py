@@ -87,7 +87,10 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the end-of-text token, which ends answers and is a stop token of completions."""
+    """Return the id of the end-of-text token, which ends answers and completions.
+
+    Raises UsageError if the tokenizer has none.
+    """
     if tokenizer.eos_token_id is None:
         raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
     return int(tokenizer.eos_token_id)
@@ -101,7 +104,7 @@ def without_ends(text: str, ends: Sequence[str]) -> str:
 
 
 def decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Return the function that turns token ids into the string in which stop strings are searched.
+    """Return a function that turns token ids into the string that is searched for stop strings.
 
     The string includes special tokens, and its spaces are not corrected.
     """
@@ -177,7 +180,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
 
 
 def texts(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
-    """Return the strings under ``keys`` in all rows. Raises UsageError for a row without them."""
+    """Yield the strings under ``keys`` of all rows. Raises UsageError for a row without them."""
     for file in files:
         source = open_source(file)
         for number, _, row, problem in source.rows():
@@ -197,8 +200,8 @@ def make_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer of at most ``vocabulary`` tokens.
 
-    Save it in the new folder ``output``, which appears as a whole. Raises UsageError and
-    EnvironmentFailure.
+    Save the tokenizer in the new folder ``output``, which appears only when it is complete. Raises
+    UsageError and EnvironmentFailure.
     """
     if output.exists() and not (output.is_dir() and not os.listdir(output)):
         raise UsageError(f"{output} exists: --output names another folder")

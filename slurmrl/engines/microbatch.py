@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, repeated
-from slurmrl.data.order import microbatches, row_microbatches
+from slurmrl.data.order import row_microbatches
 from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
@@ -31,6 +31,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import UNKNOWN, Replayed
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.packed import ranges
+from slurmrl.tensors.bins import best_fit
 from slurmrl.tensors.ops import collectives
 from slurmrl.tensors.ops.sampling import SamplingMasks
 from slurmrl.tensors.parallel.groups import ParallelContext
@@ -98,7 +99,7 @@ def agree(
         packed = rows == "packed" and not any(pictures_of(sample))
         cut = row_microbatches(sample.lengths[TOKENS], max_tokens, packed=packed)
     else:
-        cut = microbatches(item_tokens(sample), max_tokens)
+        cut = best_fit(item_tokens(sample), max_tokens)
     parts = tuple(map(tuple, cut))
     ranks = _gather([float(len(parts)), denominator], context)
     counts = [int(count) for count, _ in ranks]
@@ -385,7 +386,7 @@ def _common_tokens(sample: SequenceSample) -> list[int]:
 
 
 def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[int]]:
-    """Cut a sample on the CPU as `microbatches` does.
+    """Cut a sample on the CPU as `best_fit` does.
 
     A prefix counts once, and the items that share it stay together as far as ``max_tokens`` allows.
     """
@@ -407,7 +408,7 @@ def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[in
             groups.append([item])
             sizes.append(tokens + shares)
         sequence = stop
-    parts = microbatches(sizes, max_tokens)
+    parts = best_fit(sizes, max_tokens)
     return [[item for group in part for item in groups[group]] for part in parts]
 
 

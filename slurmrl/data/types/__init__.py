@@ -1,7 +1,7 @@
 """The types of datasets: the keys of a row, and the sequences of tokens made from it.
 
-A new type is a class in a new file (`RowType`), a line below, one in
-``plan/dataflow.py`` (the keys of its samples) and one in the schema. Torch-free.
+To add a type, write a subclass of `RowType`, and add it to `ROW_TYPES`, to ``plan/dataflow.py``
+(the keys of its samples) and to the schema. Torch-free.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 ABSENT: Final = object()
 """The value of a key that a row does not have."""
 MOST_LEVELS: Final = 8
-"""Maximum depth of nested keys in messages."""
+"""Maximum depth of the nested keys that messages suggest."""
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
@@ -57,7 +57,7 @@ def has(row: Mapping[str, Any], key: str) -> bool:
 
 
 def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -> Iterator[str]:
-    """Return the keys of a row up to a depth; nested keys follow the keys that contain them."""
+    """Yield the keys of a row up to a depth; nested keys follow the keys that contain them."""
     for key, value in row.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping) and levels > 1:
@@ -65,11 +65,11 @@ def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -
 
 
 KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
-"""The setting that names the row's key, by field of a template."""
+"""The setting that names the row's key, by the field of a template."""
 
 
 LARGEST: Final = 1e300
-"""Maximum of the number that a curriculum uses."""
+"""Exclusive maximum of the absolute value of a curriculum's numbers."""
 
 
 class Requirement(Enum):
@@ -87,7 +87,7 @@ class RowField:
     setting: str
     """The setting that names the key or has it in a template."""
     wrong: Callable[[Any], str]
-    """Reason why a value cannot be used; "" if it can."""
+    """Function that returns the reason why a value cannot be used, or "" if it can."""
     requirement: Requirement = Requirement.EVERY
     name: str = ""
     """The field of the template that inserts the value."""
@@ -95,11 +95,11 @@ class RowField:
     """Another key that a row may have in its place."""
 
     def key_in(self, row: Mapping[str, Any]) -> str:
-        """Return the key that a row has."""
+        """Return `other` if the row has this key, else `key`."""
         return self.other if self.other and has(row, self.other) else self.key
 
     def is_double(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has a value under both keys; null, which tables contain, is no value."""
+        """Return whether a row has a value under both keys. Null, as in tables, is no value."""
         keys = [key for key in (self.key, self.other) if key]
         return sum(value_at(row, key) not in (ABSENT, None) for key in keys) > 1
 
@@ -136,7 +136,7 @@ def wrong_full_text(value: Any) -> str:
 
 
 def curriculum_field(config: DatasetConfig) -> list[RowField]:
-    """Return the field by which a curriculum orders the rows, or None."""
+    """Return the field by which a curriculum orders the rows; empty without a curriculum."""
     key = config.curriculum_key
     return [] if key is None else [RowField(key, "curriculum_key", _wrong_number)]
 
@@ -169,7 +169,7 @@ class RowType(ABC):
         return [field for _, fields in self._filled.values() for field in fields]
 
     def holds_messages(self, row: Row) -> bool:
-        """Whether a row has messages where the type allows them."""
+        """Return whether a row has messages where the type allows them."""
         values = (field.value(row) for field in self.message_fields())
         return any(
             is_messages(value) or (isinstance(value, list) and any(map(is_messages, value)))
@@ -186,7 +186,7 @@ class RowType(ABC):
         return 0.0 if key is None else float(value_at(row, key))
 
     def wrong_settings(self) -> Iterator[Problem]:
-        """Return problems of the settings that can be detected without rows."""
+        """Return the problems of the settings that can be detected without rows."""
         return iter(())
 
     def wrong_row(self, row: Row) -> tuple[str, str] | None:
@@ -194,11 +194,11 @@ class RowType(ABC):
         return None
 
     def stored(self, row: Row, raw: bytes) -> bytes:
-        """Return fields of the row ``raw`` that samples need in addition to tokens, as JSON."""
+        """Return, as JSON, the fields of a row that samples need in addition to its tokens."""
         return b""
 
     def fits(self, row: RowTokens) -> bool:
-        """Whether all sequences are within the length limits."""
+        """Return whether all sequences are within the length limits."""
         most_prompt, most = self.config.max_prompt_tokens, self.config.max_tokens
         return all(
             (most_prompt is None or len(sequence.context) <= most_prompt)

@@ -1,9 +1,9 @@
 """Types of rows with two sequences. Torch-free.
 
 ``preference``: a chosen and a rejected answer to a prompt. ``kto``: an answer that is labeled as
-desirable or not. The second sequence of a ``kto`` row is the mismatched one from which KTO
-estimates its KL divergence: the same prompt with the answer of the closest row before it that has
-another prompt, or of the first row after it.
+desirable or not. The second sequence of a ``kto`` row is a mismatched answer, from which KTO
+estimates its KL divergence. It has the prompt of the row and the answer of another row: the last
+earlier row with another prompt, or else the first later one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Preferences(PromptAnswers):
     def wrong_row(self, row: Row) -> tuple[str, str] | None:
         for field in self._both():
             if field.is_double(row):
-                return field.key, f"and '{field.other}' are both there; a line has one of them"
+                return field.key, f"and '{field.other}' are both present; remove one of them"
         chosen, rejected = (_answers(each.value(row)) for each in self._both())
         keys = [field.key_in(row) for field in self._both()]
         if len(chosen) != len(rejected):
@@ -145,7 +145,10 @@ class Preferences(PromptAnswers):
             prompt.strip() in text_of(message) for message in common
         ):
             where = f"the messages with which '{keys[0]}' and '{keys[1]}' begin"
-            return self.config.prompt_key, f"is in none of {where}; remove one of the two"
+            return (
+                self.config.prompt_key,
+                f"is in none of {where}; remove '{self.config.prompt_key}', or begin both with it",
+            )
         return None
 
     def _wrong_answers(self, value: Any) -> str:
@@ -184,7 +187,7 @@ ONE_PROMPT = "the KL estimate of KTO needs answers to at least two different pro
 
 
 class LabelledAnswers(PromptAnswers):
-    """Rows of labeled answers. The sequences of a row are its own answer and the mismatched one."""
+    """Rows of labeled answers. A row has two sequences: its answer and a mismatched answer."""
 
     dataset = "slurmrl.data.dataset:LabelledDataset"
 

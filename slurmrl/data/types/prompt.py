@@ -65,7 +65,7 @@ class Prompts(RowType):
 
 
 def conversational(kind: RowType, field: RowField) -> RowField:
-    """Whether a prompt or an answer may be a list of messages: if a chat template is applied."""
+    """Return the field. With a chat template, prompts and answers may also be lists of messages."""
     if field.name not in WHOLE or not kind.config.is_chat:
         return field
     wrong = {"prompt": conversations.wrong_prompt, "answer": wrong_turns}[field.name]
@@ -80,7 +80,7 @@ def tools_field(kind: RowType) -> list[RowField]:
 
 
 def prompts(kind: RowType, rows: Sequence[Row], encoder: Encoder) -> list[list[int] | str]:
-    """Return the tokens of prompts, or the reason why there are none."""
+    """Return the tokens of each prompt, or the reason why it has no tokens."""
     if encoder.chat is None:
         found: list[list[int] | str] = []
         found += encoder.texts([kind.filled("prompt_template", row) for row in rows], begin=True)
@@ -107,7 +107,7 @@ def tools(kind: RowType, row: Row) -> list[Any] | None:
 def conversations_of(
     kind: RowType, rows: Sequence[Row], chats: Sequence[Chat], encoder: Encoder
 ) -> list[RowTokens | str]:
-    """The tokens of whole conversations, with the images of their rows."""
+    """Return the tokens of conversations, with the images of their rows."""
     if kind.config.images_key is not None:
         return _pictured(kind, rows, chats, encoder, prompt=False)
     return encoder.conversations(chats)
@@ -116,7 +116,7 @@ def conversations_of(
 def _pictured(
     kind: RowType, rows: Sequence[Row], chats: Sequence[Chat], encoder: Encoder, *, prompt: bool
 ) -> list[RowTokens | str]:
-    """The tokens of conversations with the images of their rows; see `Encoder.pictured`."""
+    """Return the tokens of conversations with the images of their rows; see `Encoder.pictured`."""
     made: list[RowTokens | str] = []
     for row, (messages, wanted) in zip(rows, chats, strict=True):
         found = with_images(kind.config, row, messages)
@@ -128,7 +128,7 @@ def _pictured(
 
 
 def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], value: Any) -> str:
-    """Return the reason why a value is neither a string nor messages for the field ``name``."""
+    """Return the problem of a value of the field ``name`` if it is no string and no messages."""
     if not isinstance(value, list):
         return wrong_full_text(value)
     setting = f"{name}_template"
@@ -138,7 +138,7 @@ def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], v
 
 
 def wrong_turns(value: Any) -> str:
-    """Return why messages are not the answer to a prompt."""
+    """Return why messages are not an answer to a prompt; "" if they are."""
     if reason := conversations.wrong_answer(value):
         return reason
     if conversations.begins_with_prompt(value):
@@ -167,9 +167,9 @@ class Conversations(RowType):
 class PromptAnswers(RowType):
     """Rows with one sequence: prompt, answer, end-of-text token.
 
-    Both are tokenized separately, so that a prompt has the same tokens as in generation, and the
-    answer as a continuation. With a chat template the answer is the assistant's turn, which ends as
-    the template says, or a list of messages with its turns.
+    Prompt and answer are tokenized separately, so that both have the same tokens as in generation.
+    With a chat template, the answer is the assistant's turn, and the template writes its end. The
+    answer may also be a list of messages.
     """
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"
@@ -192,7 +192,7 @@ class PromptAnswers(RowType):
         ]
 
     def _conversation(self, row: Row) -> list[Message]:
-        """Return prompt and answer. The assistant's turns in the answer are the targets."""
+        """Return the messages of prompt and answer. Only the answer's turns are targets."""
         answer = value_at(row, self.config.answer_key)
         if not isinstance(answer, list):
             text = self.filled("answer_template", row)

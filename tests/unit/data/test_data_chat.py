@@ -190,13 +190,13 @@ def test_generation_blocks_of_a_template_are_targets(site: Site) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (COUNTING, "no loss mask is right for message 2 .* changes the text before it"),
+        (COUNTING, "no correct loss mask for message 2 .* changes the text before the message"),
         (JOINED, "the token ' See' contains both context and the assistant's turn"),
         (
             "{{ raise_exception('roles must alternate') }}",
-            "the chat template rejects it: roles must alternate",
+            "the chat template rejects the conversation: roles must alternate",
         ),
-        ("{{ messages[9].content }}", "the chat template rejects it: "),
+        ("{{ messages[9].content }}", "the chat template rejects the conversation: "),
     ],
 )
 def test_templates_without_a_correct_mask_are_rejected(

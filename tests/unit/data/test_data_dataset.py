@@ -101,11 +101,11 @@ def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
         (None, "must be a string, but is null"),
         (42, 'must be a string, but is a number (42): write "42"'),
         (0.1, 'must be a string, but is a number (0.1): write "0.1"'),
-        (True, "must be a string, but is true or false (true)"),
+        (True, "must be a string, but is a boolean (true)"),
         (["a"], 'must be a string, but is a list (["a"])'),
         ({"a": 1}, 'must be a string, but is an object ({"a": 1})'),
         ([{"role": "user", "content": "1+2="}], "must be a string, but is a list of messages: "),
-        ("1\ud800", "is not valid text: \\ud800 at character 2 is half of a character"),
+        ("1\ud800", "is not valid text: \\ud800 at character 2 is a lone surrogate"),
     ],
 )
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_row_with_one_too_long_sequence_is_left_out(tmp_path: Path) -> None:
         ({"rejected": [" "]}, "1 rejected answer 1 must not be empty"),
         ({"chosen": ["3", 4]}, "1 chosen answer 2 must be a string, but is a number (4)"),
         ({"prompt": ""}, "1 prompt must not be empty"),
-        ({"pos_answers": ["4"]}, "1 chosen and 'pos_answers' are both there; a line has one of"),
-        ({"neg_answers": "4"}, "1 rejected and 'neg_answers' are both there"),
+        ({"pos_answers": ["4"]}, "1 chosen and 'pos_answers' are both present; remove one of"),
+        ({"neg_answers": "4"}, "1 rejected and 'neg_answers' are both present"),
     ],
 )
 def test_invalid_pairs_are_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:

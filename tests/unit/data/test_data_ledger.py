@@ -124,7 +124,7 @@ def test_item_can_be_ended_only_once(end: str, items: list[int]) -> None:
     ledger.give_back([2])
     before = ledger.record()
     more = {"train": (1,), "drop": ("why",), "give_back": ()}[end]
-    with pytest.raises(ValueError, match="not in flight"):
+    with pytest.raises(ValueError, match="must be in flight"):
         getattr(ledger, end)(items, *more)
     assert ledger.record() == before
 

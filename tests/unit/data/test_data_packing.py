@@ -12,7 +12,6 @@ from slurmrl.data.order import (
     balanced_partition,
     even_partition,
     even_sizes,
-    microbatches,
     row_microbatches,
 )
 from slurmrl.tensors.bins import best_fit
@@ -64,8 +63,8 @@ def test_sections_of_few_items_go_to_the_least_loaded_parts() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 120))
-def test_microbatches_respect_the_budget(lengths: list[int], budget: int) -> None:
-    parts = microbatches(lengths, budget)
+def test_bins_respect_the_budget(lengths: list[int], budget: int) -> None:
+    parts = best_fit(lengths, budget)
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     for part in parts:
         assert part == sorted(part)

@@ -160,4 +160,4 @@ def test_text_rows_among_message_rows_give_a_remark(words: Any, texts: int, told
     config = Dataset(type="prompt", path="x", chat_template=True)
     rows = [{"prompt": "Hi" if place < texts else SAID[:1]} for place in range(2)]
     found = remarks(words, config, *rows)
-    assert [each[:33] for each in found] == ["1 of the first 2 rows have text a"] * told
+    assert [each[:33] for each in found] == ["1 of the first 2 rows have string"] * told
