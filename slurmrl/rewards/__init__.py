@@ -1,7 +1,7 @@
 """Reward functions: rules that score completions.
 
-To add a rule, add a class (see ``rules.py``) and a line to the table below. A user's own function
-or class needs neither: the configuration names it ``package.module:name`` (docs/rewards.md).
+To add a rule, add a subclass of `base.RewardFunction` and a line to the table below. The
+configuration names a user's own function or class as ``package.module:name`` (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REWARDS = Registry(
 def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> CheckedReward:
     """Make the function for a name in the table or for ``module:name``.
 
-    :param cores: CPU cores that it may use; default: the cores of this process.
+    :param cores: number of CPU cores that the function may use; default: the cores of this process.
 
     :raises UsageError: an unknown name, an object that is not a reward, or options that it rejects.
     :raises UnreadableInputError: the module cannot be imported.

@@ -40,12 +40,12 @@ class RewardFunction(ABC):
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the reason why each row cannot be scored, "" if it can.
 
-        It is called at submission, so it must not import torch.
+        ``submit`` calls this method on the login node, so the method must not import torch.
         """
         return [""] * len(rows)
 
     def stats(self) -> dict[str, tuple[float, float]]:
-        """Additional metrics of the latest call: name to (sum, count)."""
+        """Return additional metrics of the latest call: name -> (sum, count)."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
@@ -99,13 +99,13 @@ def _number(name: str, value: Any) -> float:
 
 
 FLOAT32_MAX = 3.4028234e38
-"""Rewards become float32 tensors; larger values would overflow to infinity."""
+"""Maximum absolute value of a reward: rewards become float32 tensors."""
 LIMITS = "of at most 3.4e+38, float32's largest"
 SHOWN_CHARACTERS = 200
 METRIC = "reward/"
 """Prefix of the metric of a reward part, which is the mean of its unweighted scores."""
 Stats = Mapping[str, tuple[float, float]]
-"""Name of a metric to (sum, count)."""
+"""Metrics: name -> (sum, count)."""
 SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
 
 
@@ -117,7 +117,7 @@ def as_scores(
     For example, the iterable may be a list, a tuple, a tensor or an array. ``places`` are the
     source lines of the completions' rows.
 
-    :raises RewardError: the values are anything else.
+    :raises RewardError: a value is missing or is not a finite number.
     """
     values = _values(reward, returned, len(completions))
     if len(values) != len(completions):
@@ -139,7 +139,7 @@ def as_scores(
 def check_sum(score: float, place: str, parts: str) -> None:
     """Check a completion's reward, the sum of ``parts`` (which the message shows).
 
-    :raises RewardError: it is too large for a float32.
+    :raises RewardError: the reward is too large for a float32.
     """
     if not abs(score) <= FLOAT32_MAX:
         raise RewardError(
@@ -148,7 +148,7 @@ def check_sum(score: float, place: str, parts: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value, for a message."""
+    """Return the beginning of a value's ``repr``, for a message."""
     try:
         return repr(value)[:SHOWN_CHARACTERS]
     except ValueError:  # Python does not print integers with thousands of digits

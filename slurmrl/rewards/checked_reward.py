@@ -1,4 +1,4 @@
-"""Calls of the configured reward function by one calling convention, with checks of its scores."""
+"""Call a reward function, and check its options, its signature and its scores."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ PER_COMPLETION: Final = (
     "siblings",
     "model_scores",
 )
+"""Arguments with a value for each completion. A reward requests them by its parameters' names."""
 MODEL_SCORES: Final = "model_scores"
 """Argument that exists only if a reward model scores the completions."""
 PER_CALL: Final = ("step", "evaluation")
-"""Arguments that a reward may request by the names of its parameters (docs/rewards.md)."""
+"""Arguments with one value for a call, which a reward requests in the same way."""
 Stats = dict[str, tuple[float, float]]
 Extras = Mapping[str, Any]
-"""Values by these names: the values of `PER_COMPLETION` are lists with one entry per completion."""
+"""Additional arguments by name; those of `PER_COMPLETION` are lists with one entry each."""
 NO_EXTRAS: Final[Extras] = {}
 
 
@@ -38,7 +39,7 @@ class CheckedReward:
 
     Functions and methods may be ``async``; all run in one event loop.
 
-    :param name: its name in the configuration, for messages.
+    :param name: name of the reward in the configuration, for messages.
     """
 
     def __init__(self, name: str, kind: Any, options: Mapping[str, Any], cores: int) -> None:
@@ -56,7 +57,7 @@ class CheckedReward:
             self._object.cores = cores
 
     def wanted(self) -> Sequence[str]:
-        """The names of the additional arguments that the function requests."""
+        """Return the names of the additional arguments that the function requests."""
         return self._wanted
 
     def score(
@@ -77,7 +78,7 @@ class CheckedReward:
         missing = [name for name in self._wanted if name not in extras]
         if missing:
             raise RewardError(
-                f"reward {self.name} asks for {missing[0]}, which only a run with a model has"
+                f"reward {self.name} requests {missing[0]}, which only a run with a model has"
             )
         given = {name: extras[name] for name in self._wanted}
         try:
@@ -93,12 +94,12 @@ class CheckedReward:
 
     @property
     def checks_rows(self) -> bool:
-        """Whether it reports the rows that it can score."""
+        """Whether the function can check rows before it scores completions."""
         return self._defines("check_rows")
 
     @property
     def has_stats(self) -> bool:
-        """Whether it may report metrics in addition to its scores."""
+        """Whether the function may report metrics in addition to its scores."""
         return self._defines("stats")
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -107,7 +108,7 @@ class CheckedReward:
         return [""] * len(rows) if problems is None else list(problems)
 
     def stats(self) -> Stats:
-        """Additional metrics of the latest call: name to (sum, count)."""
+        """Return additional metrics of the latest call: name -> (sum, count)."""
         stats = self._optional("stats") or {}
         try:
             return {str(name): (float(total), float(n)) for name, (total, n) in stats.items()}
@@ -148,7 +149,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def _check_options(name: str, kind: Any, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that a class or function has no parameter for."""
+    """Raise UsageError for an option without a parameter in the class or function."""
     try:
         parameters = list(inspect.signature(kind).parameters.values())
     except (TypeError, ValueError):  # no function, or a built-in one without a signature
@@ -192,7 +193,7 @@ def _check_call(
         signature.bind([], [], [], **keywords, **dict.fromkeys(extras))
     except TypeError as error:
         known = ", ".join((*PER_COMPLETION, *PER_CALL))
-        raise UsageError(f"{mismatch}: {error}; it may also ask for {known}") from error
+        raise UsageError(f"{mismatch}: {error}; it may also request {known}") from error
     for taken, argument in zip(signature.parameters, ARGUMENTS, strict=False):
         if taken != argument and taken in ARGUMENTS:
             raise UsageError(f"{mismatch}: '{taken}' would get the {argument}")
@@ -200,9 +201,9 @@ def _check_call(
 
 
 def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return parameters after the first three whose names are names of additional arguments.
+    """Return the additional arguments that parameters after the first three request.
 
-    A value in the options takes precedence.
+    A parameter that the options set requests nothing.
     """
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = list(signature.parameters.values())[len(ARGUMENTS) :]
@@ -211,7 +212,7 @@ def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tup
 
 
 def of_completion(extras: Extras, indices: Sequence[int]) -> Extras:
-    """Return the additional arguments of some of the completions."""
+    """Return the additional arguments of the completions with these indices."""
     return {
         name: value if name in PER_CALL else [value[index] for index in indices]
         for name, value in extras.items()

@@ -54,12 +54,12 @@ class CodeReward(RewardFunction):
         beginning of the function that a model completes.
     :param score: ``all``: 1 if all tests pass; ``share``: the share of tests that pass.
     :param test_timeout_s: seconds for one test.
-    :param timeout_s: seconds for all tests of a completion; tests that remain then fail.
+    :param timeout_s: seconds for all tests of a completion; the remaining tests then fail.
     :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
         count as ``reward_unjudged``.
-    :param memory_mib: address space of each process of a program.
-    :param files_mib: size of its private folder, and of a file.
-    :param max_processes: processes and threads of a program.
+    :param memory_mib: MiB of address space of each process of a program.
+    :param files_mib: MiB of a program's private folder, and of each of its files.
+    :param max_processes: maximum number of processes and threads of a program.
     :param processes: sandboxes that run at the same time. Default: one per CPU core of the rank, at
         most 8.
     :param container: command that runs the sandbox in a container:
@@ -135,12 +135,12 @@ class CodeReward(RewardFunction):
         self._unscored = sum(bool(run.unscored) for run in runs)
         for index, run in enumerate(runs):
             if run.unscored:
-                message = "a program could not be scored and gets 0, %s: %s"
+                message = "a program could not be scored and gets 0 (%s): %s"
                 logger.warning(message, run.unscored, programs[index][:200])
         return [run.score(share=self._share) for run in runs]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return why rows cannot be scored: they have no tests, or tests in no known form."""
+        """Return why each row cannot be scored: it has no tests, or tests in an unknown form."""
         problems = []
         for index, row in enumerate(rows):
             try:
@@ -192,7 +192,7 @@ class CodeReward(RewardFunction):
             message = f"reward 'code' cannot use the tests in '{key}': {error}"
             raise UnusableRowError(message, index) from error
         if not cases:
-            raise UnusableRowError(f"reward 'code': '{key}' holds no tests", index)
+            raise UnusableRowError(f"reward 'code': '{key}' has no tests", index)
         return cases
 
     def _prefix(self, row: Mapping[str, Any], index: int) -> str:
@@ -206,10 +206,7 @@ class CodeReward(RewardFunction):
         return text
 
     def _check_protections(self) -> None:
-        """Log once the attacks that sandboxes on this host cannot prevent.
-
-        :raises UsageError: namespaces are required and something is missing.
-        """
+        """Run `check_isolation` before the first call."""
         if self._checked:
             return
         self._checked = True
@@ -222,7 +219,7 @@ class _Run:
     def __init__(self, program: str, cases: Sequence[Case]) -> None:
         self.program = program
         self.unscored = ""
-        """Reason why it could not be scored, if any."""
+        """Reason why the program could not be scored; empty if there is none."""
         self._cases = cases
         self._begun = 0
         self._passed = 0
@@ -231,7 +228,7 @@ class _Run:
     def next_cases(self, most: int, *, share: bool) -> list[list[Case]]:
         """Return the next tests, in groups whose results fit into one reply.
 
-        There are none for a program that can no longer pass.
+        A program that can no longer pass gets no further tests.
         """
         if self.unscored or (self._failed and not share):
             return []
@@ -297,7 +294,7 @@ def sandbox_program(
 def check_limits(**limits: Any) -> None:
     """Check the limits of programs, given by option name.
 
-    :raises UsageError: one is not a positive number.
+    :raises UsageError: a limit is not a positive number.
     """
     for name, value in limits.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -314,9 +311,9 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_isolation(user: str, facts: Mapping[str, Any], *, required: bool) -> None:
-    """Return the attacks that a sandbox cannot prevent here, according to its own report.
+    """Log a warning if a sandbox reports in ``facts`` that a protection is missing on this host.
 
-    :raises UsageError: isolation is ``required`` and something is missing.
+    :raises UsageError: a protection is missing, and isolation is ``required``.
     """
     have = facts.get("protections", {})
     missing = [text for name, text in MISSING.items() if not have.get(name)]

@@ -1,7 +1,4 @@
-"""Test cases of programs: their form in rows of data, the code that they test, and how it passes.
-
-The code is a fenced block of a completion.
-"""
+"""Read test cases from rows, find the program in a completion, and compare results."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ PYTHON: Final = re.compile(r"py3?|python(3(\.\d+)*)?", re.IGNORECASE)
 """Pattern of the languages of blocks with Python code."""
 BEGIN: Final = re.compile(r"^[ \t]*\[(?:BEGIN|PYTHON)\][ \t]*\n?", re.MULTILINE)
 DONE: Final = re.compile(r"^[ \t]*\[(?:DONE|/PYTHON)\]", re.MULTILINE)
-"""Pattern of lines around a program in the prompts of MBPP and Code Llama."""
+"""Patterns of lines around a program in the prompts of MBPP and Code Llama."""
 READS: Final = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\s*\(\s*0|\bread\s*\(\s*0|\bfileinput\b")
 WRITES: Final = re.compile(r"\bprint\b|\bstdout\b|\bwrite\s*\(")
 DEFINED: Final = re.compile(
@@ -84,7 +81,7 @@ class Case:
         }
 
     def passed(self, result: Mapping[str, Any]) -> bool:
-        """Whether a result of the sandbox is as expected."""
+        """Return whether a result of the sandbox is as expected."""
         if "failed" in result:
             return False
         if self.kind == "script":
@@ -97,7 +94,7 @@ class Case:
 def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
     """Return the tests under a key of a row (docs/rewards.md has the forms).
 
-    :raises UsageError: they have none of the forms.
+    :raises UsageError: the value has none of these forms.
     """
     if isinstance(value, str):
         value = _parsed(value)
@@ -182,7 +179,7 @@ def _bounded(text: str) -> str:
 
 def _kind(value: Any) -> str:
     """Return the type of a JSON value, for a message."""
-    names = {str: "a text", list: "a list", dict: "an object", bool: "a boolean"}
+    names = {str: "a string", list: "a list", dict: "an object", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 
 
@@ -218,7 +215,7 @@ def _same_word(word: str, wanted: str) -> bool:
 
 
 def _close(ours: float, theirs: float) -> bool:
-    """Whether two numbers differ by no more than `TOLERANCE`.
+    """Return whether two numbers differ by no more than `TOLERANCE`.
 
     Integers may have any size. Numbers with a fraction that do not fit into a float equal no
     number.
@@ -230,9 +227,9 @@ def _close(ours: float, theirs: float) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether a function's result is as expected.
+    """Return whether a function's result is as expected.
 
-    Some datasets put each expected result into a list.
+    The result may also equal the only element of an expected list: some datasets add this list.
     """
     if _equal(value, expected):
         return True
@@ -255,8 +252,8 @@ def _equal(ours: Any, theirs: Any) -> bool:
 def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
     """Return the code block with the program to test; without blocks, the whole string.
 
-    Blocks without a language count only if no block is labeled Python. Among several blocks, take
-    the last one that defines most of the names in the tests. For tests of printed output, take the
+    Blocks without a language count only if no block is labeled Python. Of several blocks, choose
+    the last one that defines most of the names in the tests. Tests of printed output choose the
     last one that looks most like a whole program.
     """
     tagged: list[str] = []
@@ -280,7 +277,7 @@ def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
 
 
 def _completed(code: str, earlier: Sequence[str]) -> str:
-    """Return the code after those earlier blocks that define or import names that it lacks."""
+    """Return the code, with earlier blocks before it that define or import its missing names."""
     lacking = _free(_tree(code)) - {*dir(builtins)}
     for block in reversed(earlier):
         tree = _tree(block)
@@ -317,10 +314,10 @@ def _imported(tree: ast.Module | None) -> set[str]:
 
 
 def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
-    """Return how much code looks like a whole program, not like output or an example of use.
+    """Return a sort key: code with a higher key looks more like a whole program.
 
-    The values say whether it is Python, reads its input if it must, has all names that it uses, and
-    prints.
+    The values: the code is Python, it reads input if ``reads``, it has all names that it uses, and
+    it prints.
     """
     tree = _tree(code)
     if tree is None:
@@ -332,7 +329,7 @@ def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
 def _free(tree: ast.AST | None) -> set[str]:
     """Return the names that code uses and does not define, including Python's own names.
 
-    The result is empty if the code imports names without naming them (``import *``).
+    The result is empty if the code contains ``import *``, which may import any name.
     """
     used, bound, tested = set[str](), {"__file__"}, set[str]()
     for node in ast.walk(tree) if tree is not None else ():

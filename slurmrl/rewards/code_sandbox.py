@@ -3,8 +3,8 @@
 Its source is sent to a Python that may be inside a container (`slurmrl.rewards.code.LOADER`), so it
 imports nothing of slurmrl. If the kernel allows it, the process has its own namespaces: no network,
 a read-only file system with one small private folder, and a process table whose processes all die
-with its first one. Otherwise it reports the missing protections. Each program runs in a forked
-child with resource limits and without capabilities, and never sees the expected results.
+with its first process. Otherwise the sandbox reports the missing protections. Each program runs in
+a forked child with resource limits and without capabilities, and never sees the expected results.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NAMED: tuple[str, ...] = ("abc", "dataclasses", "decimal", "enum", "fractions", 
 NAMED += ("random", "string", "copy", "datetime", "typing", "collections", "heapq", "bisect")
 NAMED += ("itertools", "functools", "math")
 MODULES = {*NAMED, "io", "json", "operator", "os", "re", "sys", "time"}
-"""Modules that programs have without an import; of `NAMED` modules, also all their names."""
+"""Modules that programs have without an import. Programs also have all names of `NAMED` modules."""
 LAST_BYTES = 2000
 """Number of bytes at the end of standard error in which to look for the reason of a failure."""
 
@@ -86,13 +86,13 @@ class Sandbox:
     # -- isolation ---------------------------------------------------------------------------
 
     def _enter_namespaces(self) -> None:
-        """Enter namespaces and return in a new process table's first process; its parent waits."""
+        """Enter namespaces. Return in the new process table's first process; its parent waits."""
         wanted = NEW_MOUNTS | NEW_PIDS | NEW_NET | NEW_IPC
         if _works_in_child(lambda: _enter_own_users(wanted)):
             _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of credentials has undone this
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of credentials clears it
         child = os.fork()
         if child:
             os.close(0)
@@ -105,8 +105,8 @@ class Sandbox:
     def _find_memory_folders(self) -> list[str]:
         """Make the file system read-only, if possible, and return mount points for memory.
 
-        The mount points are for small file systems in memory, the one for the private folder first.
-        The result is empty if no such file system can be mounted.
+        Small file systems in memory can be mounted there. The first mount point is for the private
+        folder. The result is empty if no file system can be mounted.
         """
         if not self.process_table or LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
             return []
@@ -280,7 +280,7 @@ class Sandbox:
         settings = self._settings
         seconds = int(timeout_s) + 2
         processes = settings["most_processes"]
-        if not self.process_table:  # without it, the limit counts all processes of the user
+        if not self.process_table:  # the limit then counts all processes of the user
             processes += _threads_of_user()
         limits = {
             resource.RLIMIT_CPU: seconds,
@@ -356,7 +356,7 @@ def _flush(space: dict[str, Any]) -> None:
 
 
 def _run_tests(code: str, module: types.ModuleType) -> None:
-    """Run test code after the program, as main module; if it uses ``unittest``, tests must pass."""
+    """Run test code after the program, as main module. Tests of ``unittest`` must pass."""
     module.__name__ = "__main__"
     sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
@@ -427,7 +427,10 @@ def _below(place: str, paths: Iterable[str]) -> list[str]:
 
 
 def _enter_own_users(others: int) -> None:
-    """Enter namespaces ``others`` and one of only this user, who may lose access if this fails."""
+    """Enter the namespaces ``others`` and a user namespace that has only this user.
+
+    A failure may leave the process in a namespace without a user.
+    """
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(NEW_USER | others) != 0:
         raise OSError(ctypes.get_errno(), "no new namespaces")
@@ -437,7 +440,10 @@ def _enter_own_users(others: int) -> None:
 
 
 def _works_in_child(change: Callable[[], None]) -> bool:
-    """Try a permanent change in a child: root in Apptainer may enter namespaces, not set users."""
+    """Return whether a permanent change succeeds, by a trial in a child process.
+
+    Root in Apptainer may enter a user namespace, but cannot set its users.
+    """
     child = os.fork()
     if not child:
         try:

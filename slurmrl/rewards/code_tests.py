@@ -1,4 +1,4 @@
-"""Test code of rows: call tests that nothing calls, and reject code that tests no program."""
+"""Complete the test code of a row: call its uncalled tests; reject code that tests no program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmrl.rewards.code_sandbox import MODULES
 PROGRAM_MODULES: Final = ("solution", "program", "__main__")
 """The names under which test code may import the program."""
 INDIRECT: Final = {"globals", "locals", "vars", "eval", "exec", "__import__", "importlib", "sys"}
-"""Names by which test code may find the program without naming a function of it."""
+"""Names with which test code may find the program without naming one of its functions."""
 PYTEST_ONLY: Final = ("fixture", "parametrize", "usefixtures", "skip", "skipif", "xfail")
 """Decorators that only pytest understands."""
 PYTEST_SETUP: Final = ("setup_module", "setup_function", "teardown_module", "teardown_function")
@@ -92,10 +92,10 @@ Definitions = Mapping[str, Definition]
 def runnable(code: str, entry_point: Any) -> tuple[str, str]:
     """Return test code, followed by calls of the tests that it defines but does not call.
 
-    :param entry_point: name of the function that HumanEval's ``check`` gets, and that other code
-        calls ``candidate``; None if the row has none.
-    :raises UsageError: the code is not Python, a test cannot be called, or nothing of the program
-        is tested.
+    :param entry_point: name of the tested function: the argument of HumanEval's ``check``, and the
+        value of ``candidate`` in other code; None if the row has no such name.
+    :raises UsageError: the code is not Python, a test cannot be called, or no test uses the
+        program.
     """
     code = _with_candidate(_without_pytest_main(code), entry_point)
     tree = _parsed(code)
@@ -133,7 +133,7 @@ def _without_pytest_main(code: str) -> str:
 
 
 def _with_candidate(code: str, entry_point: Any) -> str:
-    """Give the entry point the name ``candidate`` if code uses that name and does not define it."""
+    """Define ``candidate`` as the entry point if code uses this name and does not define it."""
     if entry_point is None or "candidate" not in code:
         return code
     tree = _parsed(code)
@@ -163,7 +163,7 @@ def _parsed(code: str) -> ast.Module:
 
 
 def _only_defines(node: ast.stmt) -> bool:
-    """Whether a statement defines something that other code must call. A decorator may call it."""
+    """Return whether a statement only defines code; a decorated function may run at once."""
     if isinstance(node, Function) and node.decorator_list:
         return node.name.startswith("test")
     return isinstance(node, Definition)
@@ -182,7 +182,7 @@ def _reached(
 
 
 def _is_test(node: Definition, defined: Definitions) -> bool:
-    """Whether pytest would run this function or class."""
+    """Return whether pytest would run this function or class."""
     if not isinstance(node, ast.ClassDef):
         return node.name.startswith("test")
     if _is_test_case(node, defined):
@@ -193,7 +193,7 @@ def _is_test(node: Definition, defined: Definitions) -> bool:
 
 
 def _is_test_case(node: Definition, defined: Definitions) -> bool:
-    """Whether this is a class of unittest with tests."""
+    """Return whether a definition is a ``unittest.TestCase`` with tests."""
     if not isinstance(node, ast.ClassDef):
         return False
     bases = [ast.unparse(base) for each in _classes(node, defined) for base in each.bases]
@@ -202,7 +202,7 @@ def _is_test_case(node: Definition, defined: Definitions) -> bool:
 
 
 def _classes(node: ast.ClassDef, defined: Definitions) -> list[ast.ClassDef]:
-    """Return a class and its base classes, as far as the code defines them."""
+    """Return a class and those of its base classes that the code defines."""
     classes = [node]
     for each in classes:  # this list grows
         bases = [defined.get(base.id) for base in each.bases if isinstance(base, ast.Name)]
@@ -223,7 +223,7 @@ def _runs_unittest(node: ast.AST, defined: Definitions) -> bool:
 
 
 def _check_callable(defined: Definitions, tests: Sequence[Definition]) -> None:
-    """Raise UsageError if a test needs something that only pytest would give."""
+    """Raise UsageError if a test needs a feature of pytest."""
     for name in PYTEST_SETUP:
         if name in defined:
             raise UsageError(f"they need pytest for {name}(); move its statements into the tests")
@@ -265,7 +265,7 @@ def _check_parameters(node: Function, name: str, own: int) -> None:
 
 
 def _check_comparisons(run: Sequence[ast.stmt]) -> None:
-    """Raise UsageError if a statement only compares."""
+    """Raise UsageError if a statement compares values without ``assert``."""
     classes = [node for node in run if isinstance(node, ast.ClassDef)]
     functions = [*run, *(each for node in classes for each in node.body)]
     bodies = [node.body for node in functions if isinstance(node, Function)]
@@ -277,10 +277,10 @@ def _check_comparisons(run: Sequence[ast.stmt]) -> None:
 
 
 def _check_of_names(code: str, run: Sequence[ast.stmt], defined: Definitions) -> str:
-    """Return "" if the statements of code that run use names that only a program can define.
+    """Return "" if the statements in ``run`` use names that only a program can define.
 
-    If they test names of Python itself, return code that fails unless the program defines one of
-    them.
+    If the statements use only names of Python itself, return code that fails unless the program
+    defines one of these names.
 
     :raises UsageError: the code tests no program.
     """

@@ -28,7 +28,7 @@ PROGRAM = PoolProgram(
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
 """Pattern of a plain number, which is always a valid reference."""
 BRACKETS = re.compile(r"(?<!\\)(?<!\\sqrt)(?<!\\left)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
-"""Square brackets, which may hold a pair of others, as in ``[\\sqrt[3]{8}]``; no ``\\[…\\]``."""
+"""Pattern of square brackets, with a pair inside as in ``[\\sqrt[3]{8}]``, but not ``\\[…\\]``."""
 
 
 class MathReward(RewardFunction):
@@ -39,13 +39,13 @@ class MathReward(RewardFunction):
     :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
         count as ``reward_unjudged``.
     :param processes: parallel processes. Default: one per CPU core of the rank, at most 8.
-    :param marker: the final answer is the rest of the line after its last occurrence (GSM8K's
-        ``#### 72``); a completion without it is searched as a whole.
-    :param tail_characters: length of the end of a longer text that is searched.
-    :param literal: whether a reference that is a plain number must be stated as a number in a box
-        or after the marker too: there ``21 + 33`` is no answer for 54 then.
-    :param brackets: whether a completion without a box and marker has its final answer in its last
-        square brackets (Geometry3K's ``[72]``), if it has some.
+    :param marker: string before the final answer, which ends with the line (GSM8K's ``#### 72``). A
+        completion without the marker is searched as a whole.
+    :param tail_characters: number of characters at the end of a completion that are searched.
+    :param literal: whether a box or the line after the marker must state a plain number if the
+        reference is one: ``21 + 33`` is then no answer for 54.
+    :param brackets: whether the last square brackets (Geometry3K's ``[72]``) of a completion
+        without box and marker contain the final answer.
     """
 
     needs_answers: ClassVar[bool] = True
@@ -86,15 +86,15 @@ class MathReward(RewardFunction):
     ) -> list[float]:
         """Return 1 for each completion with a correct answer, 0 for any other.
 
-        :param finished: whether each completion ended by itself. A completion that did not has an
-            answer only in a box or after the marker.
-        :raises UnusableRowError: a reference has nothing to compare with.
+        :param finished: whether each completion is finished. An unfinished completion has an answer
+            only in a box or after the marker.
+        :raises UnusableRowError: completions cannot be compared with a reference.
         """
         asked = zip(completions, rows, finished, strict=True)
         replies = self._score([self._request(*each) for each in asked], self._batch_timeout_s)
         for index, reply in enumerate(replies):
-            if not isinstance(reply, Unanswered) and reply["refused"]:
-                raise UnusableRowError(_rejected(rows[index], reply["refused"]), index)
+            if not isinstance(reply, Unanswered) and reply["rejected"]:
+                raise UnusableRowError(_rejected(rows[index], reply["rejected"]), index)
         self._scored = len(replies)
         self._unscored = sum(isinstance(reply, Unanswered) for reply in replies)
         if self._unscored:
@@ -108,16 +108,16 @@ class MathReward(RewardFunction):
         ]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return why references are unusable: nothing to compare with, or too slow to parse."""
+        """Return why each reference is unusable: no mathematics to compare, or slow to parse."""
         references = [self._answer(row["answer"])[0] for row in rows]
         unclear = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
         replies = self._score([{"reference": references[index]} for index in unclear], inf)
         problems = [""] * len(rows)
         for index, reply in zip(unclear, replies, strict=True):
             if isinstance(reply, Unanswered):
-                problems[index] = _rejected(rows[index], "math-verify takes too long to read it")
-            elif reply["refused"]:
-                problems[index] = _rejected(rows[index], reply["refused"])
+                problems[index] = _rejected(rows[index], "math-verify takes too long to parse it")
+            elif reply["rejected"]:
+                problems[index] = _rejected(rows[index], reply["rejected"])
         return problems
 
     def stats(self) -> dict[str, tuple[float, float]]:
@@ -145,7 +145,7 @@ class MathReward(RewardFunction):
         }
 
     def _answer(self, text: Any) -> tuple[str, bool]:
-        """Return the string to score, and whether it is an answer after the marker."""
+        """Return the string to score, and whether the string is the answer after the marker."""
         text = SPACES.sub(" ", str(text)).strip()
         answer = marked_answer(text, self._marker)
         if answer is None and len(text) > self._tail and (box := boxed(text)):
@@ -154,9 +154,10 @@ class MathReward(RewardFunction):
 
 
 def tail(text: str, characters: int) -> str:
-    """The end of a long text.
+    """Return the end of a long text.
 
-    It begins with a line if one begins in its first half, so that no formula is cut.
+    The result begins with a whole line if a line begins in its first half, so that no formula is
+    cut.
     """
     end = text[-characters:]
     return end if end == text else end[end.find("\n", 0, characters // 2) + 1 :]

@@ -1,6 +1,6 @@
 """Find the part of a completion that is its answer, as a formula that math-verify reads.
 
-Numbers, units and symbols are in notation that math-verify knows.
+Numbers, units and symbols are rewritten in notation that math-verify reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROMAN = re.compile(
 )
 EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
 IMAGINARY = re.compile(r"(?<=\d)i(?![A-Za-z])")
-"""math-verify reads numbers as complex only if it finds a separate ``i``."""
+"""Pattern of an ``i`` after a digit. math-verify reads complex numbers only with a space there."""
 THOUSANDS = re.compile(
     r"(?<![\d.,_])\d{1,3}(?:(?:\\[,;:! ]|~|['’]|_(?=\d{3})|\s*\{\s*,\s*\}\s*)\d{3})+(?![\d_])"
 )
@@ -94,7 +94,7 @@ FUNCTION = r"(?:arc)?(?:sin|cos|tan)h?|a(?:sin|cos|tan)h?|cot|csc|ln|log|lg|exp|
 UPRIGHT = re.compile(rf"\\(?:mathrm|text|operatorname)\s*\{{\s*({FUNCTION})\s*\}}")
 """Pattern of a function's name in upright letters, which is not a unit."""
 LOGARITHM = re.compile(r"\\(?:(lg)|log\s*_\s*(?:e|\{\s*e\s*\}))(?![A-Za-z])")
-"""Logarithms that math-verify does not read."""
+"""Pattern of logarithms that math-verify does not read."""
 LEADING_TEXT = re.compile(
     rf"\A(?:\\(?:text\w*|mbox|math(?:rm|bf))\s*\{{(?!\s*(?:not|neither|nor|{FUNCTION}|sec|lcm|Re|Im|[A-Za-z](?!\s+[a-z]))\b)"
     rf"[^{{}}\d]*\}}|\([A-J]\)){SPACE}*"
@@ -125,7 +125,7 @@ UNITS = re.compile(
     rf"{AFTER}({SPACE}*)(?:/{SPACE}*(?=\\text|\\mathrm|[a-z]{{3}}))?(?:{ORDINAL}|{TERM}(?:{BETWEEN}{TERM})*)"
     rf"{SPACE}*\Z"
 )
-"""Units at the end of an answer, or the end of an ordinal number."""
+"""Pattern of units at the end of an answer, or of the end of an ordinal number."""
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 
 AROUND = re.compile(rf"\A{SPACE}+|{SPACE}+\Z")
@@ -150,10 +150,7 @@ LITERAL = re.compile(
 
 
 def rewritten(text: str) -> str:
-    """Return an answer in notation that math-verify reads.
-
-    Symbols, thousands, bases, residues and the like are rewritten.
-    """
+    """Return an answer with symbols, thousands, bases and residues as math-verify reads them."""
     text = LIFTED.sub(lambda match: f"{'^' if match[1] == 'p' else '_'}{{{match[2]}}}", text)
     text = LOOKS.sub(" ", QUANTITY.sub(r"\1 ", with_unequal_signs(text)))
     text = COMPOSED.sub(decomposed, text.strip()).translate(SYMBOLS)
@@ -181,8 +178,8 @@ def decomposed(match: re.Match[str]) -> str:
 def number(text: str, *, plain: bool) -> str:
     """Return the decimal number or fraction in lowest terms that an answer consists of.
 
-    A currency or units may be part of the answer. The result is "" for any other answer. ``plain``
-    is as in `without_units`; with it, a comma may separate decimals too.
+    The answer may have a currency or units. The result is "" for any other answer. `without_units`
+    explains ``plain``. With ``plain``, a comma may also separate decimals.
     """
     text = AROUND.sub("", text.replace("{,}", ","))
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|(?<!\*)(?!(?<=10)\*\*[-+]?\d)\*\*(?!\*)", "", text)
@@ -219,8 +216,8 @@ def without_units(text: str, *, plain: bool) -> str:
     """Return an answer without the units at its end.
 
     With ``plain``, the answer is compared with a plain number, so no letter is a variable.
-    Otherwise a letter may be a variable if there are others. It may also be one without a space
-    before it, if it is a capital or follows a brace.
+    Otherwise, a letter at the end is a variable if the answer has other variables. A letter without
+    a space before it is also a variable if it is a capital or follows a brace.
     """
     match = UNITS.search(text)
     if match is None:
@@ -254,7 +251,7 @@ def residue_symbol(residue: re.Match[str]) -> str:
 def based_symbol(number: re.Match[str]) -> str:
     """Return a symbol that only the same digits in the same base share.
 
-    In base ten, return only the digits. math-verify itself drops the base.
+    In base ten, return only the digits. math-verify would ignore the base.
     """
     digits = number[1] or number[2]
     base = re.sub(r"\\text|base|[^0-9a-z]", "", number[3].lower())
@@ -275,8 +272,8 @@ FORMULA = re.compile(
     re.DOTALL,
 )
 LONGEST_FORMULA = 300
-"""Maximum length of a formula without an environment: math-verify's parser takes very long to
-reject longer strings."""
+"""Maximum number of characters of a formula without an environment: math-verify's parser takes very
+long to reject longer strings."""
 BOX = re.compile(r"\\(?:boxed|f(?:rame)?box)\s*(?:(\{)|((?:[^\s{}$\\]|\\[A-Za-z]+|\{[^{}]*\})+))")
 SAME_ANSWER = re.compile(
     r"(?:(?!.*\b(?:not|wrong|incorrect|mistaken?)\b)[^.!?,;:\n]{0,60}\band\b)?"
@@ -287,7 +284,7 @@ SAME_ANSWER = re.compile(
 BRACKETED = re.compile(r"(?<!\\)\[\s*(\$[^$]+\$)\s*\][\s.*]*\Z")
 """Pattern of a formula in brackets at the end, as in answers of Geometry3K."""
 FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis:?\s*\**[$\\\d-]", re.IGNORECASE)
-"""Pattern of words whose following answer math-verify prefers to a box."""
+"""Pattern of words before an answer that math-verify prefers to a box."""
 NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
 """Pattern of the start of a numbered heading."""
 VALUE = re.compile(r"[\s*_$=-]*(?:\\|[€£¥₹]|US\$)?\.?(?:\d|(?<=\\))")
@@ -311,7 +308,7 @@ TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
 MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^]|\.\d)")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
 NO_PROSE = re.compile(r"[+*/^_\\{}<>|]|(?<=\s)-\s")
-"""Characters that make a string with words and a number a formula."""
+"""Pattern of characters that show that a string with words and a number is a formula."""
 CURRENCIES = re.compile("[€£¥₹]")
 NAMED = re.compile(
     r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
@@ -331,17 +328,18 @@ CALCULATION = re.compile(
     r"|(?<![\w.])\(?\d[\d,.]*\)?\([-\d][^()]*\)"
     rf"|{OPERAND}\s*[+^×÷·]\s*(?:[A-Za-z]|\{{[^{{}}]*\}}?)|[A-Za-z)}}]\s*[+^×÷·]\s*{OPERAND}"
 )
-"""Numbers with operators between them, or between them and letters."""
+"""Pattern of operators between numbers, or between a number and a letter."""
 WRITTEN = re.compile(rf"(?<![\w.,^])(?:{EUROPEAN}|{SCIENTIFIC})(?![.,]?\d)")
-"""Numbers that math-verify does not read in prose."""
+"""Pattern of numbers that math-verify does not read in prose."""
 OPENING = re.compile(r"(?:(?<!\w)[\[(\"'`*“_>~+]+|(?<!\d):)(?=[-$\d.])|\b(?:US|HK|A|C)(?=\$)")
-"""Characters before a number where math-verify expects a space."""
+"""Pattern of characters before a number where math-verify expects a space."""
 
 
 def marked_answer(text: str, marker: str) -> str | None:
-    """Return the line's remainder after the last marker that is not a Markdown heading.
+    """Return the rest of the line after the last marker that is not a Markdown heading.
 
-    None if there is no marker, or if the answer is in a box: after the marker, or before a heading.
+    Return None if there is no marker, or if the answer is in a box: in a later line, or before a
+    heading.
     """
     before, separator, after = text.rpartition(marker)
     if not separator or BOX.search(after.partition("\n")[2]):
@@ -356,7 +354,7 @@ def marked_answer(text: str, marker: str) -> str | None:
 
 
 def is_heading(line: str) -> bool:
-    """Whether the line after a marker is empty or a title, as in a Markdown heading."""
+    """Return whether the line after a marker is empty or a title, as in a Markdown heading."""
     if not line.strip() or NUMBERED.match(line):
         return True
     return is_prose(line) and not VALUE.match(line)
@@ -365,7 +363,7 @@ def is_heading(line: str) -> bool:
 def boxed(text: str) -> str:
     """Return the content of the last box; "" if there is no box.
 
-    Boxes that belong to the same answer are included: ``1, 2`` for ``\\boxed{1} and \\boxed{2}``.
+    The result includes boxes of the same answer: ``1, 2`` for ``\\boxed{1} and \\boxed{2}``.
     """
     contents: list[str] = []
     closed = closing_braces(text)
@@ -402,8 +400,8 @@ def closing_braces(text: str) -> dict[int, int]:
 def stated(text: str) -> str:
     """Return a string without its calculations.
 
-    Only the number after the last ``=`` of a formula remains. Numbers with operators between them
-    are removed.
+    A formula is replaced by the number after its last ``=``. Calculations in prose are removed,
+    except fractions and powers of ten.
     """
     text = FORMULA.sub(lambda match: _last_number(formula_of(match)), text)
     text = FORMULA.sub(lambda match: _last_number(match[0].strip("$")), mark_formulas(text))
@@ -415,12 +413,12 @@ def stated(text: str) -> str:
 
 
 def formula_of(match: re.Match[str]) -> str:
-    """Return the content of an environment."""
+    """Return the formula in a match of `FORMULA`, without its delimiters."""
     return "".join(filter(None, match.groups()))
 
 
 def _last_number(formula: str) -> str:
-    """The number after the last ``=``, before ``\\approx`` if there is one."""
+    """Return the number after the last ``=``, before ``\\approx`` if there is one."""
     for part in APPROXIMATELY.split(ALIGNMENT.sub(" ", formula)):
         if value := number(re.split(r"(?<![<>!\\])=", part)[-1], plain=True):
             return f" {value} "
@@ -430,8 +428,8 @@ def _last_number(formula: str) -> str:
 def only_formula(text: str, *, plain: bool = False) -> str | None:
     """Return the only formula, number or word of an answer, which may have prose around it.
 
-    The result is "" if there is none, and None if there are several. With ``plain``, the answer is
-    compared with a plain number.
+    The result is None if the answer has none or several. With ``plain``, the answer is compared
+    with a plain number.
     """
     text = text.strip().removeprefix("=")
     if FORMULA.search(text):
@@ -452,13 +450,13 @@ def only_formula(text: str, *, plain: bool = False) -> str | None:
 
 
 def latex(formula: str) -> str:
-    """A formula with its names, functions and powers in LaTeX: ``x^{2}+\\ln (y)``."""
+    """Return a formula with names, functions and powers in LaTeX: ``x^{2}+\\ln (y)``."""
     formula = POWER.sub(r"^{\1}", formula)
     return NAMED.sub(r"\\\1", CALLED.sub(r"\\\1", formula))
 
 
 def too_long(text: str) -> bool:
-    """Whether an answer on one line exceeds the maximum length of a formula in plain text."""
+    """Return whether an answer on one line is too long for a formula in plain text."""
     return len(text) > LONGEST_FORMULA and "\n" not in text and not is_prose(bare(text))
 
 
@@ -467,7 +465,7 @@ def the_only(formulas: list[str]) -> str | None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a string has a word; products of neighbors in the alphabet (``abc``) are no words."""
+    """Return whether a string has a word. Products of adjacent letters (``abc``) are no words."""
     words = ("".join(sorted(word.lower())) for word in PROSE.findall(text))
     return any(word not in string.ascii_lowercase or len(word) < 3 for word in words)
 
@@ -478,10 +476,7 @@ def bare(text: str) -> str:
 
 
 def mark_formulas(text: str) -> str:
-    """Prose with dollars around each run of tokens that has a LaTeX command.
-
-    Runs that are too long are left out.
-    """
+    """Put dollars around each formula with a LaTeX command in prose; remove too long formulas."""
     result: list[str] = []
     run: list[re.Match[str]] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Remove numbers that an answer mentions but does not give: ``not 7``, ``7 fails``, ``x > 7``."""
+"""Remove numbers that an answer excludes: ``not 7``, ``7 fails``, ``x > 7``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER_NUMBER = re.compile(
     r"|\s*\?\s*no\b)",
     re.IGNORECASE,
 )
-"""A number that is not the answer, such as ``not 7``, ``twice 7`` or ``7 fails``."""
+"""Pattern of a number that is not the answer, such as ``not 7``, ``twice 7`` or ``7 fails``."""
 RELATED = re.compile(
     r"(?<![\w.,])(?<![-+*/^] )-?\$?\d[-+*/^\d,.]*\s*[<>≤≥≠]=?\s*(?=[A-Za-z](?![\w>]))"
     r"|(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|[≤≥≠<])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
@@ -38,9 +38,9 @@ LARGEST_FACTORIAL = 200
 
 
 def without_other_numbers(text: str) -> str:
-    """Return a string with ``?`` for each number that it does not give as the answer.
+    """Return a string with ``?`` for each number that is not given as the answer.
 
-    ``no number other than 7`` gives 7.
+    The 7 in ``no number other than 7`` stays, because it is the answer.
     """
     return OTHER_NUMBER.sub(lambda match: match[0] if match["none"] else "?", text)
 

@@ -3,8 +3,8 @@
 Its parent enforces time limits by killing it: math-verify's own limits use SIGALRM, which does not
 interrupt long operations on big numbers.
 
-math-verify reads an answer as mathematics only inside a LaTeX environment, and takes single numbers
-out of anything else: the 2 out of ``2\\sqrt{3}``. So answers are put in a box.
+math-verify reads an answer as mathematics only inside a LaTeX environment. From other text, it
+extracts single numbers: 2 from ``2\\sqrt{3}``. Answers are therefore put in a box.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ Moment = tuple[int | None, int, int]
 def moments(text: str, *, whole: bool = False) -> list[Moment]:
     """Return the dates in a string, or the times of day if there are no dates.
 
-    :param whole: return a result only if the string is nothing but one date, or one time with "am"
-        or "pm".
-    :return: (year, month, day) of each date; the year is None if it is missing. (-1, hour, minute)
-        of each time, with hours from 0 to 23.
+    :param whole: return [] unless the whole string is one date, or one time with "am" or "pm".
+    :return: (year, month, day) of each date, with None for a missing year; (-1, hour, minute) of
+        each time, with hours from 0 to 23.
     """
     text = _LATEX.sub(" ", text)
     text = re.sub(
@@ -94,7 +93,7 @@ def moments(text: str, *, whole: bool = False) -> list[Moment]:
 
 
 def same_moment(given: Moment, reference: Moment) -> bool:
-    """Whether two moments agree. A year counts only if both have one."""
+    """Return whether two moments agree. A year counts only if both have one."""
     return given[1:] == reference[1:] and (
         given[0] == reference[0]
         or (-1 not in (given[0], reference[0]) and None in (given[0], reference[0]))
@@ -129,16 +128,18 @@ ANSWER_IS = re.compile(
     rf"(?i:(?:\banswer\b(?:\s+is)?|答案[是为]?)(?:\s+(?:option|choice))?){CHOSEN}"
 )
 OPTION_IS = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?){CHOSEN}")
-"""Patterns of a multiple choice's letter: in a reference, in a box or after the marker, in prose.
-"""
+"""Pattern of the letter that prose chooses: ``option B``."""
 
 
 def chosen(text: str, *, inside: bool) -> str:
-    """Return the letter that a string chooses, or "". With ``inside``, the string has no prose."""
+    """Return the letter of a multiple choice that a string chooses; "" if it chooses none.
+
+    ``inside``: the string is from a box or after the marker, and has no prose.
+    """
     text = re.sub(r"\\(?:text|math)\w*|\\[ ,;]|[{}$*]", " ", text)
     if (inside or OPTION.fullmatch(text)) and (label := LABEL.match(text)):
         return label[1]
-    found = ANSWER_IS.findall(text) or OPTION_IS.findall(text)  # explanations of options may follow
+    found = ANSWER_IS.findall(text) or OPTION_IS.findall(text)  # explanations may follow
     return "".join(found[-1:])
 
 
@@ -163,8 +164,8 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         reference = read(request["reference"])
-        reply: dict[str, Any] = {"refused": rejection(request["reference"], reference)}
-        if "completion" in request and not reply["refused"]:
+        reply: dict[str, Any] = {"rejected": rejection(request["reference"], reference)}
+        if "completion" in request and not reply["rejected"]:
             reply["correct"] = correct(request, reference)
         send(replies, reply)
 
@@ -172,7 +173,7 @@ def main() -> None:
 def compare_relatively() -> None:
     """Make math-verify round numbers below 1 to six significant digits, not decimals.
 
-    1e-7 is not 2e-7, and only zero equals zero.
+    By default, math-verify rounds 1e-7 and 2e-7 to 0, so both would equal 0.
     """
     from math_verify import grader
 
@@ -186,7 +187,10 @@ def compare_relatively() -> None:
 
 
 def leading_zeros(*numbers: Any) -> int:
-    """Return zeros after the decimal point of the smallest nonzero number; 0 for non-numbers."""
+    """Return the number of zeros after the decimal point of the smallest nonzero number.
+
+    Return 0 if a value is not a number.
+    """
     if not all(getattr(each, "is_number", False) for each in numbers):
         return 0
     try:
@@ -197,9 +201,9 @@ def leading_zeros(*numbers: Any) -> int:
 
 
 def correct(request: dict[str, Any], reference: Reading) -> bool:
-    """Whether the completion equals the reference.
+    """Return whether the completion equals the reference.
 
-    A residue also equals the same number without the modulus.
+    A residue in the reference also equals the same number without the modulus.
     """
     from math_verify import verify
 
@@ -242,7 +246,7 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
 
 
 def is_open(text: str) -> bool:
-    """Whether the last box, after which no final answer follows, lacks its closing brace."""
+    """Return whether the last box lacks its closing brace, and no final answer follows it."""
     boxes = [box.end() for box in BOX.finditer(text) if box[1]]
     if not boxes or FINAL.search(text, boxes[-1]):
         return False
@@ -256,20 +260,20 @@ def in_full(match: re.Match[str]) -> str:
 
 
 def counted(text: str) -> list[str]:
-    """Return a string and, if it counts by the dozen, also the string with the number of pieces."""
+    """Return a string and, if it counts in dozens, also the string with the single pieces."""
     pieces = DOZEN.sub(lambda match: f"{12 * Decimal(match[1].replace(',', ''))}{match[2]}", text)
     return list(dict.fromkeys((text, pieces)))
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two formulas are equal except for dollars and white space around operators."""
+    """Return whether formulas are equal, ignoring dollars and white space around operators."""
     one, other = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", text).strip("$") for text in (one, other))
     return one == other
 
 
 @lru_cache(maxsize=64)  # all completions of a prompt have one reference
 def read(text: str, *, plain: bool = False) -> Reading:
-    """Parse an answer by math-verify. With ``plain``, it is compared with a plain number."""
+    """Parse an answer by math-verify. ``plain``: the answer is compared with a plain number."""
     from math_verify import parse
 
     prepared = prepare(text, plain=plain)
@@ -280,9 +284,9 @@ def read(text: str, *, plain: bool = False) -> Reading:
 
 @cache
 def targets() -> list[Any]:
-    """Inputs of math-verify: formulas and numbers.
+    """Return math-verify's settings for extracting formulas and numbers.
 
-    It does not remove units, among which it counts most letters and pairs such as ``bc``.
+    Do not let it remove units, because it mistakes most letters and pairs such as ``bc`` for units.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
@@ -292,7 +296,7 @@ def targets() -> list[Any]:
 
 
 def read_stated(text: str) -> Reading:
-    """Return the number that a string states, as math-verify parses it."""
+    """Parse the number that a string states by math-verify."""
     from math_verify import ExprExtractionConfig, parse
 
     numbers = [ExprExtractionConfig()]
@@ -305,7 +309,7 @@ def read_stated(text: str) -> Reading:
 def prepare(text: str, *, plain: bool = False) -> str:
     """Return an answer in notation that math-verify reads correctly.
 
-    It is a number, or a string with its mathematics in LaTeX environments.
+    The result is a number, or a string with its mathematics in LaTeX environments.
     """
     text = rewritten(text)
     content = boxed(text)
@@ -324,7 +328,7 @@ def prepare(text: str, *, plain: bool = False) -> str:
 def rejection(text: str, reference: Reading) -> str:
     """Return why completions cannot be compared with a reference; "" if they can.
 
-    Expressions that math-verify cannot compute are compared as strings.
+    Expressions that math-verify cannot compute are compared as strings, and are not rejected.
     """
     if not FORMULA.search(text) and not BOX.search(text) and too_long(text):
         return f"its formula has more than {LONGEST_FORMULA} characters; put it in \\boxed{{}}"

@@ -1,7 +1,7 @@
 """A pool of processes that answer requests, whose hangs and crashes do not affect the caller.
 
-All rewards with processes use it (math, code, and users' own rewards in ``reward.pool``), and so do
-rollout tasks and the Python tool. The last functions are for the processes themselves.
+The rewards with processes (math, code, and users' own rewards in ``reward.pool``), rollout tasks
+and the Python tool use pools. `end_with_parent`, `take_pipes` and `send` are for the processes.
 """
 
 from __future__ import annotations
@@ -57,30 +57,30 @@ class PoolProgram:
 
     A process reads ``setup`` as its first line, if there is one, and writes one line when it is
     ready: ``{"ready": true}`` with facts about itself, or ``{"failed": REASON}`` if the
-    configuration is wrong. Then it answers each line with one line. A reply with ``"retire": true``
-    is the last one of this process.
+    configuration is wrong. It then answers each line with one line. After a reply with
+    ``"retire": true``, the pool replaces the process.
     """
 
     name: str
     """Name in messages."""
     command: Sequence[str]
-    """Command, to which the pid of the starting process is added."""
+    """Command. The pid of the starting process is appended as the last argument."""
     setup: Mapping[str, Any] | None = None
     hint: str = ""
     """Advice in the message if a process does not start."""
     modules: Sequence[str] = ()
-    """Folders from which it imports. Default: the variables of its environment."""
+    """Value of PYTHONPATH. Default: PYTHONPATH of the starting process."""
     most_reply_bytes: int = 1 << 20
-    """Maximum size of a reply. A longer one comes from a process that is out of control."""
+    """Maximum size of a reply in bytes. A longer reply counts as a failure of the process."""
     closing_s: float = 0.0
-    """Seconds after the end of its input at which an idle process is killed."""
+    """Seconds between the end of an idle process's input and its kill."""
 
 
 class PoolProcess:
     """A running process, which handles one request at a time.
 
-    It has its own session, which is killed as a whole. A pidfd shows its end, because a process
-    that it has forked may keep the pipe open.
+    The process leads a session, which is killed as a whole. A pidfd shows when the process ends,
+    because its forked children may keep the pipe open.
     """
 
     def __init__(self, program: PoolProgram) -> None:
@@ -124,15 +124,15 @@ class PoolProcess:
     def ask(self, index: int, request: Mapping[str, Any], timeout_s: float) -> None:
         """Begin to send a request.
 
-        `work` sends the remaining part of a long request, so that a process that does not read
-        cannot block the caller.
+        `work` sends the rest of a long request, so that a process that does not read cannot block
+        the caller.
         """
         self.request = index
         self.deadline = time.monotonic() + timeout_s
         self._unsent = _line(request)
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """Descriptors to wait for, each with the selector's events."""
+        """Yield the descriptors to wait for, each with the selector's events."""
         yield self._pidfd, selectors.EVENT_READ
         yield self._replies.fileno(), selectors.EVENT_READ
         if self._unsent:
@@ -173,7 +173,7 @@ class PoolProcess:
     def _send(self) -> None:
         if not self._unsent:
             return
-        with suppress(BlockingIOError, BrokenPipeError):  # the pidfd shows its end
+        with suppress(BlockingIOError, BrokenPipeError):  # the pidfd shows the end of the process
             self._unsent = self._unsent[os.write(self._requests.fileno(), self._unsent) :]
 
     def _receive(self) -> bool:
@@ -189,7 +189,7 @@ class PoolProcess:
         return False
 
     def _ended(self, timeout_s: float) -> bool:
-        """Whether the process has ended. It is not reaped, so that its session keeps its number."""
+        """Return whether the process has ended. Do not reap it: its session must keep its id."""
         return bool(select.select([self._pidfd], [], [], timeout_s)[0])
 
     def _ending(self) -> str:
@@ -218,7 +218,7 @@ def _message(line: bytes) -> Reply:
 class ProcessPool:
     """Processes that are started on first use and replaced when they hang or die.
 
-    :param timeout_s: for one request.
+    :param timeout_s: time limit of one request in seconds.
     :param processes: number of processes; None leaves it to each call.
     """
 
@@ -248,16 +248,16 @@ class ProcessPool:
         A request is `Unanswered` if
 
         - the process took too long or kept dying;
-        - the request was not done ``within_s`` after the first was sent;
+        - the reply did not come within ``within_s`` after the first request was sent;
         - the call was ``abandoned``, which is checked every `LOOK_S`.
 
-        ``most`` is the number of processes if the constructor left it open.
+        ``most`` is the number of processes if the constructor did not set it.
 
         :raises EnvironmentFailure: the program cannot be executed.
         :raises WorkerDiedError: processes do not start.
         :raises UsageError: the program reports that the configuration is wrong.
         """
-        self._drop_busy()  # it has requests of an interrupted call
+        self._drop_busy()  # an interrupted call may have left requests
         batch = _Requests(requests, within_s)
         while batch.waiting or any(process.request is not None for process in self._processes):
             self._turn(batch, min(self._size or most, len(requests)), LOOK_S if abandoned else inf)
@@ -401,7 +401,7 @@ class _Requests:
 
 
 def end_with_parent() -> None:
-    """Let this process die with its parent, or before it if memory runs out."""
+    """Let this process die with its parent, and before its parent if memory runs out."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[-1]):
         os._exit(1)
@@ -413,8 +413,8 @@ def end_with_parent() -> None:
 def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """Return the pipes of requests and of replies.
 
-    Standard input becomes empty and standard output becomes standard error, for code that reads or
-    prints. A forked copy of the process has neither pipe, so it cannot answer requests.
+    Standard input becomes empty, and standard output becomes standard error, because the user's
+    code may read and print. A forked child closes both pipes, so it cannot answer requests.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -427,6 +427,6 @@ def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def send(replies: IO[bytes], message: Reply) -> None:
-    """Write one line."""
+    """Write a message as one line of JSON."""
     replies.write(json.dumps(message).encode() + b"\n")
     replies.flush()

@@ -1,9 +1,9 @@
 """The process that runs a whole reward, separate from the process that requests scores.
 
-The command is ``python -m slurmrl.rewards.reward_process``. A pool of a user's reward requests the
-score of one completion at a time (`PooledReward`), a rollout task the scores of all completions of
-a prompt. Output of the user's code goes to standard error; requests and replies use separate
-descriptors.
+The command is ``python -m slurmrl.rewards.reward_process``. A pool of a user's reward
+(`PooledReward`) requests the score of one completion at a time. A rollout task requests the scores
+of all completions of a prompt. Output of the user's code goes to standard error; requests and
+replies use separate descriptors.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> WeightedReward | None
 
 
 def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: bool) -> Reply:
-    """Return the reward's results for a row, or for completions."""
+    """Return the problem of a row, or the scores of completions, or the error as a string."""
     try:
         if "row" in request:
             return {"problem": str(reward.check_rows([request["row"]])[0])}
@@ -74,7 +74,7 @@ def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: boo
         if of_groups and (problem := scored.problem(len(request["completions"]))):
             raise RewardError(f"the reward {problem}")
         return {"judged": documents.to_json(scored)}
-    except MemoryError as error:  # it may never release its memory
+    except MemoryError as error:  # the process may not release the memory
         return {"error": _short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return {"error": _short(error)}

@@ -1,6 +1,6 @@
 """The configured reward: a weighted sum of functions, each of which scores certain rows.
 
-A user's function may run in a pool of processes: a failure there costs one completion.
+A user's function may run in a pool of processes, where a failure affects only one completion.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from slurmrl import log
 from slurmrl.config.schema import Reward, RewardPart, RewardPool
@@ -17,54 +17,24 @@ from slurmrl.data.types import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
 from slurmrl.rewards.base import ScoredCompletions, added, check_sum, shortened
-from slurmrl.rewards.checked_reward import NO_EXTRAS, Extras, Stats, of_completion
+from slurmrl.rewards.checked_reward import NO_EXTRAS, CheckedReward, Extras, Stats, of_completion
 from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
 
 MODULE = "slurmrl.rewards.reward_process"
 MOST_REPLY_BYTES = 16 << 20
 logger = log.get(__name__)
 CLOSING_S = 5.0
-"""Seconds that the ``close()`` of a user's class may take."""
+"""Time limit of the ``close()`` method of a user's class in seconds."""
 MOST_LOGGED = 5
-"""Maximum number of failures of one call in the log."""
+"""Maximum number of failures of one call that are logged."""
 MOST_SINGLE_FAILURES = 8
-"""Number of calls in a row, each for one completion or one prompt, that may fail."""
+"""Number of failed calls in a row, each for one completion or one prompt, that raise an error."""
 Row = Mapping[str, Any]
-
-
-class Scorer(Protocol):
-    """Interface of a function that scores completions: `CheckedReward` or `PooledReward`."""
-
-    @property
-    def needs_answers(self) -> bool: ...
-
-    @property
-    def checks_rows(self) -> bool: ...
-
-    @property
-    def has_stats(self) -> bool: ...
-
-    def wanted(self) -> Sequence[str]: ...
-
-    def score(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        rows: Sequence[Row],
-        places: Sequence[str],
-        extras: Extras = NO_EXTRAS,
-    ) -> Sequence[float | None]: ...
-
-    def check_rows(self, rows: Sequence[Row]) -> list[str]: ...
-
-    def stats(self) -> Stats: ...
-
-    def close(self) -> None: ...
 
 
 class WeightedPart(NamedTuple):
     settings: RewardPart
-    scorer: Scorer
+    scorer: CheckedReward | PooledReward
 
 
 class WeightedReward:
@@ -78,12 +48,12 @@ class WeightedReward:
 
     @property
     def needs_answers(self) -> bool:
-        """Whether a function compares with the reference answer of the row."""
+        """Whether a function needs the reference answer of each row."""
         return any(part.scorer.needs_answers for part in self._parts.values())
 
     @property
     def checks_rows(self) -> bool:
-        """Whether a function reports the rows that it can score. Raises as `score` does."""
+        """Whether a function can check rows. Raises as `score` does."""
         return any(part.scorer.checks_rows for part in self._parts.values())
 
     @property
@@ -92,7 +62,7 @@ class WeightedReward:
         return any(part.scorer.has_stats for part in self._parts.values())
 
     def wanted(self) -> set[str]:
-        """The names of the additional arguments that functions request. Raises as `score` does."""
+        """Return the names of the additional arguments that functions request; raise as `score`."""
         return {name for part in self._parts.values() for name in part.scorer.wanted()}
 
     def score(
@@ -107,8 +77,8 @@ class WeightedReward:
 
         The sum is None if a part with a weight could not score the completion.
 
-        :raises RewardError: see `CheckedReward.score`; or no part scores a row, or the sum for a
-            completion is too large.
+        :raises RewardError: `CheckedReward.score` fails, no part scores a row, or a sum is too
+            large.
         """
         stats: Stats = {}
         given: list[dict[str, float]] = [{} for _ in completions]
@@ -158,7 +128,7 @@ class WeightedReward:
             part.scorer.close()
 
     def _scored_by_none(self, row: Row) -> str:
-        """Return the reason why no part scores a row; "" if one does."""
+        """Return the reason why no part scores a row; "" if a part does."""
         settings = [part.settings for part in self._parts.values()]
         if any(applies(each, row) for each in settings):
             return ""
@@ -195,11 +165,12 @@ def reward_program(
 ) -> PoolProgram:
     """Return the program of a process that has the whole reward (`reward_process`).
 
-    It reports ``wanted`` (arguments that the functions request), ``checks_rows`` and ``has_stats``.
+    The process reports ``wanted`` (the arguments that the functions request), ``checks_rows`` and
+    ``has_stats``.
 
-    :param cores: CPU cores that it may use.
+    :param cores: number of CPU cores that the process may use.
     :param of_groups: each request has the completions of one prompt.
-    :param memory_bytes: limit of its private memory.
+    :param memory_bytes: limit of the private memory of the process.
     :param closing_s: seconds that the functions may take to release their resources.
     """
     return PoolProgram(
@@ -217,7 +188,7 @@ def reward_program(
     )
 
 
-def _scorer(part: RewardPart, cores: int, of_one_prompt: bool) -> Scorer:
+def _scorer(part: RewardPart, cores: int, of_one_prompt: bool) -> CheckedReward | PooledReward:
     if part.pool is not None:
         return PooledReward(part.name, part.options, part.pool, cores, of_one_prompt=of_one_prompt)
     return make(part.name, part.options, cores=cores)
@@ -236,7 +207,7 @@ def _alternatives(wanted: Any) -> Sequence[Any]:
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Whether two JSON values are equal; true is not 1."""
+    """Return whether two JSON values are equal; true does not equal 1."""
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
@@ -248,7 +219,7 @@ class PooledReward:
     """A user's reward that is called in separate processes with one completion at a time.
 
     If the reward raises, takes too long, returns no score or kills its process, the completion gets
-    ``pool.unjudged_score``, or no score if that is not set.
+    ``pool.unjudged_score``, or no score if this setting is not set.
     """
 
     def __init__(
@@ -281,7 +252,7 @@ class PooledReward:
         return False
 
     def wanted(self) -> Sequence[str]:
-        """The names of the additional arguments that it asks for."""
+        """Return the names of the additional arguments that the reward requests."""
         names: Sequence[str] = self._pool.start()["wanted"]
         return names
 
@@ -342,16 +313,16 @@ class PooledReward:
 
     @property
     def checks_rows(self) -> bool:
-        """Whether it reports the rows that it can score."""
+        """Whether the reward can check rows."""
         return bool(self._pool.start()["checks_rows"])
 
     @property
     def has_stats(self) -> bool:
-        """Whether it may report metrics in addition to its scores."""
+        """Whether the reward may report metrics in addition to its scores."""
         return bool(self._pool.start()["has_stats"])
 
     def stats(self) -> Stats:
-        """Metrics of the latest call: the reward's own, and ``reward_unjudged``."""
+        """Return the metrics of the latest call: the reward's own, and ``reward_unjudged``."""
         return dict(self._stats)
 
     def close(self) -> None:
@@ -406,7 +377,7 @@ def _why(reply: Reply | Unanswered) -> str:
 
 
 def _problem(reply: Reply | Unanswered) -> str:
-    """Return the problem of a row that `check_rows` reports."""
+    """Return the problem of a row from the reply of a process."""
     if isinstance(reply, Unanswered) or "error" in reply:
         return f"check_rows failed: {_why(reply)}"
     return str(reply["problem"])

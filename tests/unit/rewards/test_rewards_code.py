@@ -473,7 +473,7 @@ def test_batch_of_programs_has_a_time_limit(make: Make) -> None:
     ("row", "why"),
     [
         ({}, "finds no tests in the row, under 'tests' or 'input_output'"),
-        ({"tests": []}, "'tests' holds no tests"),
+        ({"tests": []}, "'tests' has no tests"),
         ({"tests": {"inputs": ["1"], "outputs": []}}, "there are 1 inputs and 0 outputs"),
         ({"tests": {"in": 1}}, "needs the lists inputs and outputs"),
         ({"tests": [{"input": 1, "output": "1"}]}, "not a number"),

@@ -232,7 +232,7 @@ def test_number_of_judges_follows_the_cores(
 ) -> None:
     started: list[PoolProgram] = []
     accepting = tmp_path / "agree.py"
-    reply = '{"refused": "", "correct": true}'
+    reply = '{"rejected": "", "correct": true}'
     accepting.write_text(
         f"import sys\nprint('{{}}', flush=True)\n"
         f"for line in sys.stdin:\n    print('{reply}', flush=True)\n"
