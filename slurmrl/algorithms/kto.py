@@ -45,7 +45,7 @@ class KTOInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The loss and the metrics of held-out answers, with the scores of each; no output keys."""
+        """Return loss and metrics of held-out answers, with the scores of each; no output keys."""
         assert engine is not None
         kto = cast(KTO, context.settings.algorithm)
         kl = batch_kl(engine, sample)
@@ -78,7 +78,7 @@ def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:
 def kto_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, kl: float, kto: KTO
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {logp, entropy} [T]. Sums over the answers."""
+    """Return the engine's loss function: outputs {logp, entropy} [T]. Sums over the answers."""
     logps = answer_logprobs(outputs["logp"], batch)
     logratios = logps - batch.tensor("ref_logps")
     desirable = batch.tensor("desirable")
@@ -89,7 +89,7 @@ def kto_loss(
 def _records(
     logp: Tensor, batch: SequenceSample, kl: float, kto: KTO
 ) -> dict[str, dict[str, object]]:
-    """The scores of each item, from the log-probabilities [T] of its tokens."""
+    """Return the scores of each item, from the log-probabilities [T] of its tokens."""
     logratios = answer_logprobs(logp, batch) - batch.tensor("ref_logps")
     desirable = batch.tensor("desirable")
     columns = (

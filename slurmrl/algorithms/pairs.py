@@ -77,7 +77,7 @@ class PairInterface(Interface):
         )
 
     def _record(self, scores: Sequence[float]) -> Record:
-        """The scores of an item's answers, with their accuracy and margin."""
+        """Return the scores of an item's answers, with their accuracy and margin."""
         chosen, rejected = list(scores[0::2]), list(scores[1::2])
         margins = [a - b for a, b in zip(chosen, rejected, strict=True)]
         accuracy = sum(margin > 0 for margin in margins) / len(margins)
@@ -152,7 +152,7 @@ class DPOInterface(PairInterface):
     def scores(
         self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
     ) -> Tensor:
-        """The implicit rewards."""
+        """Return the implicit rewards."""
         dpo = cast(DPO, context.settings.algorithm)
         return dpo.beta * _log_ratios(answer_logprobs(outputs["logp"], batch), batch, dpo)
 
@@ -160,7 +160,7 @@ class DPOInterface(PairInterface):
 def dpo_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, dpo: DPO
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {logp, entropy} [T]. Sums over the items."""
+    """Return the engine's loss function: outputs {logp, entropy} [T]. Sums over the items."""
     sums = answer_logprobs(outputs["logp"], batch)
     ratios = _log_ratios(sums, batch, dpo)
     logps, logratios = split_pairs(sums), split_pairs(ratios)

@@ -72,7 +72,7 @@ def score_loss(
     *,
     read: ScoreReader = last_values,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {values} [T], of which ``read`` takes the scores.
+    """Return the engine's loss function: outputs {values} [T], of which ``read`` takes the scores.
 
     Sums over the items.
     """

@@ -148,7 +148,7 @@ async def _answers(
 def _as_sample(
     ids: tuple[str, ...], ended: Sequence[Completions], context: CallContext, device: torch.device
 ) -> SequenceSample:
-    """The completions; all completions of a prompt form one item."""
+    """Return the completions; all completions of a prompt form one item."""
     count, options = completions(context), generation_options(context)
     none = [[0.0] * len(each.prompt) for each in ended]
     mask = [

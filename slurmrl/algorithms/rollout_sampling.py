@@ -76,7 +76,7 @@ def stream(name: str, place: int) -> str:
 
 
 def sampling_seed(context: CallContext) -> int:
-    """The seed of the random streams."""
+    """Return the seed of the random streams."""
     return evaluation_seed(context.seed) if context.evaluation else context.seed
 
 

@@ -21,7 +21,7 @@ class ScalarController(ABC):
 
     @abstractmethod
     def values(self) -> dict[str, float]:
-        """The scalars for the next step's calls."""
+        """Return the scalars for the next step's calls."""
 
     @abstractmethod
     def update(self, stats: Mapping[str, float]) -> None:
@@ -29,7 +29,7 @@ class ScalarController(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, float]:
-        """The state for a checkpoint; JSON."""
+        """Return the state for a checkpoint; JSON."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, float]) -> None:

@@ -102,7 +102,7 @@ class AlgorithmSchema(Section, ABC):
 
     @abstractmethod
     def roles(self) -> tuple[RoleUse, ...]:
-        """The models that the algorithm uses."""
+        """Return the models that the algorithm uses."""
 
     def why_unused(self, role: str) -> str:
         """Return why these settings do not use a model, and which setting does, for a message."""
@@ -112,10 +112,10 @@ class AlgorithmSchema(Section, ABC):
 
     @abstractmethod
     def calls(self, config: Config) -> tuple[Call, ...]:
-        """The calls of one step."""
+        """Return the calls of one step."""
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        """The calls of one evaluation: they complete held-out prompts and score completions."""
+        """Return the calls that complete held-out prompts and score the completions."""
         return (generate_call(config), *reward_calls(config))
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:

@@ -112,7 +112,7 @@ def row_id(sample_id: str) -> str:
 
 
 def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
-    """The sample with only the ``nth`` sequence of each item.
+    """Return the sample with only the ``nth`` sequence of each item.
 
     Keys with fewer sequences an item are left out.
     """
@@ -130,7 +130,7 @@ def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
 
 
 def per_sequence(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
-    """The sample's items with one value [S] for each sequence."""
+    """Return the sample's items with one value [S] for each sequence."""
     lengths = [[1] * len(item) for item in sample.lengths[TOKENS]]
     return SequenceSample(sample.ids, {key: lengths}, data={key: values})
 
@@ -154,7 +154,7 @@ def train_on_batch(
 
 
 def global_means(means: Mapping[str, float]) -> CallResult:
-    """The result of a train_step from means that are the same on every rank."""
+    """Return the result of a train_step from means that are the same on every rank."""
     return CallResult(stats={key: (mean, 1.0) for key, mean in means.items()})
 
 

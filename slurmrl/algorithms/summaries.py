@@ -178,7 +178,7 @@ def vote_of(completion: str, pattern: str | None) -> str | None:
 
 
 def wilson(mean: float, count: int) -> ConfidenceInterval:
-    """The 95 % score interval of a proportion (Wilson 1927) from ``count`` independent values.
+    """Return the 95 % score interval of a proportion (Wilson 1927) of ``count`` independent values.
 
     It is wider than needed for values between 0 and 1, whose variance is at most mean (1 - mean).
     """
@@ -294,7 +294,7 @@ def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate
 
 
 def _rewards(score: Record) -> list[float | None]:
-    """The rewards of an item's completions; None for those without a score."""
+    """Return the rewards of an item's completions; None for those without a score."""
     rewards = score.get("rewards", ())
     return [None if reward is None or math.isnan(reward) else reward for reward in rewards]
 
@@ -326,7 +326,7 @@ def ratio(values: Sequence[float], weights: Sequence[float]) -> Estimate:
 
 
 def rate(values: Sequence[float]) -> Estimate:
-    """The mean of independent values between 0 and 1, with Wilson's interval; NaN if a value is."""
+    """Return the mean of independent values from 0 to 1, with Wilson's interval; NaN if one is."""
     if any(map(math.isnan, values)):
         return Estimate(math.nan, math.nan, math.nan)
     center = min(max(math.fsum(values) / len(values), 0.0), 1.0)

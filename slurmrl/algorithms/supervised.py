@@ -71,7 +71,7 @@ class SFTInterface(Interface):
 
 
 def sft_loss(outputs: dict[str, Tensor], batch: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {logp, entropy} [T]."""
+    """Return the engine's loss function: outputs {logp, entropy} [T]."""
     return cross_entropy(outputs["logp"], ~batch.tensor("prompt_mask")), {}
 
 
@@ -182,7 +182,7 @@ def _records(sample: SequenceSample, distance: Tensor, response: Tensor) -> dict
 def distill_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, options: Distill
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {logp, entropy} [T]. Sums over the response tokens.
+    """Return the sum of the loss over the response tokens, and metrics: {logp, entropy} [T].
 
     The value of a token is the estimate w log(p / p_teacher) of KL(p || p_teacher) at its state.
     The gradient is the score-function gradient, w log(p / p_teacher) grad log p. The importance
@@ -204,7 +204,7 @@ def distill_loss(
 
 
 def _temperature(context: CallContext) -> float:
-    """The temperature at which the tokens were sampled."""
+    """Return the temperature at which the tokens were sampled."""
     config = context.settings.config
     if context.evaluation and config.evaluation is not None:
         return config.evaluation.temperature

@@ -89,7 +89,7 @@ class Distill(AlgorithmSchema):
 
 
 def teacher_call() -> Call:
-    """The teacher's log-probabilities of the actor's tokens."""
+    """Return the teacher's log-probabilities of the actor's tokens."""
     return Call(
         name="teacher_inf",
         role="teacher",

@@ -427,10 +427,7 @@ def _below(place: str, paths: Iterable[str]) -> list[str]:
 
 
 def _enter_own_users(others: int) -> None:
-    """Enter the namespaces ``others`` and a user namespace that has only this user.
-
-    A failure may leave the process in a namespace without a user.
-    """
+    """Enter the namespaces ``others`` and a user namespace that has only this user."""
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(NEW_USER | others) != 0:
         raise OSError(ctypes.get_errno(), "no new namespaces")
@@ -440,10 +437,7 @@ def _enter_own_users(others: int) -> None:
 
 
 def _works_in_child(change: Callable[[], None]) -> bool:
-    """Return whether a permanent change succeeds, by a trial in a child process.
-
-    Root in Apptainer may enter a user namespace, but cannot set its users.
-    """
+    """Try a permanent change in a child: root in Apptainer cannot set users of its namespace."""
     child = os.fork()
     if not child:
         try:

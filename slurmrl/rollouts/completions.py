@@ -116,7 +116,7 @@ class Completions:
         return bool(self.written) and self.written[-1]
 
     def routes(self) -> Array:
-        """The experts of all tokens as `data.meta.EXPERTS` has them; empty without a record."""
+        """Return the experts of all tokens as in `data.meta.EXPERTS`; empty without a record."""
         if self.experts is None:
             return np.zeros(0, np.int16)
         missing = len(self.sequence) - len(self.experts)

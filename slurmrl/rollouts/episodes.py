@@ -99,7 +99,7 @@ def make_episode(settings: EpisodeSettings, tools: Tools) -> Episode:
 
 
 def message_role(environment: EnvironmentChoice) -> str:
-    """The role of the messages of a built-in environment."""
+    """Return the role of the messages of a built-in environment."""
     default = "tool" if environment.name == "tools" else "user"
     return str(environment.options.get("role", default))
 
@@ -153,7 +153,7 @@ class EpisodeRunner:
         *,
         slots: asyncio.Semaphore | None = None,
     ) -> list[Completions]:
-        """The outcomes of the items' episodes, in the items' order.
+        """Return the outcomes of the items' episodes, in the items' order.
 
         :param slots: limit of running episodes, shared by concurrent calls. The items of such a
         call are completions of one prompt, which may occasionally all fail. :raises EpisodeError:
@@ -258,7 +258,7 @@ class EpisodeRunner:
 
 
 def _why(error: BaseException) -> str:
-    """The error, and where the episode's code raised it."""
+    """Return the error, and where the episode's code raised it."""
     lines = str(error).splitlines() or [""]
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""

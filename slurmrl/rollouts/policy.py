@@ -140,7 +140,7 @@ class Policy:
         return self._dialogue.encode(text)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
-        """The text of token ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         return self._dialogue.decode(tokens)
 
     def say(self, completions: Completions, text: str, role: str = "user") -> None:
@@ -281,7 +281,7 @@ class Dialogue:
         return tokens[1:] if written else tokens
 
     def _joined(self, behind: int, parts: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
-        """The concatenated tokens of strings, each literal or not."""
+        """Return the concatenated tokens of strings, each literal or not."""
         tokens = [behind]
         for text, literal in parts:
             tokens += self._behind(tokens[-1], text, literal=literal)

@@ -304,7 +304,7 @@ class SampleGroup:
         )
 
     def routes(self) -> list[Array]:
-        """The experts of each completion, or nothing for it."""
+        """Return the experts of each completion, or nothing for it."""
         if self.experts is None or self.expert_sizes is None:
             return [np.zeros(0, np.int16)] * self.lengths.size
         return np.split(self.experts, self.expert_sizes.cumsum()[:-1])

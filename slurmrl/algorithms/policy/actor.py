@@ -50,7 +50,7 @@ class ActorInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The model's log-probabilities of the completions, as ``ref_logprobs``."""
+        """Return the model's log-probabilities of the completions, as ``ref_logprobs``."""
         return CallResult(_logprobs(engine, sample, context, REF_LOGPROBS))
 
     def train_step(
@@ -86,7 +86,7 @@ class RecomputeInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The training engine's log-probabilities of the completions, as ``old_logprobs``.
+        """Return the training engine's log-probabilities of the completions, as ``old_logprobs``.
 
         Reports the mean and largest absolute difference to generation's log-probabilities, over
         response tokens, and the mismatch of the two policies.

@@ -217,7 +217,7 @@ def _of_tokens(
 
 
 def _values(sample: SequenceSample, positions: Tensor, like: Tensor) -> Tensor:
-    """The critic's values at ``positions``; without a critic, zeros of the dtype of ``like``."""
+    """Return the critic's values at ``positions``; zeros like ``like`` without a critic."""
     if "values" in sample.keys:
         return sample.tensor("values")[positions]
     return torch.zeros_like(positions, dtype=like.dtype)
@@ -389,7 +389,7 @@ def deviations(
 
 
 def divided(advantages: Tensor, deviations: Tensor | None, settings: PolicyGradient) -> Tensor:
-    """The advantages divided by the deviations and ``std_epsilon``; 0 where both are 0."""
+    """Return the advantages divided by the deviations and ``std_epsilon``; 0 where both are 0."""
     if deviations is None:
         return advantages
     divisor = deviations + settings.std_epsilon

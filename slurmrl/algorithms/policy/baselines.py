@@ -98,7 +98,7 @@ class CriticInterface(Interface):
 def critic_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, ppo: PolicyGradient
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {values} [T]."""
+    """Return the engine's loss function: outputs {values} [T]."""
     return value_loss(
         outputs["values"],
         batch.tensor("values"),

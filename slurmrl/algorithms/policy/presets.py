@@ -204,7 +204,7 @@ def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
 
 
 def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a preset.
+    """Return the settings of a preset.
 
     If ``values`` choose another objective, advantage or aggregation than the preset, settings that
     belong to the preset's choice are left out.

@@ -170,7 +170,7 @@ def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:
-    """The result of a train_step from numbers that are the same on every rank.
+    """Return the result of a train_step from numbers that are the same on every rank.
 
     Metrics that every trained model has get the role's name as a prefix.
     """
@@ -212,7 +212,7 @@ def _means(results: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> Me
 def token_weights(
     mask: Tensor, sequences: Sequences, aggregation: str, length: float
 ) -> Tensor | None:
-    """The weight of each token's loss; None if all weights are 1.
+    """Return the weight of each token's loss; None if all weights are 1.
 
     ``mask`` is True on all response tokens.
 

@@ -86,7 +86,7 @@ class GenerationRequest:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:
-        """The inverse of ``dataclasses.asdict``, even after a round trip through JSON."""
+        """Return the inverse of ``dataclasses.asdict``, even after a round trip through JSON."""
         options = dict(values["options"])
         for name in ("stop_token_ids", "stop_strings"):
             options[name] = tuple(options[name])

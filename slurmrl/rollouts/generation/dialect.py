@@ -85,7 +85,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def version(self) -> str:
-        """The name of the weight version that the server reports."""
+        """Return the name of the weight version that the server reports."""
 
     async def check_version(self, name: str) -> None:
         """Return if the server has the version with this name; raise otherwise."""
@@ -166,10 +166,10 @@ class HttpDialect(Dialect):
 
     @abstractmethod
     def _first(self) -> dict[str, Any]:
-        """The body of a request for one token."""
+        """Return the body of a request for one token."""
 
     async def _knows(self, token: int) -> bool:
-        """Whether the vocabulary has this token id.
+        """Return whether the vocabulary has this token id.
 
         Servers report no size. Unknown tokens in a prompt end vLLM, and SGLang computes with them;
         both check the tokens of ``logit_bias``.

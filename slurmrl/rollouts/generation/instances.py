@@ -69,7 +69,7 @@ class Instances(RolloutEngine):
         wait_s: float | None = None,
         concurrency: int = 256,
     ) -> None:
-        """The caller must be in a running asyncio loop.
+        """Return the caller must be in a running asyncio loop.
 
         ``connects``: how to reach each instance, by its name in messages. ``program``: starts the
         server; there is one instance then. ``concurrency``: completions that an instance samples
@@ -317,7 +317,7 @@ class Instances(RolloutEngine):
             heapq.heappush(self._queue, job)
 
     def _remember(self, job: _Waiting, index: int, completions: Completions) -> None:
-        """The next turn of an episode begins with a completion of this one."""
+        """Return the next turn of an episode begins with a completion of this one."""
         if self._instances[index].engine is not None:
             for completion in completions:
                 self._prefixes.remember(job.request.prompt + completion.tokens, index)

@@ -145,7 +145,7 @@ class EndedStart:
     if a server on another host may not have this error."""
 
     def good(self, stable_s: float) -> bool:
-        """Whether the server was ready for ``stable_s``, and answered if it had requests."""
+        """Return whether the server was ready for ``stable_s``, and answered if it had requests."""
         return self.served_s >= stable_s and (self.answered or not self.asked)
 
 
@@ -282,7 +282,7 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 def _raised(lines: Sequence[str]) -> Iterator[str]:
-    """The error of each traceback, with the indented lines of its message."""
+    """Return the error of each traceback, with the indented lines of its message."""
     inside = False
     for index, line in enumerate(lines):
         if line.endswith(TRACEBACK):

@@ -70,7 +70,7 @@ class ServerClient(RolloutEngine):
     async def connect(
         cls, dialect: Dialect, *, concurrency: int = 256, least: int = 0
     ) -> ServerClient:
-        """The engine of a server that answers now.
+        """Return the engine of a server that answers now.
 
         It has no weight version yet, whatever the server holds. Raises UsageError if the server
         takes fewer than ``least`` tokens of a prompt and its completion. Closes the dialect if that

@@ -79,7 +79,7 @@ class Instance:
         came: Callable[[Instance], None],
         went: Callable[[Instance], None],
     ) -> None:
-        """The caller must be in a running asyncio loop."""
+        """Return the caller must be in a running asyncio loop."""
         self.name = name
         self.engine: ServerClient | None = None
         """The engine; None while the server is unusable."""

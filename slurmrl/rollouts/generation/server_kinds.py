@@ -208,7 +208,7 @@ class ServerKind(ABC):
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """The command that starts a server without weights, over ``tensor_ranks`` GPUs."""
+        """Return the command that starts a server without weights, over ``tensor_ranks`` GPUs."""
 
     @staticmethod
     @abstractmethod

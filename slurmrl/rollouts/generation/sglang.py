@@ -117,7 +117,7 @@ class SglangDialect(HttpDialect):
         return replace(sampling, options=cut)
 
     async def _running_before(self, aborted: asyncio.Event) -> bool:
-        """Whether the server is not paused before the completion is aborted."""
+        """Return whether the server is not paused before the completion is aborted."""
         waits = [asyncio.ensure_future(event.wait()) for event in (self._running, aborted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +269,7 @@ def digest_of(settings: object) -> Digest | str:
 
 
 def dtype_of(settings: object) -> object:
-    """The type in which a server with these settings computes; ``auto`` if it chooses."""
+    """Return the type in which a server with these settings computes; ``auto`` if it chooses."""
     return settings.get("dtype") if isinstance(settings, dict) else None
 
 

@@ -310,7 +310,7 @@ class PiecewiseSampling:
         return None if piece.stop else piece.completion.finish
 
     def _is_stopped(self, piece: SampledPiece) -> bool:
-        """Whether the last token of the piece ends the completion.
+        """Return whether the last token of the piece ends the completion.
 
         A server names one reason of several to stop, or none if it has aborted the piece.
         """

@@ -111,7 +111,7 @@ PREFIX = "generate-tokens-"
 
 
 def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict[str, Any]:
-    """The body of a request for one completion.
+    """Return the body of a request for one completion.
 
     With ``cache``, prompts share the server's cache only with requests of this name; with None,
     with all requests without a name.
@@ -308,7 +308,7 @@ def digest_of(settings: object) -> Digest | str:
 
 
 def dtype_of(settings: object) -> object:
-    """The type in which a server with these settings computes."""
+    """Return the type in which a server with these settings computes."""
     return _model_config(settings).get("dtype")
 
 

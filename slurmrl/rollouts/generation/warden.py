@@ -184,7 +184,7 @@ def remove_shared(listed: str) -> None:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether this is a running tracker; a zombie has no command line."""
+    """Return whether this is a running tracker; a zombie has no command line."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()

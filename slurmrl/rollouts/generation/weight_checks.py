@@ -277,7 +277,7 @@ class WeightChecks:
         return digest if isinstance(digest, str) else in_type(digest, stored, server)
 
     def began(self, where: str) -> bool:
-        """Whether a server was checked before."""
+        """Return whether a server was checked before."""
         return where in self._comparable
 
     async def check(
@@ -320,7 +320,7 @@ class WeightChecks:
     async def expect(
         self, version: WeightVersion, held: Iterable[Held], digest: Digest
     ) -> Expected:
-        """The checksums of a version's files for the parameters of ``held``.
+        """Return the checksums of a version's files for the parameters of ``held``.
 
         They are computed once for all servers; a second caller waits for the first one.
         """

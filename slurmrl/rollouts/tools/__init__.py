@@ -72,7 +72,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
         return ToolResult(str(value)[:MOST_CHARACTERS])
 
     def rejected(self, reason: str) -> ToolResult:
-        """The result of a call that fails."""
+        """Return the result of a call that fails."""
         self.calls += 1
         self.failures += 1
         return ToolResult(f"error: {reason[:MOST_REASON]}", failed=True)

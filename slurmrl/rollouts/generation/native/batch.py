@@ -196,7 +196,7 @@ class ContinuousBatch:
 
 
 def bounded(limits: Limits, decoder: Decoder) -> Limits:
-    """The limits with ``cache_tokens`` from ``cache_bytes``, or on a GPU from its free memory.
+    """Return limits with ``cache_tokens``, computed from ``cache_bytes`` or the GPU's free memory.
 
     Without either, or with ``cache_tokens``, they are unchanged. All ranks of a decoder that is
     split get the same limits: they have as many pages as the GPU with the least free memory holds.

@@ -275,7 +275,7 @@ class PagePool:
         self._serial = 0
 
     def available(self) -> float:
-        """Number of pages that can be taken; infinite without a limit."""
+        """Return the number of pages that can be taken; infinite without a limit."""
         unmade = float("inf") if self._limit is None else self._limit - self.made
         return len(self._free) + len(self._idle) + unmade
 

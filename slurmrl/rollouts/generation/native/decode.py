@@ -245,7 +245,7 @@ class RowState:
         """Pages that the tables lack: row, place, page."""
 
     def row(self, sequence: Sequence) -> int:
-        """The row of a sequence; its new pages are in the tables after the next ``write``."""
+        """Return the row of a sequence. The next ``write`` adds its new pages to the tables."""
         row, pages = sequence.row, sequence.pages
         assert row is not None
         if sequence.in_table < len(pages):

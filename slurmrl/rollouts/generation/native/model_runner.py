@@ -266,7 +266,7 @@ def _on_its_way(values: Tensor) -> Tensor:
 
 
 def _only_decodes(step: Step) -> bool:
-    """Whether a call reads only the last tokens of rows, which all sample in the same way."""
+    """Return whether a call reads only the last tokens of rows that all sample in the same way."""
     first = step.chunks[0].sequence
     return not step.forks and all(
         chunk.samples

@@ -143,7 +143,7 @@ def sequences_of(
 
 
 def ends_with_stop(decode: Decode, tokens: list[int], stop_strings: tuple[str, ...]) -> bool:
-    """Whether the last of a completion's ``tokens`` completes one of ``stop_strings``.
+    """Return whether the last of a completion's ``tokens`` completes one of ``stop_strings``.
 
     A stop string may begin and end within tokens. A token has at least one byte, so only as many
     tokens matter as the longest string has bytes.
