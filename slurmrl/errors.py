@@ -1,6 +1,6 @@
-"""The exceptions: each also has the fitting standard type as a base, an exit code, and pickles.
+"""The exceptions of slurmrl, with exit codes. Most also derive from a matching standard exception.
 
-Subclasses keep everything they carry in ``args``, so that the default pickling works.
+Subclasses keep all their values in ``args``, so that the default pickling works.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ class SlurmrlError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
 
 class RunFailedError(SlurmrlError, RuntimeError):
     """The run itself failed (a call raised, or there was no progress)."""
 
 
 class ReportedError(RunFailedError):
-    """The error that carries a failure to the process that publishes it.
+    """An error that carries a failure to the process that publishes the failure.
 
     ``failure`` is a `run.reports.Failure`; its ``reason`` is the message.
     """
@@ -41,18 +44,15 @@ class UsageError(SlurmrlError, ValueError):
 class UnreadableInputError(UsageError):
     """A file, folder or module that the configuration names is missing or cannot be read.
 
-    On the login node that is a user error. Jobs start only after the file was found there, so
-    workers, agents and the master treat it like an `EnvironmentFailure` and try again.
-    ``args``: the message and `absent`.
+    On the login node, the error is the user's fault. Jobs start only after the login node has found
+    the file, so workers, agents and the master treat the error like an `EnvironmentFailure` and
+    retry. ``args``: the message and `absent`.
     """
 
     @property
     def absent(self) -> str:
         """The path, if it certainly does not exist; empty if a mount may be missing."""
         return str(self.args[1]) if len(self.args) > 1 else ""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
 
 class RejectedError(UsageError):
@@ -62,9 +62,6 @@ class RejectedError(UsageError):
     def status(self) -> int:
         """HTTP status code of the response."""
         return int(self.args[1])
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class UnreachableHubError(UsageError):
@@ -109,11 +106,11 @@ class RewardError(UsageError):
 
 
 class EpisodeLimitError(SlurmrlError, RuntimeError):
-    """An episode has no turns or tokens left. The episode ends unfinished, but has not failed."""
+    """An episode has no turns or tokens left: it ends unfinished, which is no failure."""
 
 
 class EpisodeError(SlurmrlError, RuntimeError):
-    """No episode of a call could be completed; the message has the last reason."""
+    """All episodes of a call failed; the message has the last reason."""
 
 
 class UnusableRowError(RewardError):
@@ -122,9 +119,6 @@ class UnusableRowError(RewardError):
     @property
     def index(self) -> int:
         return int(self.args[1])
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class AllocationError(UsageError):
@@ -135,16 +129,13 @@ class AllocationError(UsageError):
 
     @property
     def position(self) -> int | None:
-        """Index of the character that is not allowed."""
+        """Index of the character that is not allowed; None without a syntax error."""
         return int(self.args[1]) if len(self.args) > 1 else None
 
     @property
     def reason(self) -> str:
-        """The message without the string and the position in it."""
+        """The message without the allocation string and the position."""
         return str(self.args[2]) if len(self.args) > 2 else str(self)
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
 
 class GraphError(UsageError):
@@ -163,16 +154,13 @@ class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an O
 
     exit_code = 3
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
-
 
 class UnusableGpuError(EnvironmentFailure):
     """torch cannot use the GPU of this worker; a GPU of another host may be fine."""
 
 
 class OwnershipError(EnvironmentFailure):
-    """Another user could change the contents of a directory, so it is not used."""
+    """Another user could change the contents of a directory, so slurmrl does not use it."""
 
 
 class SchedulerError(EnvironmentFailure):
@@ -180,14 +168,11 @@ class SchedulerError(EnvironmentFailure):
 
 
 class NameExistsError(SlurmrlError, FileExistsError):
-    """An exclusive add failed because its key exists already."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+    """A key cannot be added to the name store because it exists already."""
 
 
 class NameNotFoundError(SlurmrlError, LookupError):
-    """A key does not exist."""
+    """A key of the name store does not exist."""
 
 
 class InvalidNameError(UsageError):
@@ -197,12 +182,9 @@ class InvalidNameError(UsageError):
 class WaitTimeoutError(SlurmrlError, TimeoutError):
     """A wait timed out; the message names the missing event."""
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
-
 
 class SlotTakenError(SlurmrlError, RuntimeError):
-    """Another writer won the history slot in ``args[0]``; the caller must read again."""
+    """Another writer has taken the history slot ``args[0]``; the caller must read the history."""
 
     def __str__(self) -> str:
         return f"history slot {self.args[0]} is taken"
@@ -240,19 +222,16 @@ class DamagedCheckpointError(CheckpointError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether a stale cache or a server that answers with I/O errors could look the same."""
+        """Whether the cause may be temporary: a stale cache or I/O errors of a file server."""
         return bool(self.args[2]) if len(self.args) > 2 else False
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
 
 class WeightVersionError(SlurmrlError, RuntimeError):
-    """A weight version is missing, unfinished or damaged; its readers take another version."""
+    """A weight version is missing, unfinished or damaged; its readers use another version."""
 
 
 class SampleFileError(SlurmrlError, RuntimeError):
-    """Samples that a rollout task has recorded are missing or damaged; they must be made again."""
+    """Samples of a rollout task are missing or damaged; they must be generated again."""
 
 
 class LayoutError(SlurmrlError, ValueError):
@@ -260,7 +239,7 @@ class LayoutError(SlurmrlError, ValueError):
 
 
 class WorkerDiedError(SlurmrlError, RuntimeError):
-    """A child process ended unexpectedly."""
+    """A child process exited unexpectedly."""
 
 
 class MissingDependencyError(SlurmrlError, ImportError):

@@ -25,10 +25,11 @@ def resolve(reference: str) -> Any:
 def import_own(what: str, reference: str) -> Any:
     """Return the user's ``module:attribute``; ``what`` names its kind in messages.
 
-    Exceptions raised inside the module propagate, except FAULTS.
+    Other exceptions that the module raises propagate.
 
-    :raises UsageError: the module has no such attribute, has a fault, or is not Python.
-    :raises UnreadableInputError: the module cannot be imported.
+    Raises:
+        UsageError: The module lacks the attribute, raised one of FAULTS, or is not Python.
+        UnreadableInputError: The module cannot be imported.
     """
     module_name, _, name = reference.partition(":")
     importlib.invalidate_caches()  # a listing may have been cached while the folder was unreadable
@@ -66,9 +67,9 @@ def describe(error: BaseException) -> str:
 
 
 def _import(error: ImportError) -> str:
-    """Return the missing module of an import and its place in the user's code.
+    """Return the message of a failed import and its last line in the user's code.
 
-    The result omits the path of a file that is not the user's.
+    The result omits the path of a file of slurmrl or of Python's import system.
     """
     text = str(error)
     if error.path and _is_of_others(error.path):
@@ -77,9 +78,9 @@ def _import(error: ImportError) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the last line in the user's code, in parentheses; empty if there is none.
+    """Return the last line of a traceback in the user's code, in parentheses.
 
-    It returns a line of a library only if no other line is left.
+    Return a line of a library if there is no such line, and an empty string without any line.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [each for each in frames if not _is_of_others(each.filename)]
@@ -89,7 +90,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _is_of_others(file: str) -> bool:
-    """Whether a file is part of slurmrl or of Python's import system."""
+    """Return whether a file is part of slurmrl or of Python's import system."""
     ours = Path(describe.__code__.co_filename).parent  # in a trial, modules have no path
     others = (ours, Path(importlib.__file__).parent)
     return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
@@ -111,17 +112,12 @@ def near(name: str, known: list[str], likeness: float = 0.6) -> str:
 class Registry:
     """The implementations of one kind.
 
-    Unknown names raise and list the known ones; registering a name twice raises too.
+    An unknown name raises UnknownNameError, which lists the known names.
     """
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind
         self._entries = dict(entries)
-
-    def register(self, name: str, reference: str) -> None:
-        if name in self._entries:
-            raise ValueError(f"{self.kind} '{name}' is registered already: {self._entries[name]}")
-        self._entries[name] = reference
 
     def reference(self, name: str) -> str:
         """Return the ``module:attribute`` of a name. Raises UnknownNameError."""

@@ -137,8 +137,8 @@ def test_troubleshooting_lists_each_finding_of_status() -> None:
 def test_run_directory_page_lists_every_entry() -> None:
     page = (DOCS / "run-directory.md").read_text(encoding="utf-8")
     paths = RunPaths(Path("run"))
-    for name, kind in vars(RunPaths).items():
-        if isinstance(kind, property) and isinstance(path := kind.fget and kind.fget(paths), Path):
+    for name in vars(RunPaths):
+        if isinstance(path := getattr(paths, name), Path):
             entry = path.relative_to(paths.run)
             assert re.search(rf"^\|.*`{re.escape(str(entry))}[`/]", page, re.MULTILINE), name
 

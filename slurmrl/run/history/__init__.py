@@ -1,5 +1,5 @@
-"""The history of a trial, its source of truth: a sequence of exclusively created records.
+"""The history of a trial: a sequence of exclusively created records that decides its state.
 
-`slots` defines, reads and appends records. `state` computes the state of the trial from them, and
-lets incarnations and commands append safely.
+`slots` defines, reads and appends records. `state` computes the state of the trial from the
+records, and lets incarnations and commands append safely.
 """

@@ -25,7 +25,6 @@ from slurmrl.fsio.documents import (
     SECONDS,
     SIZE,
     TEXT,
-    check,
     one_of,
     table,
 )
@@ -62,9 +61,10 @@ class Record:
     slot: int
     kind: Kind
     incarnation: int
-    """The incarnation that wrote it; for commands, the newest one at that time (0: none)."""
+    """The incarnation that wrote the record, or the newest incarnation when a command wrote it (0
+    for none)."""
     time: float
-    """Seconds since the epoch by the writer's clock; for display, never compared."""
+    """Seconds since the epoch by the writer's clock, for display only."""
     data: dict[str, Any]
 
 
@@ -103,23 +103,25 @@ _FIELDS = {
 
 
 def unpack(data: bytes, slot: int, where: object = "") -> Record:
-    """Decode the record in ``slot``. Raises CorruptFileError that names ``where``."""
+    """Decode the record in ``slot``. Raises CorruptFileError, whose message names ``where``."""
     where = where or f"history slot {slot}"
     values = documents.parse(data, where, _FIELDS, _FIELDS)
     if values["slot"] != slot:
         raise corrupt(where, f"holds the record of slot {values['slot']}")
     kind = Kind(values["kind"])
     if kind in (Kind.COMMIT, Kind.DELETE, Kind.EXPORT):
-        check(values["data"], {}, where, ("step", "directory"))
+        for name in ("step", "directory"):
+            if values["data"].get(name) is None:
+                raise corrupt(where, f"is a '{kind}' record without '{name}'")
     return Record(slot, kind, values["incarnation"], float(values["time"]), values["data"])
 
 
 SLOT_DIGITS = 8
 _SLOT = re.compile(r"[0-9]{8}|[1-9][0-9]{8,11}")
 UNCACHED_PAUSES = 3
-"""Number of pauses after which a missing slot counts as lost if no cache can hide it."""
+"""Number of pauses after which a missing slot counts as lost, if no cache can hide the slot."""
 LONG_PAUSE_S = 1.0
-"""The wait is logged before the first pause of this length."""
+"""Length in seconds of the first pause that is logged."""
 
 logger = log.get(__name__)
 
@@ -127,9 +129,13 @@ logger = log.get(__name__)
 class History:
     """The records of one trial. Records never change, so each is read once per object.
 
-    ``directory`` is created before the run's configuration. Without both, there are no records, and
-    `append` raises EnvironmentFailure. If the directory existed at an earlier `read`, `read` raises
-    it too. If only the directory is missing or replaced, all reads raise CorruptFileError.
+    ``directory`` is created before the run's configuration. If it is missing:
+
+    - Without the configuration, there are no records, and `append` raises EnvironmentFailure. If
+      this object has seen the directory before, `read` raises EnvironmentFailure too.
+    - With the configuration, or if something else has replaced the directory, all reads raise
+      CorruptFileError.
+
     ``clock`` provides the records' timestamps.
     """
 
@@ -147,7 +153,7 @@ class History:
         self._single: dict[int, Record] = {}
         """Records that `record` has read, by slot."""
         self._listed_once = False
-        """Whether the directory has existed: then its absence is a failure, no empty history."""
+        """Whether the directory has existed. Its absence is then a failure."""
 
     def read(self, *, at_least: int = 0) -> list[Record]:
         """Return all records from slot 0 without a gap, and no fewer than ``at_least``.
@@ -172,7 +178,7 @@ class History:
         return count
 
     def record(self, slot: int) -> Record:
-        """Return one of the first `count` records. Raises as `read`."""
+        """Return one of the first `count` records. Raises the errors of `read`."""
         for again in self._looks(lambda: self._path(slot)):
             if again:
                 self._listed()
@@ -181,9 +187,9 @@ class History:
         raise self._missing(slot, self._listed() - 1)
 
     def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
-        """Count attempts to find a slot that must exist, with pauses between them.
+        """Yield the number of each attempt to find a slot that must exist; pause between attempts.
 
-        If a cache may hide the slot, this takes about a minute and is logged.
+        If a cache may hide the slot, the attempts take about a minute, and the wait is logged.
         """
         yield 0
         cached = self._calls.caches(self._directory)
@@ -210,7 +216,7 @@ class History:
     def append(self, kind: Kind, incarnation: int, data: dict[str, Any], *, after: int) -> Record:
         """Write slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
 
-        Raises SlotTakenError if another writer has it, EnvironmentFailure.
+        Raises SlotTakenError if another writer has the slot, EnvironmentFailure.
         """
         record = Record(after + 1, kind, incarnation, self._clock(), data)
         path = self._path(record.slot)
@@ -230,9 +236,9 @@ class History:
         return unpack(data, slot, path)
 
     def _listed(self) -> int:
-        """Return one more than the highest slot in the listing.
+        """Return one more than the highest slot in the listing of the directory.
 
-        Listing also makes an NFS client drop cached absences of new files.
+        The listing also makes an NFS client forget that new files were missing.
         """
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
@@ -250,12 +256,12 @@ class History:
         return max((int(name) for name in names if _SLOT.fullmatch(name)), default=-1) + 1
 
     def _was_removed(self) -> bool:
-        """Return whether only the history, and not the newer configuration, is gone or a link."""
+        """Return whether the history is missing or a link, although the configuration exists."""
         names = self._names_in_run()
         return bool(names) and (self._directory.name not in names or self._directory.is_symlink())
 
     def _names_in_run(self) -> list[str]:
-        """Return the names in the history's run; none if they are unknown or lack the config."""
+        """Return the names in the run directory; none if they are unknown or lack the config."""
         config = RunPaths(self._directory.parent).config
         names = atomic.known_names(config.parent, calls=self._calls) or []
         return names if config.name in names else []

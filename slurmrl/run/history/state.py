@@ -1,13 +1,14 @@
 """The state of a trial, from the records of its history, and safe appending to the history.
 
-Decisions use the whole history. `recent` reads only its end, for display: otherwise every refresh
-of ``slurmrl status`` would read thousands of files. It relies on two invariants. Incarnations do
-not interleave, so it finds BEGINs by bisection. After an end, a COMMIT or a BEGIN requires a RESUME
-first.
+Decisions use the whole history. For display, `recent` reads only the end of the history: otherwise
+every refresh of ``slurmrl status`` would read thousands of files. It relies on two invariants:
 
-Incarnations and commands append records. A newer incarnation excludes older ones: a writer of slot
-n + 1 has read all slots up to n. So a record of an incarnation precedes each newer BEGIN and each
-end that the incarnation has not seen.
+- The records of an incarnation have no records of another incarnation between them, so bisection
+  finds each BEGIN.
+- After an end, a COMMIT or a BEGIN requires a RESUME first.
+
+Incarnations and commands append records. A newer incarnation excludes older incarnations, because a
+writer of slot n + 1 has read all slots up to n: no incarnation appends after a newer BEGIN.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Commit:
     """Name of its folder in ``checkpoints/``."""
     incarnation: int
     data: dict[str, Any] = field(default_factory=dict)
-    """Data of its record."""
+    """Data of the COMMIT record."""
 
 
 @dataclass(frozen=True)
@@ -126,26 +127,15 @@ def _apply(record: Record, fields: dict[str, Any], commits: dict[str, Commit]) -
 
 
 def place(record: Record) -> tuple[int, str]:
-    """Return the step and the directory in a record's data. Raises CorruptFileError."""
-    step, directory = record.data.get("step"), record.data.get("directory")
-    if type(step) is not int or not isinstance(directory, str) or not _is_name(directory):
-        raise CorruptFileError(
-            f"history slot {record.slot}: '{record.kind}' needs a step and a directory, "
-            f"not {record.data}"
-        )
-    return step, directory
-
-
-def _is_name(directory: str) -> bool:
-    """Return whether this is a plain name, without path components."""
-    return directory not in ("", ".", "..") and "/" not in directory
+    """Return the step and the directory of a COMMIT, DELETE or EXPORT record."""
+    return record.data["step"], record.data["directory"]
 
 
 @dataclass(frozen=True)
 class Lineage:
     """For each incarnation that led to the newest one, its last step that still counts.
 
-    None means that all steps of an incarnation count.
+    None means that all steps of the incarnation count.
 
     An incarnation repeats the steps after the commit from which it resumes, so there may be two
     versions of a step's weights. Results of an earlier incarnation for steps after its last commit
@@ -156,7 +146,7 @@ class Lineage:
 
     @staticmethod
     def of(records: Iterable[Record]) -> Lineage:
-        """Make it from records. Raises CorruptFileError for records with missing fields."""
+        """Return the lineage that these records describe."""
         commits: dict[str, tuple[int, int]] = {}
         bases: dict[int, tuple[int, int] | None] = {}
         newest = 0
@@ -178,7 +168,7 @@ class Lineage:
         return Lineage(last_steps)
 
     def has(self, step: int, incarnation: int) -> bool:
-        """Whether the newest weights come from the weights of an incarnation after a step."""
+        """Return whether the newest weights derive from an incarnation's weights after a step."""
         if incarnation not in self.last_steps:
             return False
         last = self.last_steps[incarnation]
@@ -198,9 +188,9 @@ class Begun:
     data: dict[str, Any]
     """Data of its BEGIN."""
     base: int | None
-    """Step of the last commit before it; None if there is none within `BACK` slots."""
+    """Step of the last commit before the incarnation; None if there is none within `BACK` slots."""
     commit: Record | None
-    """Its last commit."""
+    """The incarnation's last commit."""
     end: Record | None
     """The first end of the trial between this BEGIN and the next, even if it was resumed since."""
 
@@ -223,8 +213,8 @@ def recent(
 ) -> Recent:
     """Read the newest part of a history.
 
-    Without ``exports``, do not search for the newest export: the search reads all records if there
-    is none. Raises as `History.read`.
+    Without ``exports``, do not search for the newest export: without an export, the search would
+    read all records. Raises the errors of `History.read`.
     """
     history = History(directory, calls=calls)
     count = history.count()
@@ -241,9 +231,12 @@ def recent(
     )
 
 
-def begin_of(directory: Path, incarnation: int, *, calls: SystemCalls = REAL) -> Record | None:
-    """Return the BEGIN of an incarnation; None if it has not begun. Raises as `History.read`."""
-    history = History(directory, calls=calls)
+def begin_of(directory: Path, incarnation: int) -> Record | None:
+    """Return the BEGIN of an incarnation; None if it has not begun.
+
+    Raises the errors of `History.read`.
+    """
+    history = History(directory)
     count = history.count()
     slot = _slot_of(history, incarnation, count)
     record = history.record(slot) if slot < count else None
@@ -327,8 +320,10 @@ class IncarnationWriter:
     def append(self, kind: Kind, data: dict[str, Any]) -> Record:
         """Append a record.
 
-        Raises StaleIncarnationError or TrialEndedError (nothing was appended, nor ever will be),
-        EnvironmentFailure (the record may or may not be there).
+        Raises:
+            StaleIncarnationError: A newer incarnation has begun; nothing was appended.
+            TrialEndedError: The trial has ended; nothing was appended.
+            EnvironmentFailure: The record may or may not be there.
         """
         return _append(self._history, kind, data, self._permitted)
 
@@ -357,11 +352,10 @@ def begin(
 ) -> IncarnationWriter:
     """Begin a new incarnation; ``data`` may be computed from the state at that moment.
 
-    Raises TrialEndedError if the trial has ended.
+    ``futile`` gets all previous records, which the new record directly follows. If ``futile``
+    returns data for a FAILED record, the trial ends with this record instead of a BEGIN.
 
-    ``futile`` gets all previous records. If it returns data for a FAILED record, the trial ends
-    with this record instead, and TrialEndedError is raised. The new record directly follows the
-    records that ``futile`` got.
+    Raises TrialEndedError if the trial has ended or ends with this call.
     """
 
     def next_record(records: list[Record]) -> tuple[Kind, int, dict[str, Any]]:
@@ -379,9 +373,9 @@ def begin(
 
 
 def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
-    """End the trial by a command (`IncarnationWriter.append` is for the master).
+    """End the trial for a command; the master calls `IncarnationWriter.append` instead.
 
-    Raises TrialEndedError if it has ended already.
+    Raises TrialEndedError if the trial has ended already.
     """
     if not kind.is_end:
         raise UsageError(f"'{kind}' does not end a trial")
@@ -414,7 +408,7 @@ def _append(
 def _win(
     history: History, decide: Callable[[list[Record]], tuple[Kind, int, dict[str, Any]]]
 ) -> Record:
-    """Append the record (kind, incarnation, data) that ``decide`` makes from the previous ones."""
+    """Append the record (kind, incarnation, data) that ``decide`` makes from all records so far."""
     known = 0
     for _ in range(TRIES):
         records = history.read(at_least=known)
@@ -423,7 +417,9 @@ def _win(
             return history.append(kind, incarnation, data, after=len(records) - 1)
         except SlotTakenError as taken:
             known = taken.args[0] + 1
-    raise WaitTimeoutError(f"lost {TRIES} history slots in a row to other writers")
+    raise WaitTimeoutError(
+        f"could not append to the history: other writers took {TRIES} slots in a row; try again"
+    )
 
 
 def _reject_ended(state: TrialState) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from slurmrl.errors import CorruptFileError
 from slurmrl.run.history.slots import Kind, Record, pack, unpack
 
-GOOD = {"slot": 3, "kind": "commit", "incarnation": 1, "time": 1.5, "nonce": "x", "data": {}}
+DATA = {"step": 7, "directory": "d"}
+GOOD = {"slot": 3, "kind": "commit", "incarnation": 1, "time": 1.5, "nonce": "x", "data": DATA}
 
 
 def test_record_survives_a_round_trip() -> None:
@@ -30,7 +31,10 @@ def test_record_survives_a_round_trip() -> None:
         {"incarnation": True},
         {"time": None},
         {"data": []},
-        *({"data": {"directory": name}} for name in ("", "..", "a/b", "a\0", "\ud800", 1)),
+        {"data": {"step": 7}},
+        {"data": {"directory": "d"}},
+        {"data": {**DATA, "step": "7"}},
+        *({"data": {**DATA, "directory": name}} for name in ("", "..", "a/b", "a\0", "\ud800", 1)),
     ],
 )
 def test_wrong_fields_are_corrupt(change: dict[str, object]) -> None:

@@ -90,10 +90,6 @@ def test_state_lists_exports() -> None:
         [BEGIN_1, (Kind.BEGIN, 3, {})],
         [BEGIN_1, BEGIN_2, (Kind.COMMIT, 1, at(1))],
         [(Kind.COMMIT, 1, at(1))],
-        [BEGIN_1, (Kind.COMMIT, 1, {"step": 1})],
-        [BEGIN_1, (Kind.COMMIT, 1, {"step": "1", "directory": "d"})],
-        [BEGIN_1, (Kind.COMMIT, 1, at(1, "../elsewhere"))],
-        [BEGIN_1, (Kind.COMMIT, 1, at(1, ".."))],
     ],
 )
 def test_contradictory_records_are_corruption(
