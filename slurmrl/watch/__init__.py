@@ -1,4 +1,4 @@
-"""The view of a trial for people: its status, incarnations and diagnosis, derived from its files.
+"""Views of a trial for people: its status, incarnations and diagnosis, computed from its files.
 
-A new sink of metrics is a file in ``sinks``.
+Each sink of metrics is a file in ``sinks``.
 """

@@ -1,4 +1,4 @@
-"""Inventory of a trial's checkpoints: why each one is kept, and whether it is intact."""
+"""Inventory of a trial's checkpoints: the reasons to keep each, and its damage."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from slurmrl.tensors.checkpoint.manifest import read_manifest, verify
 
 @dataclass(frozen=True)
 class StoredCommit:
-    """A commit, or a damaged commit that was set aside and not removed yet."""
+    """A commit, or a damaged commit that was renamed for inspection and not removed yet."""
 
     step: int
     incarnation: int
     directory: str
     time: float
-    """Seconds since the epoch when it was committed, by the master's clock."""
+    """Time of the commit in seconds since the epoch, by the master's clock."""
     files: int
     bytes: int
     """Number of files and bytes; both are 0 if the manifest cannot be read."""
     kept_by: list[str]
     """``last``, ``every`` (see `kept_by`)."""
     exported: bool
-    """Whether the run has exported its model."""
+    """Whether the run has exported the commit's model."""
     problem: str | None
-    """Damage of its files, or the reason why they cannot be read."""
+    """Damage of the commit's files, or the reason why they cannot be read; None if intact."""
     set_aside: bool = False
+    """Whether the commit was renamed because it was damaged."""
     unreadable: bool = False
     """Whether the directory does not answer, so that damage is unknown."""
 
 
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
-    """Return all checkpoints by step; sizes are always checked.
+    """Return all checkpoints by step, with the sizes of their files checked.
 
-    A checkpoint that the run deletes during the listing is omitted. Raises EnvironmentFailure if
-    the history cannot be read.
+    With ``checksums``, check the contents too. Omit a checkpoint that the run deletes during the
+    listing. Raises EnvironmentFailure if the history cannot be read.
     """
     records = History(paths.history).read()
     state = fold(records)
@@ -88,7 +89,7 @@ def _look(
 def _set_aside(
     paths: RunPaths, records: list[Record], times: dict[str, float]
 ) -> list[StoredCommit]:
-    """Checkpoints set aside as damaged that still exist; a run may remove them at any time."""
+    """Return the damaged checkpoints that still exist; a run may remove them at any time."""
     damaged = []
     for record in records:
         if record.kind is Kind.DELETE and "reason" in record.data:
@@ -116,10 +117,10 @@ def _set_aside(
 def kept_by(
     commits: Sequence[Commit], keep_last: int, keep_every_steps: int | None
 ) -> dict[str, list[str]]:
-    """Return the reasons to keep each directory; none if it may be removed.
+    """Return the reasons to keep each directory; none if the directory may be removed.
 
-    The reasons are ``last`` (one of the newest) and ``every`` (its step is a multiple). ``commits``
-    are in the order of their steps.
+    The reasons are ``last`` (one of the newest ``keep_last``) and ``every`` (the step is a multiple
+    of ``keep_every_steps``). ``commits`` are in the order of their steps.
     """
     newest = {commit.directory for commit in commits[-keep_last:]}
     reasons: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Diagnosis of a trial from its status object, as one-line findings. Pure functions.
+"""Diagnosis of a trial from its status object, as one-line findings.
 
 docs/troubleshooting.md lists the codes of the findings and a remedy for each.
 """
@@ -18,11 +18,11 @@ Status = Mapping[str, Any]
 
 WAIT_S = 60.0
 WAIT_STEPS = 5.0
-"""A wait for ranks is reported after this many seconds and this many step times."""
+"""A wait for ranks is reported once it is longer than WAIT_S seconds and than WAIT_STEPS steps."""
 SILENT_S = 180.0
 """Seconds without output of its processes after which a running job is reported."""
 SHORT_LIMITS = 2
-"""Number of jobs in a row, each at its time limit without a commit, that is reported."""
+"""Number of jobs in a row that must reach their time limit without a commit to be reported."""
 
 
 ACTIVE = ("RUNNING", "PENDING")
@@ -34,10 +34,17 @@ class StatusFinding(NamedTuple):
     text: str
 
 
+def with_findings(status: dict[str, Any]) -> dict[str, Any]:
+    """Return a status object completed by ``diagnosis`` and ``findings``."""
+    findings = diagnose(status)
+    described = [finding._asdict() for finding in findings]
+    return {**status, "diagnosis": findings[0].text, "findings": described}
+
+
 def diagnose(status: Status) -> list[StatusFinding]:
     """Return all findings, the most urgent first; never empty.
 
-    ``status`` is the documented object without ``diagnosis`` and ``findings``.
+    ``status`` is the object of `watch.status` without ``diagnosis`` and ``findings``.
     """
     skipped = [*_skipped(status), *_unscored(status)]
     if status["state"] == "COMPLETED":
@@ -226,7 +233,7 @@ def _compiling(status: Status) -> Iterator[StatusFinding]:
 def whom(waiting: Mapping[str, Any]) -> str:
     """Describe a wait, for example ``ranks 0, 3 (n1) to finish train_step of step 4``.
 
-    If the wait is not for ranks, return only the thing that is waited for.
+    If the master does not wait for ranks, return only the name of the awaited thing.
     """
     ranks = waiting["for"]
     if not ranks:
@@ -250,24 +257,16 @@ def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
         text = f"generation is paused; to continue: slurmrl scale {status['trial']} N"
         yield StatusFinding("rollouts", text)
         return
-    waiting = {
-        task["reason"]
-        for group in status["groups"]
-        for task in group["tasks"]
-        if group["name"] != TRAINERS and task["state"] == "PENDING" and task["reason"]
-    }
+    groups = (group for group in status["groups"] if group["name"] != TRAINERS)
+    tasks = [task for group in groups for task in group["tasks"] if task["reason"]]
+    waiting = {task["reason"] for task in tasks if task["state"] == "PENDING"}
+    ended = [task for task in tasks if task["state"] not in (*ACTIVE, "COMPLETED")]
     why = f" ({', '.join(sorted(waiting))})" if waiting else ""
     text = f"the trainers wait {plain(rollouts['waits_for'])}: none runs{why}"
     if failed := rollouts["failed"]:
         host = f" on {failed['host']}" if failed["host"] else ""
         text += f"; the last one ({failed['task']}{host}) failed: {failed['why']}"
-    elif ended := [
-        task
-        for group in status["groups"]
-        for task in group["tasks"]
-        if group["name"] != TRAINERS and task["state"] not in (*ACTIVE, "COMPLETED")
-        if task["reason"]
-    ]:
+    elif ended:
         text += f"; the last one: job {ended[-1]['job_id']} {ended[-1]['reason']}"
     yield StatusFinding("rollouts", text)
 

@@ -1,14 +1,15 @@
-"""The newest incarnations of a trial and their ends. Pure functions.
+"""The newest incarnations of a trial and their ends.
 
-An incarnation may be killed at any moment, so its end is inferred from the existing evidence, if
-any: its reports (see `Ending`), the history, the master's last event, and the scheduler's state of
-the job.
+An incarnation may be killed at any moment. The functions infer its end from its reports (see
+`Ending`), the history, the master's last event and the scheduler's state of the job, as far as
+these exist.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final, TypeAlias
 
 from slurmrl.display.terminal import first_line, plain
@@ -26,7 +27,7 @@ WARNINGS = {
     "unknown": "warned of its end ({signal})",
 }
 PREEMPTED = "preempted ({signal})"
-"""Words that replace the guess if the scheduler shows a preemption."""
+"""Words for a warning if the scheduler confirms the preemption."""
 CLOCKS_S = 5.0
 """Maximum difference of two hosts' clocks."""
 SHOWN_FILES = 2
@@ -50,16 +51,12 @@ RowEnd: TypeAlias = tuple[str, str]
 def rows(
     snapshot: TrialSnapshot, tasks: Sequence[TaskState], past: Sequence[TaskState], state: str
 ) -> list[dict[str, Any]]:
-    """Return the documented objects, the oldest incarnation first.
+    """Return one row per incarnation, the oldest first.
 
-    ``tasks`` are of jobs that may run, ``past`` ones of other submissions.
+    ``tasks`` belong to jobs that may run, ``past`` to jobs of other submissions.
     """
-    told = snapshot.incarnations
-    after = [*told[1:], None]
-    return [
-        _row(snapshot, one, next_one, tasks, past, state)
-        for one, next_one in zip(told, after, strict=False)
-    ]
+    each = zip_longest(snapshot.incarnations, snapshot.incarnations[1:])
+    return [_row(snapshot, one, after, tasks, past, state) for one, after in each]
 
 
 def is_unclear(traces: Traces) -> bool:
@@ -73,7 +70,7 @@ def is_unclear(traces: Traces) -> bool:
 def last_word(traces: Traces) -> float:
     """Return the time of an incarnation's last recorded activity, by the writers' clocks.
 
-    A cancellation does not count: the command may come long afterwards.
+    A cancellation does not count, because the user may cancel the trial long afterwards.
     """
     times = [float(event["time"]) for event in (*traces.master, *traces.agent)]
     end = traces.begun.end
@@ -83,7 +80,10 @@ def last_word(traces: Traces) -> float:
 
 
 def _ended_at(traces: Traces, after: Traces | None) -> float:
-    """Return when an incarnation ended: in one start of a job, when the next one begins."""
+    """Return the time at which an incarnation ended, in seconds since the epoch.
+
+    If the next incarnation is in the same start of the job, this is the time at which it began.
+    """
     if after is not None and _tag(traces).start == _tag(after).start != "":
         return after.begun.time
     return last_word(traces)
@@ -140,9 +140,9 @@ def _row(
 
 
 def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
-    """Whether an incarnation can belong to a job that runs now.
+    """Return whether an incarnation can belong to a job that runs now.
 
-    Otherwise its own job has ended and the next one has not begun an incarnation yet.
+    Otherwise its job has ended, and the next job has not begun an incarnation yet.
     """
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
@@ -152,7 +152,7 @@ def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
 
 
 def is_start_of(task: TaskState, tag: JobTag) -> bool:
-    """Whether a tag is from an element's newest start, not from a start before a requeue."""
+    """Return whether a tag belongs to an element's newest start, not to one before a requeue."""
     return tag.restarts is None or task.restarts <= tag.restarts
 
 
@@ -170,10 +170,13 @@ def _from_step(traces: Traces) -> int:
 def _last_seen(
     snapshot: TrialSnapshot, traces: Traces, after: Traces | None, *, running: bool
 ) -> int:
-    """Return the last step that is known from other sources; 0 if there is none.
+    """Return the last step of an incarnation; 0 if it is unknown.
 
-    The source is the status of a running incarnation, the next incarnation that repeats steps, or
-    metrics that no next incarnation has cut yet.
+    The source is the first of these that applies:
+
+    - the status, for a running incarnation
+    - the event of the next incarnation about the steps that it repeats
+    - the lines of metrics, if there is no next incarnation
     """
     if running:
         said = snapshot.said.get("step")
@@ -187,7 +190,7 @@ def _last_seen(
 
 
 def last_line(snapshot: TrialSnapshot) -> float:
-    """Return when the newest line of metrics was written; 0.0: unknown."""
+    """Return the time of the newest line of metrics, in seconds since the epoch; 0 if unknown."""
     return _time(snapshot.lines[-1]) if snapshot.lines else 0.0
 
 
@@ -205,12 +208,12 @@ def _to_step(traces: Traces, commit: int | None) -> int:
 
 
 def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
-    """Return the hosts of an incarnation, as far as known."""
+    """Return the known hosts of an incarnation."""
     tag = _tag(traces).text
     number = int(found[2]) if (found := re.fullmatch(r"(.*)\.(\d+)", tag)) else 0
     for event in reversed(traces.supervisor):
         if event["kind"] == "round" and event.get("round") == number and event.get("hosts"):
-            return [str(host) for host in _list(event["hosts"])]
+            return list(event["hosts"])
     agents = [agent for agent in snapshot.attempts.values() if tag and agent.job == tag]
     if not agents and traces.attempt is not None:
         agents = [traces.attempt]
@@ -218,7 +221,7 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
 
 
 def ending(traces: Traces, reported: Ending, tasks: Sequence[TaskState]) -> RowEnd:
-    """Return how an incarnation that no longer runs ended."""
+    """Return the cause and the description of the end of an incarnation."""
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
         return ("finished", "finished")
     if reported.is_own_fault:
@@ -235,7 +238,7 @@ def ending(traces: Traces, reported: Ending, tasks: Sequence[TaskState]) -> RowE
 
 
 def _explained(reported: Ending) -> str:
-    """Return who waited for whom in a hang, and where the stacks are."""
+    """Return a phrase about a hang: which ranks waited for which, and the files with stacks."""
     if reported.hang is None:
         return ""
     text = reported.hang_words
@@ -246,9 +249,9 @@ def _explained(reported: Ending) -> str:
 
 
 def warning(warned: Warned, *, preempted: bool = False) -> str:
-    """Return in words the warning that an incarnation's job would end.
+    """Describe the warning that an incarnation's job would end.
 
-    ``preempted``: the scheduler shows that it was.
+    ``preempted``: the scheduler confirms that the job was preempted.
     """
     words = WARNINGS.get(warned.cause, WARNINGS["unknown"])
     if preempted and warned.cause == "preemption":
@@ -257,9 +260,9 @@ def warning(warned: Warned, *, preempted: bool = False) -> str:
 
 
 def _was_preempted(traces: Traces, tasks: Sequence[TaskState]) -> bool:
-    """Whether the scheduler reports a preemption or starts the job again.
+    """Return whether the scheduler reports a preemption, or has started the job again.
 
-    It would not start a killed job again.
+    The scheduler does not start a killed job again.
     """
     element = traces.attempt.job_id if traces.attempt is not None else ""
     own = [task for task in tasks if element and task.job_id == element]
@@ -291,9 +294,9 @@ def _unsaid(traces: Traces) -> RowEnd | None:
 
 
 def _was_cancelled(traces: Traces) -> bool:
-    """Whether the trial was cancelled while the incarnation ran.
+    """Return whether the trial was cancelled while the incarnation ran.
 
-    The signal by itself does not show that.
+    The signal that the job received does not show this.
     """
     end = traces.begun.end
     if end is None or end.kind is not Kind.CANCELLED:
@@ -307,9 +310,9 @@ def _cancelled(traces: Traces) -> RowEnd:
 
 
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> RowEnd | None:
-    """Return the scheduler's state of the job, while it remembers the job.
+    """Return the end that the scheduler's state of the job shows; None if it shows no end.
 
-    The state of an element that waits or runs does not show an earlier end, unless it is ending.
+    An element that waits or runs shows an end only while it is ending.
     """
     task = _task(traces, tasks)
     cause = JOB_ENDS.get(task.ending or task.state) if task else None
@@ -319,7 +322,7 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> RowEnd | None:
 
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
-    """Return the array element in which an incarnation ran, unless it was requeued since.
+    """Return the array element in which an incarnation ran; None if it was requeued since.
 
     The state of a requeued element belongs to a later start.
     """
@@ -337,7 +340,7 @@ def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) ->
     if warned.cause not in GUESSED or task is None:
         return None
     if (task.ending or task.state) is JobState.FAILED and task.signal is None:
-        return None  # the exit code is our own
+        return None  # slurmrl itself exited with this code after the warning
     end = _by_scheduler(traces, tasks)
     return end if end is not None and end[0] != warned.cause else None
 
@@ -350,7 +353,3 @@ def _silent(traces: Traces) -> RowEnd:
 
 def _newest(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in reversed(events) if event["kind"] == kind), None)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -1,14 +1,13 @@
-"""The log files of a trial's newest attempts, their lines as people read them, and stacks.
+"""The log files of a trial's newest attempts, their merged lines, and stacks of its processes.
 
 Lines of several files are merged by their times, without splitting entries. An entry is a line of
-our own loggers (see `slurmrl.log`) with all that follows it in its file: a traceback, or output of
-a library. A traceback without an announcing line is a separate entry.
+slurmrl's loggers (see `slurmrl.log`) and the lines after it: a traceback, or output of a library. A
+traceback that no logger's error precedes is a separate entry.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import json
 import logging
 import os
@@ -45,10 +44,11 @@ HEAD = re.compile(
     re.M,
 )
 HEAD_BYTES = 64 * 1024
-"""Bytes in which to search for a part's head, before which other processes may have written."""
+"""Number of bytes in which to search for the head of a part, because other processes may have
+written before it."""
 LEVELS = logging.getLevelNamesMapping()
 SEARCHED = 1000
-"""Maximum number of lines before the wanted ones in which to search for the start of their entry.
+"""Maximum number of lines before the wanted lines in which to search for the start of their entry.
 """
 _ENTRY = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \[(?P<process>[^]]+)\] (?P<level>[A-Z]+) ?"
@@ -73,19 +73,19 @@ class Part(NamedTuple):
 
     number: int
     skipped: int
-    """Bytes at its start that were dropped."""
+    """Number of bytes at the start of the part that were dropped."""
     head_bytes: int
 
 
 def head(number: int, skipped: int) -> bytes:
-    """Return the line that says which part this is."""
+    """Return the first line of a part, which has its number and the number of dropped bytes."""
     without = f" without its first {skipped} bytes" if skipped else ""
     kept = "at most the last earlier part is kept (logging.output_mib)"
     return f"--- slurmrl: part {number} of this output{without}; {kept} ---\n".encode()
 
 
 def part(data: bytes) -> Part:
-    """Parse the first bytes of a file; without a head it is the first part."""
+    """Parse the head in the first bytes of a file; without a head, the file is the first part."""
     found = HEAD.search(data[:HEAD_BYTES])
     if found is None:
         return Part(1, 0, 0)
@@ -93,7 +93,7 @@ def part(data: bytes) -> Part:
 
 
 Attempts = Mapping[tuple[str, int], int]
-"""Attempt by group and task."""
+"""Number of the attempt by group and task."""
 
 
 def newest(
@@ -103,13 +103,15 @@ def newest(
     *,
     attempts: Attempts | None = None,
 ) -> list[LogFile]:
-    """Return the newest logs by group and task.
+    """Return the newest logs, ordered by group and task.
 
-    These are the log of each task's newest attempt, or of its attempt in ``attempts``, and the
-    newest output of the trainers' batch process. For another group in which no agent has started,
-    return the output of its batch process.
+    These are:
 
-    Raises UnknownNameError for a group or a task without logs if there are others.
+    - the log of each task's newest attempt, or of its attempt in ``attempts``
+    - the newest output of the trainers' batch process
+    - the newest output of the batch process of another group, if none of its agents has started
+
+    Raises UnknownNameError for a group or a task without logs if other logs exist.
     """
     groups: list[str] = []
     with suppress(FileNotFoundError):
@@ -129,11 +131,10 @@ def newest(
 
 
 def serving(paths: RunPaths, incarnation: int) -> Attempts:
-    """Return the attempts that served an incarnation.
+    """Return the attempts of the job in which an incarnation began.
 
-    These are the attempts of the job in which it began, and the master's, whose log has the same
-    number as the log of the first agent. Their logs may cover other incarnations of that job as
-    well. Raises UnknownNameError.
+    The master's log has the same number as the log of the first agent. The logs may cover other
+    incarnations of the same job as well. Raises UnknownNameError.
     """
     begin = begin_of(paths.history, incarnation)
     if begin is None:
@@ -175,7 +176,7 @@ def _known(kind: str, name: str, known: list[str]) -> str:
 
 class LogLine(NamedTuple):
     label: str
-    """Label of its file: ``trainer/0``."""
+    """Label of the line's file: ``trainer/0``."""
     time: float | None
     """Seconds since the epoch by the writer's clock; None before the first entry of a file."""
     process: str
@@ -219,20 +220,21 @@ class OutputReader:
     def __init__(self, wanted: Wanted | None = None, last: int | None = None) -> None:
         """``last`` is the maximum number of lines of the first reading; None reads all.
 
-        With it, or with a time in ``wanted``, earlier parts of the files are not read.
+        With ``last``, or with a time in ``wanted``, the first reading skips earlier lines.
         """
         self._wanted = wanted or Wanted()
         self._last = last
         self._begun = False
         self._read: dict[Path, tuple[int, int]] = {}
-        """Part and offset in it."""
+        """Number of the part and offset in it, up to which each file was read."""
         self._heads: dict[Path, LogLine] = {}
-        """The newest entry."""
+        """The newest line of each file."""
 
     def read(self, files: Sequence[LogFile], *, torn: bool) -> Iterator[LogLine]:
         """Yield new lines in the order of their entries' times.
 
-        With ``torn``, also yield an incomplete last line; otherwise it follows when it is complete.
+        With ``torn``, also yield an incomplete last line. Otherwise a later call yields the line
+        once it is complete.
         """
         last = None if self._begun else self._last
         if not self._begun and (last is not None or self._wanted.since):
@@ -243,7 +245,7 @@ class OutputReader:
         yield from merged if last is None else deque(merged, maxlen=last)
 
     def _of(self, file: LogFile, torn: bool) -> Iterator[tuple[float, LogLine]]:
-        """Yield the wanted lines of a file, each with its place among the lines of other files."""
+        """Yield the wanted lines of a file, each with the time by which files are merged."""
         before = self._heads.get(file.path, LogLine(file.label, None, file.label, "", "", False))
         place = before.time or 0.0
         for raw in self._new_lines(file.path, torn):
@@ -271,8 +273,8 @@ class OutputReader:
             with documents.opened(rotated(path)) as file:
                 before = part(file.first(HEAD_BYTES))
                 if before.number >= now:
-                    return  # rotation is under way: the file itself still has all lines
-                start = 0  # the head of a new part says how much is missing
+                    return  # during a rotation, the file itself still has all lines
+                start = 0  # after several rotations, the part's head counts the lost bytes
                 if before.number == read:
                     start = (
                         before.head_bytes + offset - before.skipped if before.skipped else offset
@@ -311,10 +313,11 @@ class _Tail:
         self._path = file.path
         self._nobody = LogLine(file.label, None, file.label, "", "", False)
         self._found = self._open = 0
-        """Number of lines of wanted entries, and of the entry whose start was not seen yet."""
+        """Number of lines of wanted entries, and number of lines of the entry that is being read
+        backward."""
 
     def start(self) -> tuple[int, int]:
-        """Return part and offset; (0, 0) for the beginning of the previous part."""
+        """Return the part and the offset to read from; (0, 0) for the start of the previous part."""
         with documents.opened(self._path) as file:
             now = part(file.first(HEAD_BYTES))
             offset = self._search(file)
@@ -343,7 +346,7 @@ class _Tail:
                 self._found += self._open * self._wanted.takes(line)
                 self._open, later = 0, offset
                 enough = self._found
-            else:  # stop the search if very many lines belong to no entry
+            else:  # end the search if very many lines have no start of an entry before them
                 enough = self._found + self._open - SEARCHED if self._wanted.all else 0
             if self._last is not None and enough >= self._last:
                 return offset
@@ -351,11 +354,11 @@ class _Tail:
 
 
 POLL_S = (0.1, 2.0)
-"""First and longest pause between two looks for answers."""
+"""First and longest pause between two searches for answers, in seconds."""
 
 
 class Request:
-    """One request to the running incarnation, and the files that answer it: one per host."""
+    """A request for stacks to the running incarnation, and the files with the answers of hosts."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
@@ -396,7 +399,7 @@ class Request:
     def answers(
         self, timeout_s: float, sleep: Callable[[float], None] = time.sleep
     ) -> Iterator[str]:
-        """Yield the stacks as they arrive, until all have arrived or the time is over."""
+        """Yield the stacks as they arrive, until all have arrived or ``timeout_s`` has passed."""
         deadline = time.monotonic() + timeout_s
         backoff = Backoff(*POLL_S, sleep=sleep)
         while self._files:
@@ -419,10 +422,10 @@ def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
     ranks = None if rank is None else (rank,)
     value = json.dumps(documents.to_json(StacksRequest(ranks, time.time())))
     names = NameStore(paths.names)
-    for number in itertools.count(1):
+    number = 1
+    while True:
         try:
             names.add(keys.stacks(incarnation, number), value)
+            return number
         except NameExistsError:
-            continue
-        return number
-    raise AssertionError("unreachable: requests are unbounded")
+            number += 1

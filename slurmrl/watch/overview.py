@@ -1,12 +1,12 @@
-"""Lists of trials: the status of many trials, and ``overview.json`` of finished ones.
+"""Lists of trials: the status of many trials, and ``overview.json`` of finished trials.
 
 `collect` reads each run directory once, queries each scheduler once, and waits once for all
 heartbeats.
 
-``overview.json`` only saves work. It has the number of history records and the size of the metrics
-from which it was made. Records are never removed, so the file is current if a reader counts the
-same number. Otherwise, or without the file, the reader reads everything. This also happens if a
-process is killed before it writes the file.
+``overview.json`` only saves work: it has the fields that a list shows of a finished trial. It also
+has the number of history records and the size of the metrics at the time of writing. Records are
+never removed, so the file is current if both are unchanged. Otherwise, or without the file, a
+reader reads the whole trial.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.scheduler.submission import scheduler_of
 from slurmrl.watch import incarnation_rows
-from slurmrl.watch.diagnosis import diagnose
+from slurmrl.watch.diagnosis import with_findings
 from slurmrl.watch.snapshot import DETAILED, GLANCE, TrialSnapshot, read
 from slurmrl.watch.status import ENDS, assemble
 
@@ -38,7 +38,6 @@ logger = log.get(__name__)
 
 HEARTBEATS = 1.5
 """Number of heartbeat intervals to wait for a renewal of a lease."""
-LOOK_S = 0.2
 KEPT: Fields = {
     "state": one_of(*ENDS.values()),
     "step": INTEGER,
@@ -72,9 +71,9 @@ class SchedulerAnswer:
     def __init__(self) -> None:
         self.tasks: list[TaskState] = []
         self.past: list[TaskState] = []
-        """Jobs that show only how earlier incarnations ended."""
+        """Tasks of jobs that show only the ends of earlier incarnations."""
         self.problem: str | None = None
-        """Why the scheduler does not answer."""
+        """Error of a scheduler that does not answer."""
         self.damage: CorruptFileError | None = None
         """Damage of the file that names the trial's jobs."""
 
@@ -93,7 +92,7 @@ def collect(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[str, Any]]:
-    """Return the documented object of each trial (see ``status``).
+    """Return the status object of each trial (see `watch.status`).
 
     ``detailed`` objects cover more incarnations. A run directory that cannot be read is passed to
     ``unreadable`` and omitted; without ``unreadable``, the error is raised.
@@ -132,8 +131,8 @@ def glance(
 ) -> list[dict[str, Any]]:
     """Return the row of each trial for a list.
 
-    The row of an ended trial with a current `overview` is that overview. The row of any other trial
-    is the whole object.
+    The row is the overview of an ended trial with a current ``overview.json``, else the whole
+    status object.
     """
     found = {paths: row for paths in trials if (row := read_overview(paths)) is not None}
     others = [paths for paths in trials if paths not in found]
@@ -162,9 +161,10 @@ def _read_all(
 def ask(
     snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory
 ) -> dict[str, SchedulerAnswer]:
-    """Query each scheduler once, for jobs that may run and jobs that show how others ended.
+    """Query each scheduler once: for jobs that may run, and for the ends of earlier incarnations.
 
-    ``problem`` holds the error of a scheduler that does not answer about jobs that may run.
+    The ``problem`` of an answer is the error of a scheduler that does not answer about jobs that
+    may run.
     """
     found = {snapshot.trial: SchedulerAnswer() for snapshot in snapshots}
     by_kind: dict[str, list[tuple[TrialSnapshot, int]]] = {}
@@ -186,8 +186,8 @@ def ask(
 def _submissions(snapshot: TrialSnapshot) -> Iterator[tuple[str, int]]:
     """Yield the scheduler and the number of each submission whose jobs the status needs.
 
-    They are the newest one, unless the trial has ended, and each one with an incarnation whose end
-    the run directory does not tell.
+    These are the newest submission, unless the trial has ended, and each submission with an
+    incarnation whose end is not clear from the run directory.
     """
     newest = snapshot.submission
     if newest is None:
@@ -211,7 +211,7 @@ def _query(
     asked: Sequence[tuple[TrialSnapshot, int]],
     found: Mapping[str, SchedulerAnswer],
 ) -> list[tuple[TrialSnapshot, int, TaskState]]:
-    """Query a scheduler; note the trials whose own files do not name their jobs."""
+    """Query a scheduler. Record in ``found`` the trials whose files do not name their jobs."""
     jobs: dict[str, tuple[str, ...]] = {}
     owners: dict[str, tuple[TrialSnapshot, int, str]] = {}
     for snapshot, number in asked:
@@ -266,7 +266,7 @@ def _moved(lease: Path, first: int | None) -> bool:
 
 
 def _counter(lease: Path) -> int | None:
-    """Return the counter; None if something else is in the place of the lease."""
+    """Return the counter of a lease; None if the path is no regular file."""
     try:
         return read_counter(lease)
     except CorruptFileError:
@@ -274,14 +274,14 @@ def _counter(lease: Path) -> int | None:
 
 
 def keep_overview(paths: RunPaths) -> None:
-    """Write the file if the trial has ended and it is not up to date.
+    """Write ``overview.json`` if the trial has ended and the file is missing or stale.
 
-    Where that is impossible, readers do without it.
+    A failure is only logged, because readers can read the whole trial instead.
     """
     try:
         if recent(paths.history, exports=False).end is None or read_overview(paths) is not None:
             return
-        made_from = _made_from(paths)  # count first: a record in between makes the file stale
+        made_from = _made_from(paths)  # before `read`, so that a newer record makes the file stale
         trial = read(paths)
         if trial.state.end is not None:
             status = assemble(trial, [])
@@ -292,9 +292,8 @@ def keep_overview(paths: RunPaths) -> None:
 
 
 def read_overview(paths: RunPaths) -> dict[str, Any] | None:
-    """Return the overview of an ended trial, or None.
+    """Return the overview of an ended trial: the fields `KEPT`, the trial's name and the findings.
 
-    It has the trial's name, the kept fields and the findings, like the trial's status object.
     Return None if the file is missing, stale, damaged or unreadable.
     """
     with suppress(FileNotFoundError, CorruptFileError, EnvironmentFailure):
@@ -319,9 +318,4 @@ def _overview_status(paths: RunPaths, kept: dict[str, Any]) -> dict[str, Any]:
     status: dict[str, Any] = {name: kept.get(name) for name in KEPT}
     status["trial"] = paths.full_name
     status["checkpoint"] = checkpoint and {"step": checkpoint["step"], "age_s": None}
-    findings = diagnose(status)
-    return {
-        **status,
-        "diagnosis": findings[0].text,
-        "findings": [finding._asdict() for finding in findings],
-    }
+    return with_findings(status)

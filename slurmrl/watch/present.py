@@ -1,4 +1,4 @@
-"""The current state of a trial: its waits, its pace, the time left. Pure functions."""
+"""The current state of a trial: its waits, its pace, the remaining time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slurmrl.watch import incarnation_rows, published
 from slurmrl.watch.snapshot import Traces, TrialSnapshot
 
 SKIPPED_STEPS = 3
-"""Number of steps in a row without an update that is reported while a trial runs."""
+"""Minimum number of steps in a row without an update that is reported while a trial runs."""
 UNSCORED_STEPS = 20
 MOST_UNSCORED = 0.1
-"""Share of unscored completions from which on it is reported."""
+"""Minimum share of unscored completions that is reported."""
 RECENT = 20
 """Number of newest steps over which the pace is averaged."""
 RECENT_COMMITS = 5
@@ -52,7 +52,7 @@ def describe(
 
 
 def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
-    """Return the wait of the master, and the hosts of the ranks that it waits for."""
+    """Return the wait of the master, with the hosts of the awaited ranks."""
     said = snapshot.said.get("waiting")
     group = snapshot.trainers
     if not said or not said.get("for") or group is None:
@@ -82,7 +82,7 @@ def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _at(task: RolloutTaskView) -> dict[str, Any]:
-    """Return the current state of a rollout task; its pace is the mean since it started."""
+    """Return the current state of a rollout task; its pace is the mean since the task started."""
     seconds = task.counts.get("seconds", 0.0)
     return {
         "task": task.task,
@@ -109,7 +109,7 @@ def _link(tasks: Sequence[TaskState], now: float) -> dict[str, Any] | None:
 
 
 def _age_s(start: str, now: float) -> float | None:
-    """Return the age of a local time as the scheduler writes it; None if it is no time."""
+    """Return the age of a local time in the scheduler's format, in seconds; None for no time."""
     try:
         return max(now - datetime.fromisoformat(start).timestamp(), 0.0)
     except (ValueError, OverflowError):
@@ -138,7 +138,7 @@ def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] |
     after = len(kinds) - kinds[::-1].index("commit") if "commit" in kinds else 0
     failed = [event for event in newest.master[after:] if event["kind"] == "checkpoint_failed"]
     said = snapshot.said.get("checkpoint_failed")
-    failed = failed or ([said] if said else [])  # on a full disk, events may be missing
+    failed = failed or ([said] if said else [])  # a full disk may have prevented the events
     if not failed:
         return None
     commits = [one.begun.commit for one in snapshot.incarnations if one.begun.commit]
@@ -151,9 +151,9 @@ def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] |
 
 
 def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
-    """Return the newest consecutive steps in which a model was not updated at all.
+    """Return the number of newest steps in a row without any update of a model, and the model.
 
-    Return None if they are fewer than SKIPPED_STEPS, unless they are all steps of an ended trial.
+    Return None for fewer than SKIPPED_STEPS steps, unless an ended trial has no other steps.
     """
     trained = [line for line in snapshot.lines if _models(line)]
     names = sorted({name for line in trained for name in _models(line)})
@@ -168,7 +168,7 @@ def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 def _unscored(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """Return the share of completions of the newest steps that the reward could not score.
 
-    Return None if it is less than MOST_UNSCORED.
+    Return None for a share below MOST_UNSCORED.
     """
     given = [line.get("reward_unjudged") for line in snapshot.lines[-UNSCORED_STEPS:]]
     shares = [float(share) for share in given if isinstance(share, int | float)]
@@ -178,13 +178,16 @@ def _unscored(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _models(line: Mapping[str, Any]) -> list[str]:
-    """Return the models whose updates a line counts (``actor_skipped``); in SFT it has no name."""
+    """Return the models whose skipped updates a line counts: ``actor`` for ``actor_skipped``.
+
+    The name of the model of SFT is empty.
+    """
     counted = (name for name in line if name == "skipped" or name.endswith("_skipped"))
     return [name.removesuffix("skipped").removesuffix("_") for name in counted]
 
 
 def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
-    """Whether the engine skipped every update of a step: their gradients were not finite."""
+    """Return whether the engine skipped all updates of a step: gradients were not finite."""
     prefix = f"{model}_" if model else ""
     skipped, updates = line.get(f"{prefix}skipped"), line.get(f"{prefix}updates", 1)
     numbers = isinstance(skipped, int | float) and isinstance(updates, int | float)
@@ -192,7 +195,7 @@ def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
 
 
 def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
-    """Return the timing; the pace is the mean of the newest steps, of whichever incarnations."""
+    """Return the field ``timing`` of the status object."""
     events = [event for traces in snapshot.incarnations for event in traces.master]
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
     step_s = step_time_s(snapshot.lines, events)
@@ -213,7 +216,7 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
 
 
 def _until(snapshot: TrialSnapshot, state: str) -> float | None:
-    """Return the end of the trial's time so far, by the clocks of its hosts while they report."""
+    """Return the last known time of the trial in seconds since the epoch, by its hosts' clocks."""
     if snapshot.state.end is not None:
         return snapshot.state.end.time
     if state == "RUNNING" and "time" in snapshot.said:
@@ -226,9 +229,9 @@ def _until(snapshot: TrialSnapshot, state: str) -> float | None:
 
 
 def step_time_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float | None:
-    """Return the mean time of the newest steps, including evaluations.
+    """Return the mean time of the newest steps in seconds, including evaluations.
 
-    The first step of an incarnation is warm-up and does not count, unless it is the only one.
+    First steps of incarnations are warm-up and do not count, unless there are no other steps.
     """
     firsts = {event.get("step", -1) + 1 for event in events if event["kind"] == "ready"}
     timed = [line for line in lines if _number(line.get(metrics.STEP_S)) is not None]
@@ -238,14 +241,17 @@ def step_time_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> 
 
 
 def time_left_s(pace_s: float | None, step: int, total: int | None) -> float | None:
-    """Return the time to the last step at this pace."""
+    """Return the seconds until the last step at this pace."""
     if pace_s is None or total is None:
         return None
     return max(total - step, 0) * pace_s
 
 
 def commit_times(events: Iterable[Event]) -> tuple[float | None, float | None]:
-    """Return the longest duration of the newest commits and training's longest wait for one."""
+    """Return the longest duration of the newest commits, and training's longest wait for a commit.
+
+    Both are in seconds; None if unknown.
+    """
     newest = [event for event in events if event["kind"] == "commit"][-RECENT_COMMITS:]
     taken = [s for event in newest if (s := _number(event.get("seconds"))) is not None]
     stalls = [s for event in newest if (s := _number(event.get("stall_s"))) is not None]
@@ -253,7 +259,7 @@ def commit_times(events: Iterable[Event]) -> tuple[float | None, float | None]:
 
 
 def start_time_s(begun: float, events: Iterable[Event]) -> float | None:
-    """Return the time from an incarnation's begin until its ranks were ready to train."""
+    """Return the seconds from an incarnation's begin until its ranks were ready to train."""
     ready = next((event for event in events if event["kind"] == "ready"), None)
     if ready is None:
         return None
@@ -264,9 +270,9 @@ def start_time_s(begun: float, events: Iterable[Event]) -> float | None:
 def counted_time_s(
     trained_s: float | None, lines: Sequence[Mapping[str, Any]], step: int
 ) -> float | None:
-    """Return the total time of the steps up to ``step``, the trial's current step.
+    """Return the total seconds of the steps up to ``step``, the trial's current step.
 
-    Later steps are lost, and their lines stay until the next incarnation begins.
+    Later steps are lost; their lines remain until the next incarnation begins.
     """
     if trained_s is None:
         return None
@@ -277,9 +283,10 @@ def counted_time_s(
 def effective_ratio(
     trained_s: float | None, first_step_at: float | None, until: float | None
 ) -> float | None:
-    """Return the time of the steps that count / the time since the first of them could begin.
+    """Return the share of the time until ``until`` in which the trial trained steps that count.
 
-    Repeated steps count once; time in the queue counts as lost.
+    The time starts when the first step could begin. Repeated steps count once; time in the queue
+    counts as lost. All times are in seconds.
     """
     if trained_s is None or first_step_at is None or until is None or until <= first_step_at:
         return None

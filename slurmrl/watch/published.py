@@ -61,7 +61,7 @@ def warned(names: NameStore, incarnation: int) -> Warned | None:
 
 
 def hang(names: NameStore, incarnation: int) -> Hang | None:
-    """Return who waited for whom when silence or a deadline ended an incarnation."""
+    """Return which ranks waited for which when silence or a deadline ended an incarnation."""
     return _report(names, keys.hang(incarnation), Hang)
 
 
@@ -88,7 +88,7 @@ def doing(status: Said) -> list[GroupProgress]:
 
 
 def rollouts(status: Said) -> RolloutsView | None:
-    """Return the rollout tasks by a status; None if the trial has none."""
+    """Return the rollout tasks according to a status; None if the trial has none."""
     said = status.get("rollouts")
     return None if said is None else documents.from_json(RolloutsView, said, keys.status())
 
@@ -96,22 +96,19 @@ def rollouts(status: Said) -> RolloutsView | None:
 def attempt(names: NameStore, group: str, task: int, number: int) -> Identity | None:
     """Return the claim of one attempt of a task. Raises CorruptFileError."""
     key = keys.attempt(group, task, number)
-    try:
-        identity = _parse(names.get(key), f"the name {key}", Identity)
-    except NameNotFoundError:
-        return None
-    if identity.attempt != number:
+    identity = _entry(names, key, Identity)
+    if identity is not None and identity.attempt != number:
         raise corrupt(key, f"does not hold the claim of attempt {number}")
     return identity
 
 
 def attempt_failure(names: NameStore, group: str, task: int, number: int) -> Failure | None:
-    """Return why an attempt at a rollout task failed, if it did."""
+    """Return the failure of an attempt at a rollout task; None if it has not failed."""
     return _report(names, keys.attempt_failure(group, task, number), Failure)
 
 
 def failed_attempts(names: NameStore, group: str) -> list[tuple[int, int]]:
-    """Return task and number of each attempt of a group whose failure is published, in order."""
+    """Return task and number of each attempt whose failure the group has published, in order."""
     root = keys.attempt_failures(group)
     found = map(_PLACE.fullmatch, (key.removeprefix(root) for key in names.find_subtree(root)))
     return sorted((int(place[1]), int(place[2])) for place in found if place is not None)
@@ -124,10 +121,10 @@ def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:
 
 
 def newest_claim(names: NameStore, group: str, task: int, job: str) -> Identity | None:
-    """Return a task's newest claim in a round or in any round of a start of a job.
+    """Return a task's newest claim in a round, or in any round of a start of a job.
 
-    ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Return None before there is a claim; a
-    damaged one counts as none. Raises EnvironmentFailure.
+    ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Return None without a claim. Skip
+    damaged claims. Raises EnvironmentFailure.
     """
     for number in attempt_numbers(names, group, task):
         with suppress(CorruptFileError):
@@ -145,23 +142,24 @@ def attempts(names: NameStore) -> list[Identity]:
 
 def stacks_request(names: NameStore, incarnation: int, number: int) -> StacksRequest | None:
     """Return a user's request. Raises CorruptFileError."""
-    key = keys.stacks(incarnation, number)
-    try:
-        return _parse(names.get(key), f"the name {key}", StacksRequest)
-    except NameNotFoundError:
-        return None
+    return _entry(names, keys.stacks(incarnation, number), StacksRequest)
 
 
 def _parse(text: str, where: str, kind: type[D]) -> D:
     return documents.from_json(kind, documents.parse(text, where), where)
 
 
-def _report(names: NameStore, key: str, kind: type[R]) -> R | None:
-    """Return None if there is no report."""
-    where = f"the name {key}"
+def _entry(names: NameStore, key: str, kind: type[D]) -> D | None:
+    """Return the entry of a key; None if there is none. Raises CorruptFileError."""
     try:
-        return _parse(names.get(key), where, kind)
+        return _parse(names.get(key), f"the name {key}", kind)
     except NameNotFoundError:
         return None
+
+
+def _report(names: NameStore, key: str, kind: type[R]) -> R | None:
+    """Return a report; None if there is none. A damaged report only has ``damage``."""
+    try:
+        return _entry(names, key, kind)
     except CorruptFileError:
-        return kind(damage=f"{where} is damaged; the trial continues without it")
+        return kind(damage=f"the name {key} is damaged; the trial continues without it")

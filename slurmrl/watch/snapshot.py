@@ -6,18 +6,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, calls, documents
-from slurmrl.fsio.documents import (
-    COUNT,
-    FLAG,
-    TEXT,
-    Fields,
-    list_of,
-    table,
-)
+from slurmrl.fsio.documents import COUNT, Fields, list_of
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import events, hosts, keys, metrics
 from slurmrl.run.events import Event
@@ -35,53 +28,53 @@ from slurmrl.scheduler.submission import (
 from slurmrl.watch import published
 
 GLANCE = 3
-"""Newest incarnations to read for a diagnosis."""
+"""Number of newest incarnations to read for a diagnosis."""
 DETAILED = 20
-"""Newest incarnations to read for the detailed status."""
+"""Number of newest incarnations to read for the detailed status."""
 LINES = 20
-"""Newest lines of metrics to read for a diagnosis."""
+"""Number of newest lines of metrics to read for a diagnosis."""
 MORE_LINES = 200
-"""Number of newest lines to read for the detailed status if LINES are too few, and to search for
-the newest evaluation."""
+"""Number of newest lines to search for the newest evaluation, and to read for the detailed status
+if LINES are too few."""
 FIRST_STARTS = 5
-"""First incarnations to search for the first one that became ready to train."""
+"""Number of first incarnations to search for the time at which training could begin."""
 MOST_FAILURES = 100
-"""Newest failures of rollout tasks to read."""
+"""Number of newest failures of rollout tasks to read."""
 MOST_METRICS_BYTES = 32 * 1024 * 1024
-"""Maximum size of a metrics file whose times are summed for the detailed status."""
-
-_GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}
-PLAN: Fields = {"groups": list_of(table(_GROUP, ("name", "hosts", "elastic")))}
+"""Maximum size of a metrics file whose step times are added up for the detailed status."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One group, from the plan."""
+    """A worker group of the plan."""
 
     name: str
-    hosts: int
+    hosts: Annotated[int, COUNT]
     elastic: bool
-    workers_per_host: int = 1
+    workers_per_host: Annotated[int, COUNT] = 1
+
+
+PLAN: Fields = {"groups": list_of(documents.shape(Group))}
 
 
 @dataclass(frozen=True)
 class Traces:
-    """Files of one incarnation. Each part may be empty."""
+    """Evidence of one incarnation from its files. Each part may be empty."""
 
     begun: Begun
     failure: Failure | None
     """The incarnation's first failure."""
     warned: Warned | None
-    """The warning that its job will end."""
+    """The warning that the incarnation's job will end."""
     hang: Hang | None
-    """Description of who waited for whom when silence or a deadline ended it."""
+    """Description of which ranks waited for which when silence or a deadline ended it."""
     attempt: Identity | None
-    """The claim of the first agent of its job."""
+    """The claim of the first agent of the incarnation's job."""
     master: Sequence[Event]
     agent: Sequence[Event]
-    """Events of that agent about this incarnation."""
+    """Events of the first agent about this incarnation."""
     supervisor: Sequence[Event]
-    """Events of the batch process of its job."""
+    """Events of the batch process of the incarnation's job."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +87,9 @@ class TrialSnapshot:
     """The newest submission; None for a trial that was created but never submitted."""
     groups: tuple[Group, ...]
     said: Mapping[str, Any]
-    """The last status of the current incarnation's master; empty before the first."""
+    """The last status of the current incarnation's master; empty before its first status."""
     attempts: Mapping[tuple[str, int], Identity]
-    """The newest attempt of each task that ever started, by group and task."""
+    """The newest attempt of each task that has ever started, by group and task."""
     task_failures: Mapping[tuple[str, int], tuple[int, Failure]]
     """The newest failures of rollout tasks: attempt and reason by group and task."""
     incarnations: Sequence[Traces]
@@ -104,25 +97,25 @@ class TrialSnapshot:
     lines: Sequence[Mapping[str, Any]]
     """The newest lines of metrics."""
     evaluated: Mapping[str, Any]
-    """The line of the newest evaluation, if it is not among these lines; else empty."""
+    """The line of the newest evaluation; empty if ``lines`` contains it."""
     checkpoint: Mapping[str, Any]
-    """The line of the newest evaluation of a checkpoint (see `evaluated`); else empty."""
+    """The line of the newest evaluation of a checkpoint by `slurmrl eval`; empty without one."""
     avoided: Sequence[BadHost]
     """The hosts that jobs avoid."""
     failed_starts: Sequence[BadHost]
-    """The newest starts in a row in which no incarnation began, oldest first."""
+    """The newest starts in a row without an incarnation, oldest first."""
     trained_s: float | None = None
-    """Total time of the steps that count; None if not requested or if there are too many."""
+    """Total seconds of the steps that count; None if not requested or if there are too many."""
     first_step_at: float | None = None
-    """When the ranks were ready for the first step, by the master's clock."""
+    """Time at which the ranks were ready for the first step, by the master's clock."""
     submitting: str = ""
-    """The process that submits the trial now, as ``on login1, process 123``; empty if none does."""
+    """The process that now submits the trial, as ``on login1, process 123``; empty without one."""
     free_bytes: int | None = None
-    """Free space on the file system of the run directory, as seen from this host."""
+    """Free space on the file system of the run directory, measured on this host."""
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The newest line, completed by the newest evaluation."""
+        """The newest line of metrics, with the values of the newest evaluation."""
         lines = [self.evaluated, *self.lines] if self.evaluated else self.lines
         last = lines[-1]["step"] if lines else -1
         more = [self.checkpoint] if self.checkpoint and self.checkpoint["step"] <= last else []
@@ -130,10 +123,10 @@ class TrialSnapshot:
 
     @property
     def total_steps(self) -> int | None:
-        """Number of all steps; None if it is unknown.
+        """Total number of steps; None if unknown.
 
-        The master, which knows the dataset's size, reports it. Before the master begins, it is the
-        number of the newest submission.
+        The master, which knows the dataset's size, reports this number. Before that, it is the
+        number that the newest submission has calculated.
         """
         submission = self.submission
         if submission is None:
@@ -153,7 +146,7 @@ class TrialSnapshot:
         return next((group for group in self.groups if group.name == TRAINERS), None)
 
     def lease(self) -> Path | None:
-        """Return the lease of the trainers' first agent; it shows whether the master is alive."""
+        """Return the lease of the trainers' first agent, which shows if the master is alive."""
         attempt = self.attempts.get((TRAINERS, 0))
         return self.paths.lease(TRAINERS, 0, attempt.attempt) if attempt is not None else None
 
@@ -190,7 +183,9 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         task_failures,
         traces,
         lines,
-        {} if any(map(metrics.evaluates, lines)) else _evaluated(paths),
+        {}
+        if any(map(metrics.evaluates, lines))
+        else metrics.read_evaluation(paths.metrics, MORE_LINES),
         metrics.newest_evaluated(paths),
         hosts.avoided(paths),
         hosts.newest_failed_starts(paths),
@@ -201,9 +196,9 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
 
 
 def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
-    """Whether steps that the detailed status counts began before these lines.
+    """Return whether steps that the detailed status counts may precede these lines.
 
-    It counts the steps after the last commit, and consecutive steps that updated nothing.
+    The status counts the steps after the last commit, and steps in a row without an update.
     """
     if len(lines) < LINES:
         return False
@@ -213,7 +208,7 @@ def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
 
 
 def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | None]:
-    """Return the total time of all steps, and when the first of them could begin."""
+    """Return the total seconds of all steps, and the time at which the first step could begin."""
     first = None
     for number in range(1, min(incarnations, FIRST_STARTS) + 1):
         ready = [e for e in events.read_ends(paths, f"master.{number}") if e["kind"] == "ready"]
@@ -227,10 +222,6 @@ def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | No
     if size > MOST_METRICS_BYTES:
         return None, first
     return sum(metrics.read_values(paths.metrics, metrics.STEP_S)), first
-
-
-def _evaluated(paths: RunPaths) -> dict[str, Any]:
-    return metrics.read_evaluation(paths.metrics, MORE_LINES)
 
 
 def _exported(paths: RunPaths) -> bool:
@@ -258,7 +249,7 @@ def _traces(paths: RunPaths, names: NameStore, begun: Begun, leaders: Sequence[I
 def _agent(paths: RunPaths, attempt: Identity, incarnation: int) -> list[Event]:
     """Return the agent's events of one incarnation.
 
-    An event without an incarnation belongs to the last incarnation named before it.
+    An event that names no incarnation belongs to the incarnation of the previous event.
     """
     writer = f"agent.{attempt.group}.{attempt.task}.{attempt.attempt}"
     found, named = [], None
@@ -276,7 +267,7 @@ def _supervisor(paths: RunPaths, attempt: Identity) -> list[Event]:
 
 
 def _submitting(paths: RunPaths, submission: Submission | None) -> str:
-    """Return the process that submits the trial now; empty if none does."""
+    """Return the process that now submits the trial; empty without one."""
     made = paths.identity
     if submission is not None:
         made = paths.submission_request(submission.number)
@@ -294,10 +285,7 @@ def read_groups(paths: RunPaths) -> tuple[Group, ...]:
         plan = documents.read(paths.plan, PLAN, PLAN)
     except FileNotFoundError:
         return ()
-    return tuple(
-        Group(group["name"], group["hosts"], group["elastic"], group.get("workers_per_host") or 1)
-        for group in plan["groups"]
-    )
+    return tuple(documents.from_json(Group, group, paths.plan) for group in plan["groups"])
 
 
 def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
@@ -306,7 +294,7 @@ def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
 
 
 def _attempts(names: NameStore, groups: tuple[Group, ...]) -> dict[tuple[str, int], Identity]:
-    """Return the newest attempt of each task; read only the keys of other attempts."""
+    """Return the newest attempt of each task, without reading the claims of earlier attempts."""
     newest: dict[tuple[str, int], int] = {}
     for group in groups:
         for task, number in _numbers(names, group.name):
@@ -330,7 +318,7 @@ def _task_failures(
 
 
 def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
-    """Yield task and attempt of each claim."""
+    """Yield the task and the attempt of each claim."""
     root = keys.group_attempts(group)
     for key in names.find_subtree(root):
         task, _, number = key.removeprefix(f"{root}/").partition("/")
@@ -339,7 +327,7 @@ def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
 
 
 def _attempt(names: NameStore, group: str, task: int, number: int) -> Identity:
-    """Return a claim. A stale cache may show its key but hide its content."""
+    """Return a claim. If a stale cache hides the content of its key, host and job are empty."""
     hidden = Identity(group, task, number, host="", job="", job_id="")
     return published.attempt(names, group, task, number) or hidden
 
@@ -347,9 +335,9 @@ def _attempt(names: NameStore, group: str, task: int, number: int) -> Identity:
 def _leaders(
     names: NameStore, attempts: Mapping[tuple[str, int], Identity], count: int
 ) -> list[Identity]:
-    """Return the newest attempts of the trainers' task 0, newest first.
+    """Return the ``count`` newest attempts of the trainers' task 0, newest first.
 
-    Each incarnation began in the job of one of them.
+    Each incarnation began in the job of one of these attempts.
     """
     newest = attempts.get((TRAINERS, 0))
     if newest is None:

@@ -1,6 +1,6 @@
 """The status of a trial as ``slurmrl status --json`` prints it.
 
-This object is a contract: fields may be added, none is ever changed or removed. In full::
+This object is a contract: a new version may add fields, but never changes or removes one. In full::
 
     {
       "trial": "EXPERIMENT/TRIAL",
@@ -13,93 +13,94 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "name": "trainer",
         "links_left": 6,                      queued successors of the current link
         "tasks": [{"job_id": "41_1", "host": "n0", "state": "RUNNING", "attempt": 1,
-                   "lease_age_s": 0.4, "reason": ""}, …]   the scheduler's reason; of a
-                                              rollout task that has failed, its own last error
+                   "lease_age_s": 0.4, "reason": ""}, …]   the scheduler's reason, or the last
+                                              error of a rollout task that has failed
       }],
-      "reason": null,                         how it ended, or why it failed
-      "traceback": null,                      of the first rank that failed
+      "reason": null,                         reason of the end or failure of the trial
+      "traceback": null,                      traceback of the first rank that failed
       "run": "/…/EXPERIMENT/TRIAL",           the run directory
       "export": "/…/export/step-00000060",    the newest exported model; null if there is none
       "results": {"file": "/…/results.jsonl", "summary": "/…/summary.json" | null} | null,
-                                              the results of a trial that records them, once it has
-                                              finished; null for others
+                                              results of a finished trial that records them; null
+                                              for other trials
       "report": "/…/report.html",             null if none was written
       "diagnosis": "12 s a step, about 9 min left",   the first finding, on one line
       "findings": [{"code": "running", "text": "…"}, …],   all findings, the most urgent
                                               first; never empty. Codes: docs/troubleshooting.md
-      "phase": "starting" | "running" | "finished" | null,   of the current incarnation; null before
-                                              its master reports and after it ended
-      "warned": null,                         the warning that its job will end
+      "phase": "starting" | "running" | "finished" | null,   phase of the current incarnation; null
+                                              before its master reports and after it has ended
+      "warned": null,                         the warning that the incarnation's job will end
       "waiting": {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 3",
                   "since_s": 2.1, "of": 16,
                   "explained": "ranks 0-2 have waited 3 s in …"} | null,
-                                              ranks that the master last reported to wait for, the
-                                              number of all ranks, and who waits for whom
+                                              the ranks for which the master waited at its last
+                                              report, the number of all ranks, an explanation
       "doing": [{"ranks": "0-2", "call": "actor_train", "step": 3, "phase": "forward and backward",
                  "part": 2, "parts": 8, "since_s": 4.1, "silent_s": 0.0,
                  "collective": {"name": "all_reduce", "number": 1841, "ranks": "0-3",
                                 "since_s": 2.0, …} | null}, …],
-                                              activity of the ranks of a running trial, with one
-                                              entry for equal ranks; see run/hang.py. Entries of
-                                              other ranks than trainers have "world": "rollout/3"
+                                              activity of the ranks of a running trial, one entry
+                                              per activity; see run/hang.py. Entries of rollout
+                                              tasks have "world": "rollout/3"
       "rollouts": {                           null without rollout tasks or a running trial
-        "waits_for": "for groups of rollout tasks: 3 of 8",   the trainers; empty: they do not wait
+        "waits_for": "for groups of rollout tasks: 3 of 8",   wait of the trainers; empty without
         "wanted": 4,                          tasks that may run at a time
         "tasks": [{"task": "rollout/3", "attempt": 0, "host": "n7", "state": "works",
                    "version": "12.1", "leased": 4, "tokens_per_s": 812.0, "silent_s": 0.3,
                    "problem": ""}, …],        running attempts; "state": "starting" | "no weights" |
-                                              "idle" | "works" | "leaving"; tokens since it started;
-                                              "problem": why it cannot take newer weights
-        "trained": {"0": 80, "1": 16},        groups that steps took, by staleness in steps
+                                              "idle" | "works" | "leaving"; "tokens_per_s": mean
+                                              since the start; "problem": reason why the task
+                                              cannot take newer weights
+        "trained": {"0": 80, "1": 16},        groups that steps trained on, by staleness in steps
         "finished": {"0": 3},                 groups that wait for a step, by staleness
         "dropped": {"stale": 2},              groups that are never trained, by reason
-        "refused": {"late": 1},               results that did not count, by reason
+        "refused": {"late": 1},               rejected results, by reason
         "damaged": 0, "aborted": 0, "given_back": 4, "lost": 2,   groups that were queued again
         "failed": {"task": "rollout/2", "host": "n7", "why": "…"} | null   newest failed task
       },
       "links_left": 6,                        queued successors, over all groups and arrays
       "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0} | null,
-                                              null unless a job runs; the times are null where
-                                              unknown, the first also without a limit
+                                              null unless a job runs; unknown times are null, and
+                                              the first time is null without a limit
       "pending": {"reason": "Priority", "words": "…", "since_s": 40.2, "expected_start": null}
-                 | null,                      null unless PENDING; the start as the scheduler
-                                              expects it, in its local time: "2026-01-31T09:30:00"
+                 | null,                      null unless PENDING; the start that the scheduler
+                                              expects, in its local time: "2026-01-31T09:30:00"
       "checkpoint_failures": {"count": 2, "step": 30, "reason": "…", "last_commit_s": 2400.0}
                              | null,          commits that failed since the last one
-      "skipped": {"steps": 12, "model": "actor"} | null,   the newest steps in a row in which every
-                                              update of a model (SFT's is "") was skipped, because
-                                              its gradients were not finite; null for fewer than 3
+      "skipped": {"steps": 12, "model": "actor"} | null,   newest steps in a row that skipped all
+                                              updates of a model ("" for SFT), because gradients
+                                              were not finite; null for fewer than 3 steps
       "unjudged": {"steps": 20, "share": 0.4} | null,   share of the completions of the newest steps
                                               that the reward could not score; null below 0.1
       "timing": {
         "step_s": 12.3,                       mean of the newest steps; null before the first
-        "left_s": 240.0,                      to the last step at that pace
-        "start_s": 14.0,                      begin of the current incarnation until ready to train
+        "left_s": 240.0,                      time to the last step at this pace
+        "start_s": 14.0,                      time from the incarnation's begin to the first step
         "commit_s": 1.2, "commit_stall_s": 0.1,   longest recent commit, longest wait for one
-        "signal_lead_s": 120.0,               how long before a time limit Slurm warns
+        "signal_lead_s": 120.0,               time between Slurm's warning and the time limit
         "effective_ratio": 0.93               time of the steps that count / time since the first;
-      },                                      null in overviews. Each can be null: unknown
+      },                                      null in lists of trials. null: unknown
       "submission": 1,                        the newest; null for a trial that never was submitted
-      "submitting": "on login1, process 123" | null,   who submits it now
-      "stopped_by": "alice" | null,           who has stopped it with ``slurmrl stop``
-      "submitted": 1767225600.0 | null,       when it was requested, by that host's clock
-      "incarnations": [{                      the newest ones, oldest first: 20 of one trial, 3 in
-        "number": 2,                          overviews
+      "submitting": "on login1, process 123" | null,   process that now submits the trial
+      "stopped_by": "alice" | null,           user who has stopped the trial with ``slurmrl stop``
+      "submitted": 1767225600.0 | null,       time of the submission by its host's clock
+      "incarnations": [{                      the newest incarnations, oldest first: 20 of one
+        "number": 2,                          trial, 3 in lists of trials
         "job_id": "41_1" | null, "submission": 1 | null, "link": 1 | null, "hosts": ["n0", …],
-        "began": 1767225600.0,                by the clock of its first host
-        "from_step": 10, "to_step": 12,       last step known
-        "commit": 10 | null,                  its last one
-        "lost_steps": 2,                      done after it and lost with the incarnation
+        "began": 1767225600.0,                time by the clock of the first host
+        "from_step": 10, "to_step": 12,       first and last known step
+        "commit": 10 | null,                  step of the incarnation's last commit
+        "lost_steps": 2,                      steps after this commit that were lost
         "cause": "running" | "finished" | "cancelled" | "gave_up" | "time_limit" | "preemption" |
                  "interrupt" | "exception" | "died" | "oom" | "hung" | "deadline" | "lost_host" |
-                 "gpu_fault" | "master" | "environment" | "killed" | "unknown",   others may come
+                 "gpu_fault" | "master" | "environment" | "killed" | "unknown",   or a new cause
         "how": "rank 3 on n1 died: SIGKILL",
-        "seconds": 31.2                       until its last sign of life
+        "seconds": 31.2                       time from its begin to its last recorded activity
       }, …],
-      "avoided": [{"host": "n3", "why": "…"}, …],   hosts that jobs avoid, after failures there
-      "failed_starts": {"count": 2, "host": "n3", "why": "…"} | null,   starts in a row, up to now,
-                                              in which no incarnation began; the newest one's host,
-                                              empty if unknown, and reason
+      "avoided": [{"host": "n3", "why": "…"}, …],   hosts that jobs avoid because of failures
+      "failed_starts": {"count": 2, "host": "n3", "why": "…"} | null,   newest starts in a row
+                                              without an incarnation; host (empty if unknown) and
+                                              reason of the newest
       "free_bytes": 123456789,                free space on the file system of the run directory,
                                               without quotas; null: unknown
       "problem": "…",                         only if the scheduler did not answer
@@ -118,7 +119,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Identity, JobTag
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch import incarnation_rows, present
-from slurmrl.watch.diagnosis import diagnose
+from slurmrl.watch.diagnosis import with_findings
 from slurmrl.watch.snapshot import Group, TrialSnapshot
 
 ENDS = {Kind.FINISHED: "COMPLETED", Kind.FAILED: "FAILED", Kind.CANCELLED: "CANCELLED"}
@@ -132,10 +133,11 @@ def assemble(
     alive: bool | None = None,
     problem: str | None = None,
 ) -> dict[str, Any]:
-    """Return the documented object.
+    """Return the status object.
 
-    ``past``: jobs that show only how incarnations ended; ``alive`` is whether the master renewed
-    its lease (None if that was not checked), ``problem`` why the scheduler did not answer.
+    ``past``: tasks of jobs that show only the ends of incarnations. ``alive``: whether the master
+    renewed its lease; None if this was not checked. ``problem``: error of a scheduler that did not
+    answer.
     """
     own = [task for task in tasks if task.group == TRAINERS]
     state = trial_state(snapshot, own, alive=bool(alive))
@@ -173,12 +175,7 @@ def assemble(
     should_beat = state == "RUNNING" and _has_agent(snapshot, own)
     if alive is False and (should_beat or (problem is not None and end is None)):
         status["unconfirmed"] = True
-    findings = diagnose(status)
-    return {
-        **status,
-        "diagnosis": findings[0].text,
-        "findings": [finding._asdict() for finding in findings],
-    }
+    return with_findings(status)
 
 
 def _failed_starts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
@@ -189,10 +186,11 @@ def _failed_starts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
-    """Return the state of a trial from its trainers' tasks.
+    """Return the state of a trial.
 
-    The history has the end. Before that, the scheduler decides. A renewed lease counts as running,
-    even if the scheduler does not know the jobs.
+    An ended trial has the state in its history. Otherwise, the state depends on the trainers'
+    ``tasks`` in the scheduler. A renewed lease counts as running, even if the scheduler does not
+    know the jobs.
     """
     if snapshot.state.end is not None:
         return ENDS[snapshot.state.end.kind]
@@ -204,7 +202,7 @@ def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: b
 
 
 def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
-    """Whether the first host of the current job has an agent, and so a heartbeat."""
+    """Return whether the first host of the current job has an agent, which renews a lease."""
     return _attempt(snapshot, TRAINERS, 0, present_link(tasks)) is not None
 
 
@@ -224,8 +222,8 @@ def _attempt(
 def _step(snapshot: TrialSnapshot, lives: bool) -> int:
     """Return the step that the trial has reached.
 
-    Without a running incarnation, this is the step of the last commit, from which the next one
-    continues.
+    Without a running incarnation, this is the step of the last commit, because the next incarnation
+    continues from there.
     """
     end, commit = snapshot.state.end, snapshot.state.last_commit
     if end is not None and "step" in end.data:
@@ -247,7 +245,10 @@ def _results(paths: RunPaths) -> dict[str, Any] | None:
 
 
 def _checkpoint(snapshot: TrialSnapshot, lives: bool) -> dict[str, Any] | None:
-    """Return the last commit. Only a running master knows its age: clocks are not compared."""
+    """Return step and age of the last commit.
+
+    Only a running master knows the age, because clocks of hosts are not compared.
+    """
     commit = snapshot.state.last_commit
     if commit is None:
         return None
@@ -273,7 +274,7 @@ def _group(
 def present_link(elements: Sequence[TaskState]) -> TaskState | None:
     """Return the array element of a fixed group's current job.
 
-    It is the running element, else the next to start, else the last that ran.
+    This is the running element, else the next element to start, else the last element that ran.
     """
 
     def rank(element: TaskState) -> tuple[int, int]:
@@ -308,7 +309,7 @@ def _task(
 
 
 def _reason(element: TaskState | None) -> str:
-    """Return why an element waits, or how it failed."""
+    """Return the reason why an element waits, or the description of its failure."""
     if element is None:
         return ""
     failed = not element.state.active and element.state is not JobState.COMPLETED

@@ -1,8 +1,8 @@
-"""The recorder of a trial's metrics, and copies of them for other programs (see `feeder`).
+"""The recorder of a trial's metrics, and sinks: copies for other programs (see `feeder`).
 
-To add a sink, add a file with ``Sink``'s methods, a line to `_wanted`, and a setting to
-``logging``. Each sink's package is imported only if the sink is configured, and only where the
-sinks open: the checks of a submission need neither.
+To add a sink, add a file with the methods of `Sink`, a line to `_wanted`, and a setting to
+``logging``. Import a sink's package only if the sink is configured, and only where it is opened,
+because a login node may lack the package.
 """
 
 from __future__ import annotations
@@ -43,27 +43,30 @@ def make_feeders(
 ) -> list[Feeder]:
     """Return the feeders of the configured sinks.
 
-    They begin with the steps up to ``committed`` that the sinks lack. They write as long as
-    ``incarnation`` is the newest (None: no other exists).
+    The feeders begin with the steps up to ``committed`` that the sinks lack. They stop when
+    ``incarnation`` is no longer the newest; None stands for a trial without incarnations.
 
     Raises MissingDependencyError if a package is not installed.
     """
     check(logging)
-    _load(logging)
+    wanted = list(_wanted(paths, logging))
+    for _, load, _ in wanted:
+        # Simultaneous imports in the threads of sinks could get incomplete modules. A sink whose
+        # library cannot be imported fails later and reports the failure.
+        with suppress(Exception):
+            load()
     return [
         Feeder(name, make, paths, committed=committed, check=_check_of(paths, incarnation))
-        for name, make in _wanted(paths, logging)
+        for name, _, make in wanted
     ]
 
 
 class MetricsRecorder:
     """Records the metrics of one incarnation, which continues after ``last_step``.
 
-    Lines of later steps, which an earlier incarnation wrote and did not commit, are dropped; -1
-    drops all.
-
-    Each line of the file also gets the ``time`` of its writing. Sinks get the lines that are
-    committed, as long as ``incarnation`` is the newest (None: no other one exists).
+    It drops lines of later steps, which an earlier incarnation wrote and did not commit; -1 drops
+    all lines. It adds the ``time`` of writing to each line. Sinks get the committed lines as long
+    as ``incarnation`` is the newest; None stands for a trial without incarnations.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class MetricsRecorder:
         self._file.sync()
 
     def committed(self, step: int) -> None:
-        """Let the sinks have the steps up to a commit, without waiting for them."""
+        """Release the steps up to a commit to the sinks, without waiting for the sinks."""
         for feeder in self._feeders:
             feeder.committed(step)
 
@@ -101,9 +104,9 @@ class MetricsRecorder:
         return [feeder.name for feeder in self._feeders if feeder.is_behind]
 
     def close(self) -> None:
-        """Close the sinks.
+        """Close the sinks within CLOSE_S seconds.
 
-        A later incarnation sends the lines that they could not accept within CLOSE_S.
+        A later incarnation sends the lines that they have not accepted.
         """
         for feeder in self._feeders:
             feeder.end()
@@ -112,49 +115,33 @@ class MetricsRecorder:
             feeder.join(max(0.0, deadline - time.monotonic()))
 
 
-def _load(logging: Logging) -> None:
-    """Import the modules of the sinks before they use them in their threads.
-
-    Two simultaneous imports whose modules need each other can both get incomplete modules. If a
-    library cannot be imported, its sink fails and reports the failure.
-    """
-    from slurmrl.watch.sinks import mlflow, tensorboard, wandb
-
-    configured = (
-        (logging.tensorboard, tensorboard.load),
-        (logging.wandb is not None, wandb.load),
-        (logging.mlflow is not None, mlflow.load),
-    )
-    for wanted, load in configured:
-        if wanted:
-            with suppress(Exception):
-                load()
-
-
 def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
     """Return a function that raises StaleIncarnationError after a newer incarnation has begun.
 
-    Each thread has its own view of the history, which caches the records that it has read.
+    Each thread needs a separate function, because it caches the records that it has read.
     """
     if incarnation is None:
         return lambda: None
     return IncarnationWriter(History(paths.history), incarnation).check
 
 
-def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Callable[[int], Sink]]]:
-    """Return the names of configured sinks, with functions that open them and return a step."""
+def _wanted(
+    paths: RunPaths, logging: Logging
+) -> Iterator[tuple[str, Callable[[], None], Callable[[int], Sink]]]:
+    """Yield name, import of the library, and function that opens it for each configured sink."""
     from slurmrl.watch.sinks import mlflow, tensorboard, wandb
 
     if logging.tensorboard:
-        yield "tensorboard", partial(tensorboard.TensorBoard, paths.tensorboard)
+        folder = paths.tensorboard
+        yield "tensorboard", tensorboard.load, partial(tensorboard.TensorBoard, folder)
     if logging.wandb is not None:
-        yield "wandb", partial(wandb.WeightsAndBiases, paths, logging.wandb)
+        yield "wandb", wandb.load, partial(wandb.WeightsAndBiases, paths, logging.wandb)
     if logging.mlflow is not None:
-        yield "mlflow", partial(mlflow.MLflow, paths, logging.mlflow)
+        yield "mlflow", mlflow.load, partial(mlflow.MLflow, paths, logging.mlflow)
 
 
 def _packages(logging: Logging) -> Iterator[tuple[str, str, str]]:
-    """Return setting, module and package of the configured sinks."""
+    """Yield setting, module and package of each library that the configured sinks need."""
     if logging.tensorboard:
         yield "tensorboard", "tensorboard", "tensorboard"
     if logging.wandb is not None:

@@ -1,15 +1,15 @@
-"""Evaluations of checkpoints by separate trials, for the sinks of the trial that trains.
+"""Results of evaluation trials, for the sinks of the trained trial.
 
-They arrive late: when sinks already have later steps, or after the trial has ended. So the batch
-process of an evaluation sends them to the sinks when it ends, and so does the batch process of the
-trial that trains, by:
+Results arrive late: sinks may already have later steps, or the trained trial may have ended.
+Therefore the batch processes of evaluation trials and of the trained trial run this command when
+they end:
 
     python -m slurmrl.watch.sinks.arrivals RUN
 
-This command finds all results (`run.metrics`), appends new ones to ``evaluations.jsonl``, and
-sends missing lines to the sinks. So the next process completes the work of a killed one. It is a
-separate process because the libraries of sinks may hang. Only one such process works at a time
-(`turn`).
+The command finds all results (`run.metrics`), appends new results to ``evaluations.jsonl``, and
+sends missing lines to the sinks. After a kill, the next such process completes the work. The
+command is a separate process, because the libraries of sinks may hang. Only one such process works
+at a time (`turn`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, Final
 from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster, Logging
+from slurmrl.display.terminal import first_line
 from slurmrl.errors import CorruptFileError, SlurmrlError
 from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import COUNT, each
@@ -39,19 +40,21 @@ from slurmrl.watch.sinks.feeder import Lines
 logger = log.get(__name__)
 
 Give = Callable[[Lines, int], None]
-"""Function that sends a sink its missing lines; it certainly has the first ``number`` lines."""
+"""Function of lines and a number: it sends a sink the lines that the sink lacks. The sink certainly
+has the first ``number`` lines."""
 HELD = {"held": each(COUNT)}
 HELD_S: Final = 60
-"""Maximum time of a turn."""
+"""Maximum number of seconds of a turn."""
 GONE_S: Final = 75.0
-"""Seconds without news after which a holder has certainly ended, even if its files appear late."""
+"""Seconds without news after which the holder of a turn has certainly ended, even if its files
+appear late."""
 LOOK_S: Final = 0.5
 ENDED: Final = ".ended"
 
 
 def main() -> int:
     calls.set_private_umask()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a turn even if inherited as ignored
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a turn, even if the parent ignored it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     log.configure("evaluations")
     paths = RunPaths(Path(sys.argv[1]))
@@ -64,7 +67,10 @@ def main() -> int:
 
 
 def hand_over(paths: RunPaths) -> None:
-    """Send results to the sinks. Raises SlurmrlError. A failing sink gets its lines next time."""
+    """Send results to the sinks. The next call sends the lines that a failing sink has missed.
+
+    Raises SlurmrlError.
+    """
     config = load_resolved(paths.config)
     _set_variables(config.cluster)
     with turn(paths.arrived_turns):
@@ -75,9 +81,9 @@ def hand_over(paths: RunPaths) -> None:
                 continue
             try:
                 give(lines, held.get(sink, 0))
-            except Exception as error:  # noqa: BLE001 - of a library that training does not need
-                told = str(error).strip().partition("\n")[0] or type(error).__name__
-                logger.warning("logging.%s lacks evaluations: %s", sink.split()[0], told)
+            except Exception as error:  # noqa: BLE001 - a sink's library must not stop the others
+                reason = first_line(error) or type(error).__name__
+                logger.warning("logging.%s lacks evaluations: %s", sink.split()[0], reason)
                 continue
             held[sink] = len(lines)
             atomic.replace(paths.arrived_sinks, metrics.encode({"held": held}))
@@ -90,9 +96,9 @@ def _set_variables(cluster: Cluster) -> None:
 
 
 def _recorded(paths: RunPaths) -> list[dict[str, Any]]:
-    """Add new lines to the file; return all its lines.
+    """Append new lines to ``evaluations.jsonl``; return all lines of the file.
 
-    For each step, only one result counts: the trial's own, or the one that arrived first.
+    For each step and metric, one result counts: the trial's own result, or the first that arrived.
     """
     lines = metrics.read(paths.arrived)
     known = {(line["step"], name) for line in lines for name in line}
@@ -116,7 +122,7 @@ def _own(paths: RunPaths, step: int) -> Mapping[str, Any]:
 
 
 def _read_held(paths: RunPaths) -> dict[str, int]:
-    """Return the numbers of lines by sink; if empty, sinks determine their lines themselves."""
+    """Return the number of lines that each sink has; a sink without a number finds it itself."""
     try:
         found: dict[str, int] = documents.read(paths.arrived_sinks, HELD, HELD)["held"]
     except (FileNotFoundError, CorruptFileError):
@@ -125,7 +131,10 @@ def _read_held(paths: RunPaths) -> dict[str, int]:
 
 
 def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
-    """Return the configured sinks by name and place, because a sink in another place is empty."""
+    """Yield a key and the function of each configured sink.
+
+    The key has the place of the sink, because a sink in another place has no lines yet.
+    """
     if logging.tensorboard:
         folder = paths.arrived_tensorboard
         yield "tensorboard", lambda lines, held: tensorboard.write_arrived(folder, lines)
@@ -140,12 +149,12 @@ def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
 def turn(
     folder: Path, sleep: Callable[[float], None] = time.sleep, held_s: int = HELD_S
 ) -> Iterator[None]:
-    """Wait for the turn to give evaluations to the sinks of a trial, and hold it.
+    """Wait for the right to send evaluations to the sinks of a trial; hold it during the context.
 
     Several evaluations may end at the same time, on any hosts. A process takes the next turn by
-    exclusive creation of its file, and records when it has finished. A holder is killed after
-    ``held_s``, so a holder without news for longer has ended. No clock of another machine is used.
-    Raises EnvironmentFailure.
+    exclusive creation of its file, and creates another file at its end. SIGALRM kills a holder
+    after ``held_s`` seconds, so a holder without news for `GONE_S` has ended. Clocks of other
+    machines do not matter. Raises EnvironmentFailure.
     """
     number = _taken(folder, sleep, held_s)
     try:
@@ -168,7 +177,7 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
         if newest != waited_for:
             waited_for, waited_s = newest, 0.0
         if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
-            signal.alarm(held_s)  # before others see the turn and this process can be stopped
+            signal.alarm(held_s)  # before the file exists: a suspended holder must end in time
             if _created(folder, newest + 1):
                 return newest + 1
             signal.alarm(0)
@@ -177,10 +186,10 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
 
 
 def _created(folder: Path, number: int) -> bool:
-    """Whether this process has taken a turn.
+    """Take a turn; return whether this succeeded.
 
-    Since its last look, other processes may have taken this turn and later ones, and removed its
-    file.
+    Since the last listing, other processes may have taken this turn and later turns, and removed
+    its file.
     """
     if not atomic.exclusive_create(folder / str(number), uuid.uuid4().hex.encode()):
         return False

@@ -1,9 +1,9 @@
 """A sink (a copy of a trial's metrics in the format of another program) and its feeder.
 
-A sink gets the steps of ``metrics.jsonl`` after they are committed, in order. A step that is
-repeated after a failure was not committed, so no sink has it. If a process is killed while it sends
-a step, the sink determines its newest step when it is opened again. The feeder is a thread, because
-a server that does not answer must not delay training.
+A sink gets the steps of ``metrics.jsonl`` after they are committed, in order. A step that a later
+incarnation repeats was not committed, so no sink has it. If a process is killed while it sends a
+step, the sink determines its newest step when it is opened again. The feeder is a thread, because a
+server that does not answer must not delay training.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.config.load import load_resolved
+from slurmrl.display.terminal import first_line
 from slurmrl.errors import CorruptFileError, StaleIncarnationError, TrialEndedError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import make_private_directory, replace
@@ -29,36 +30,36 @@ logger = log.get(__name__)
 LINES = 500
 """Maximum number of lines that are sent at once."""
 PAUSES_S = (2.0, 120.0)
-"""First and longest pause before a sink that failed is opened again."""
+"""First and longest pause in seconds before a failed sink is opened again."""
 Lines = Sequence[Mapping[str, Any]]
-"""Lines of ``metrics.jsonl`` of increasing steps."""
+"""Lines of ``metrics.jsonl`` with increasing steps."""
 
 
 class Sink(Protocol):
-    """Opened with the step up to which it certainly has everything (-1: none).
+    """A sink is opened with the last step that it certainly has (-1: none).
 
-    If its files or run are missing, it begins with the first step again.
+    If the sink's files or its run are missing, it begins with the first step again.
     """
 
     @property
     def last(self) -> int:
-        """The step after which it continues."""
+        """The step after which the sink continues."""
 
     @property
     def kept(self) -> int:
-        """The step up to which it has everything even if this process or host is killed now."""
+        """The last step that the sink still has if this process or host is killed now."""
 
     def log(self, lines: Lines) -> None:
         """Record the steps after `last`."""
 
     def close(self) -> None:
-        """Flush and close; afterwards, `kept` equals `last`."""
+        """Flush and close; `kept` then equals `last`."""
 
 
 class Feeder:
     """Sends a sink the committed steps that it lacks.
 
-    A file records the step up to which the sink certainly has everything. It is written after the
+    A file records the last step that the sink certainly has. The feeder writes the file after the
     sink has accepted steps, so a sink is never opened with a step that is too late.
     """
 
@@ -122,10 +123,10 @@ class Feeder:
             except StaleIncarnationError as error:
                 logger.info("%s gets no more metrics from now on: %s", self.name, error)
                 return
-            except Exception as error:  # noqa: BLE001 - of a library that training does not need
+            except Exception as error:  # noqa: BLE001 - a sink's library must not stop training
                 self._drop()
-                told = str(error).strip().partition("\n")[0] or type(error).__name__
-                logger.warning("logging.%s lacks steps up to %d: %s", self.name, target, told)
+                reason = first_line(error) or type(error).__name__
+                logger.warning("logging.%s lacks steps up to %d: %s", self.name, target, reason)
                 if ends:
                     return
                 with self._news:
@@ -150,22 +151,22 @@ class Feeder:
             self._write_kept(self._sink.kept)
 
     def _drop(self) -> None:
-        """Close the sink if possible; when it is opened again, it determines its newest step."""
+        """Close the sink if possible. When it is opened again, it determines its newest step."""
         sink, self._sink, self._delivered = self._sink, None, -1
         if sink is not None:
             with suppress(Exception):
                 sink.close()
 
     def _may_write(self) -> None:
-        """Return whether the feeder may write. Raises StaleIncarnationError.
+        """Raise StaleIncarnationError if the feeder must not write any more.
 
-        Steps that were committed before the end of the trial may still be written.
+        After the end of the trial, it may still write steps that were committed before.
         """
         with suppress(TrialEndedError):
             self._check()
 
     def _read_kept(self) -> int:
-        """Return the recorded step; -1 if it is unknown: the sink then determines it."""
+        """Return the recorded step; -1 if the step is unknown and the sink must determine it."""
         try:
             kept: int = documents.read(self._file, {"step": INTEGER}, ("step",))["step"]
         except (FileNotFoundError, CorruptFileError):
@@ -180,7 +181,7 @@ class Feeder:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that can be plotted."""
+    """Return the numeric values, except step and time."""
     return {
         name: float(value)
         for name, value in values.items()
@@ -191,13 +192,13 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings(paths: RunPaths) -> dict[str, Any]:
-    """Return the resolved configuration without variables of the environment: some are secrets."""
+    """Return the resolved configuration without environment variables, which may be secrets."""
     found: dict[str, Any] = load_resolved(paths.config).model_dump(mode="json")
     del found["cluster"]["env"]
     return found
 
 
 def uuid(paths: RunPaths) -> str:
-    """Return the identity that distinguishes this trial from others of the same name."""
+    """Return the identifier that distinguishes this trial from others with the same name."""
     found: str = documents.read(paths.identity, {"uuid": TEXT}, ("uuid",))["uuid"]
     return found

@@ -33,7 +33,7 @@ class MLflow:
     def __init__(self, paths: RunPaths, wanted: Mlflow, after: int) -> None:
         self._client = _client(wanted, paths)
         self.last = after
-        """-1 for a new run, which has no values of another server or experiment."""
+        """The step after which the sink continues; -1 for a new run, which has no values."""
         self._run = self._found(wanted.experiment, paths)
         self._seen = _values_after(self._client, self._run, self.last)
 
@@ -64,7 +64,7 @@ class MLflow:
         return str(run.info.run_id)
 
     def _log_settings(self, run: Any, values: dict[str, Any]) -> None:
-        """Log settings as parameters, of which MLflow keeps the first value forever."""
+        """Log settings as parameters. MLflow never changes the first value of a parameter."""
         from mlflow.entities import Param
 
         new = [
@@ -77,9 +77,9 @@ class MLflow:
 
 
 def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
-    """Log the values of some lines that the trial's run lacks, at their steps.
+    """Log the values of ``lines`` that the trial's run lacks, at their steps.
 
-    Raises EnvironmentFailure if it has no run yet, which only its own process creates.
+    Raises EnvironmentFailure if the trial has no run yet, because only its own process creates it.
     """
     client = _client(wanted, paths)
     run = _find(client, wanted.experiment, paths)
@@ -91,7 +91,7 @@ def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
 
 
 def load() -> None:
-    """Import the library with telemetry disabled: it reads this variable once."""
+    """Import the library with telemetry disabled: the library reads the variable only once."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow.tracking  # noqa: F401
 
@@ -100,7 +100,7 @@ def _client(wanted: Mlflow, paths: RunPaths) -> Any:
     load()
     uri = wanted.tracking_uri or str(paths.mlflow)
     if Path(uri.removeprefix("file://")).is_absolute():
-        # Its makers prefer databases, which do not belong on a shared file system.
+        # MLflow prefers a database, which does not work well on a shared file system.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow.tracking import MlflowClient
 
@@ -133,7 +133,7 @@ def _log_metrics(client: Any, run: str, lines: Lines, seen: set[tuple[int, str]]
 def _values_after(
     client: Any, run: str, step: int, names: Container[str] | None = None
 ) -> set[tuple[int, str]]:
-    """Return steps and names of the values after a step, for ``names`` or all."""
+    """Return the step and the name of each value after ``step``; None for all ``names``."""
     return {
         (value.step, name)
         for name in client.get_run(run).data.metrics
@@ -146,7 +146,7 @@ def _values_after(
 def named(name: str) -> str:
     """Return a name that MLflow accepts.
 
-    It keeps names as paths, where ``reward`` and ``reward/math`` could not both exist.
+    MLflow uses names as paths, so ``reward`` and ``reward/math`` could not both exist.
     """
     return re.sub(r"[^\w.\- :]", "_", name.replace("@", "_at_").replace("/", "."))
 

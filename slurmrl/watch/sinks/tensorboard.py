@@ -23,8 +23,8 @@ def load() -> None:
 class TensorBoard:
     """Writes event files in ``tensorboard/``.
 
-    The first event of a new file says at which step it starts. TensorBoard drops this step and
-    later ones from earlier files, which a killed process may have written incompletely.
+    The first event of a new file has the step at which it starts. TensorBoard then drops this step
+    and later steps of earlier files, which a killed process may have written incompletely.
     """
 
     def __init__(self, directory: Path, after: int) -> None:
@@ -60,11 +60,10 @@ class TensorBoard:
 
 
 def write_arrived(directory: Path, lines: Lines) -> None:
-    """Write each line into a separate file, if that does not exist.
+    """Write each line into a separate file, unless the file exists.
 
-    The files are named by the order of the lines, because TensorBoard does not return to an earlier
-    file. They are in a separate folder, because it would not return to the file of the steps
-    either.
+    The names follow the order of the lines, because TensorBoard never reads an earlier file again.
+    For the same reason, the files are not in the folder with the files of steps.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -74,7 +73,7 @@ def write_arrived(directory: Path, lines: Lines) -> None:
     for number, line in enumerate(lines):
         name = f"events.out.tfevents.{number:010d}.step-{line['step']}"
         if name in there:
-            continue  # the file exists with the same content
+            continue
         events, at = io.BytesIO(), line.get(TIME, 0.0)
         writer = RecordWriter(events)
         writer.write(Event(wall_time=at, file_version="brain.Event:2").SerializeToString())

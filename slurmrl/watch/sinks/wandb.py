@@ -13,12 +13,12 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks.feeder import Lines, numbers, settings, uuid
 
 HEADER_BYTES = 7
-"""Size of the header before the first block of a file, and before each piece of a record."""
+"""Size of the header of a file, and of the header before each piece of a record."""
 BLOCK_BYTES = 32768
 WHOLE, FIRST, LAST = 1, 2, 4
 """Kinds of pieces: a whole record, the first piece of a record and the last piece."""
 ARRIVED_S = 30.0
-"""Seconds that evaluations wait for a server; later sinks get the remaining time of a turn."""
+"""Maximum number of seconds to wait for a server, so that a turn has time for later sinks."""
 
 
 def load() -> None:
@@ -55,7 +55,7 @@ class WeightsAndBiases:
 def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None:
     """Log lines to a separate run in the group of the trial's run.
 
-    At least ``held`` of the lines are already there. The run is separate because a run accepts rows
+    The run has at least the first ``held`` lines already. It is separate because a run accepts rows
     only in order, and these lines arrive after rows of later steps. A line's number is its row; its
     step is a metric, which charts use as x axis.
     """
@@ -72,10 +72,10 @@ def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None
 
 
 def held_by(directory: Path, run: str, project: str, after: int) -> int:
-    """Return the step up to which the files for a project have a run.
+    """Return the last step of a run in the local files of a project.
 
-    ``after`` is the step up to which they certainly had it. Files may have been sent and removed
-    since; for another project, the step is unknown.
+    ``after`` is the last step that the files certainly had. They may have been sent and removed
+    since; in files of another project, the step is unknown.
     """
     folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
     files = [file for folder in folders for file in folder.glob("*.wandb")]
@@ -96,7 +96,7 @@ def _opened(
     job_type: str | None = None,
     within_s: float | None = None,
 ) -> Any:
-    """``within_s`` is the maximum time that a server may take; None leaves it to the library."""
+    """Open a run; ``within_s`` limits the seconds for the server. None is the library's default."""
     import wandb
 
     return wandb.init(
@@ -114,7 +114,7 @@ def _opened(
 
 
 def _content(file: Path) -> tuple[str | None, int]:
-    """Return the project of a file and its last step; None and -1 if they are missing."""
+    """Return the project and the last step in a file; None and -1 if they are missing."""
     from wandb.proto import wandb_internal_pb2
 
     messages: Any = wandb_internal_pb2
@@ -130,9 +130,9 @@ def _content(file: Path) -> tuple[str | None, int]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Yield the complete records of a file: LevelDB's log format after a header.
+    """Yield the complete records of a file, which has LevelDB's log format after a header.
 
-    Records after a torn one were never written.
+    An incomplete record is the last one of a file.
     """
     at, whole = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):
