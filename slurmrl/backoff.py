@@ -1,7 +1,7 @@
 """Waiting and retrying: the pauses between polls and between attempts.
 
-`Backoff` spaces polls, `Interval` limits how often something is done, `attempts` repeats an
-operation a fixed number of times, and `retry` repeats one until the shared directory answers.
+`Backoff` spaces polls, `Interval` limits the frequency of an action, `attempts` repeats an
+operation a fixed number of times, and `retry` repeats it until the shared directory answers.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 UNCLEAR_PAUSES_S = (0.005, 0.02, 0.1, 0.5, 1.0)
-"""Pauses between attempts at a single operation whose outcome is unclear."""
+"""Pauses in seconds between attempts at an operation whose outcome is unclear."""
 HIDDEN_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses between checks for a file that must exist but is not visible yet: 64 s in all, because an
-NFS client may report a file as missing for a minute."""
+"""Pauses in seconds between checks for a file that must exist but is not visible yet: 64 s in all,
+because an NFS client may report a file as missing for a minute."""
 OUTAGE_S = (0.5, 15.0)
-"""First and longest pause while the shared directory does not answer."""
+"""First and longest pause in seconds while the shared directory does not answer."""
 READ_S = 60.0
 """Seconds that a starting process waits for files that it must read."""
 ABSENT_S = 10.0
-"""Seconds to wait for an input to come back if it certainly does not exist."""
+"""Seconds to wait for an input whose absence is certain."""
 REPLACED = (*NO_FILE, errno.ENOTDIR)
-"""Errors if something else is in the place of a file or a folder: only a user can end that."""
+"""Error numbers that mean that a path is no file or no folder. Only a user can correct this."""
 
 
 class Backoff:
     """Pauses that grow from ``first_s`` to ``last_s`` by a factor of ``growth``.
 
-    A pause shorter than ``last_s`` is about ``1 - 1 / growth`` of the time waited so far (a third
-    by default).
+    Until pauses reach ``last_s``, each takes about ``1 - 1 / growth`` of the total wait: a third
+    by default.
 
     Each pause is shortened at random by up to a quarter, so that a thousand processes that start
     waiting together do not poll a metadata server in step. The random generator is private,
@@ -64,7 +64,7 @@ class Backoff:
         self._pause_s = first_s
 
     def next_s(self) -> float:
-        """Return the next pause in seconds, for callers that wait by themselves."""
+        """Return the next pause in seconds, for a caller that does not call `sleep`."""
         pause_s = self._pause_s
         self._pause_s = min(pause_s * self._growth, self.last_s)
         return pause_s * (1 - self.JITTER * self._random.random())
@@ -73,12 +73,12 @@ class Backoff:
         self._sleep(self.next_s())
 
     def reset(self) -> None:
-        """Restart with the shortest pause, after something has happened."""
+        """Restart with the shortest pause. Call it after an event, because another may follow."""
         self._pause_s = self.first_s
 
 
 class Interval:
-    """Limit an action to once per ``interval_s`` seconds, at first now or after ``after_s``."""
+    """Limit an action to once per ``interval_s`` seconds, first ``after_s`` seconds from now."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Interval:
         self._next = clock() + after_s
 
     def due(self) -> bool:
-        """Return whether the interval has passed; if so, the next one starts."""
+        """Return whether the interval has passed. If so, start the next interval."""
         now = self._clock()
         if now < self._next:
             return False
@@ -103,7 +103,7 @@ class Interval:
 def attempts(
     pauses_s: Sequence[float], sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[bool]:
-    """Iterate over attempts with these pauses between them; yield True for the last attempt."""
+    """Yield once per attempt: True for the last attempt, else False. Pause between attempts."""
     for pause_s in pauses_s:
         yield False
         sleep(pause_s)
@@ -123,9 +123,8 @@ def retry(
     UnreadableInputError. ``pause`` waits between attempts; ``what`` names the action in log
     messages.
 
-    Raises OwnershipError at once, and the other two errors after ``timeout_s``. It waits at most
-    `ABSENT_S` for an input that certainly does not exist, and `READ_S` if something else is in the
-    place of a file or a folder.
+    Raises OwnershipError at once, and the other two errors after ``timeout_s``. The wait takes at
+    most `ABSENT_S` for an input whose absence is certain, and at most `READ_S` for `REPLACED`.
     """
     backoff = Backoff(*OUTAGE_S)
     began = since = time.monotonic()
@@ -144,7 +143,7 @@ def retry(
 
 
 def _limit_s(error: EnvironmentFailure | UnreadableInputError) -> float:
-    """Return how long to retry after an error that a retry may never end."""
+    """Return the seconds for which to retry after an error that may never disappear."""
     if isinstance(error, UnreadableInputError):
         return ABSENT_S if error.absent else math.inf
     return READ_S if cause(error) in REPLACED else math.inf

@@ -31,18 +31,18 @@ TAIL_BYTES: Final = 4096
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """The end of a child process."""
+    """Exit code and output of a child process that has ended."""
 
     code: int | None
     """The exit code, negative for a signal; None for a child that was killed at its limit."""
     errors: str = ""
-    """The end of its standard error; empty if the errors were shown."""
+    """The end of the child's standard error; empty if the errors were shown."""
     output: bytes = b""
-    """The beginning of its standard output, up to the limit given to `run`."""
+    """The beginning of the child's standard output: up to ``kept_bytes`` of `run`."""
 
     @property
     def last_line(self) -> str:
-        """Return the last line of the child's standard error; an empty string if there is none."""
+        """The last line of the child's standard error; empty if there is none."""
         return self.errors.splitlines()[-1] if self.errors else ""
 
 
@@ -56,8 +56,8 @@ def run(
 ) -> ChildEnd:
     """Run a command without input.
 
-    Keep the first bytes of its standard output and discard later ones. With ``shown``, its standard
-    error goes to the standard error of this process.
+    Keep the first ``kept_bytes`` of its standard output. With ``shown``, its standard error goes to
+    the standard error of this process. Kill the command after ``limit_s`` seconds.
 
     Raises OSError for a command that cannot be executed.
     """
@@ -97,7 +97,10 @@ class ChildRequest:
         cwd: Path | None = None,
         shown: bool = False,
     ) -> None:
-        """``limit_s=None`` waits forever. ``shown``: other output goes to this standard error."""
+        """Prepare the request; ``limit_s`` is in seconds, None for no limit.
+
+        With ``shown``, other output of the child goes to the standard error of this process.
+        """
         self.ended = ChildEnd(None)
         self._command = [sys.executable, "-P", "-m", module]
         self._request = json.dumps(request).encode()
@@ -108,7 +111,8 @@ class ChildRequest:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with ExitStack() as stack:
-            stdin = stack.enter_context(tempfile.TemporaryFile())  # writing to a pipe may block
+            # The request is in a file, because a write to a pipe could block.
+            stdin = stack.enter_context(tempfile.TemporaryFile())
             stdin.write(self._request)
             stdin.seek(0)
             errors = None if self._shown else stack.enter_context(tempfile.TemporaryFile())
@@ -131,14 +135,14 @@ class ChildRequest:
             self.ended = ChildEnd(_exit_code(process, left), _tail(errors))
 
     def last(self) -> dict[str, Any]:
-        """Return the last reply; an empty one if there was none."""
+        """Return the last reply; an empty mapping if there was none."""
         return next(reversed(list(self)), {})
 
 
 def answer(replies: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]) -> None:
     """Answer the `ChildRequest` that started this process.
 
-    All other output goes to standard error, even output of processes that it starts.
+    All other output of this process and its children goes to standard error.
     """
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
@@ -179,7 +183,7 @@ def _started(
 
 
 class _BeforeExec:
-    """The function that runs in the child between fork and exec. It imports and opens nothing."""
+    """Function that the child runs between fork and exec. It must not import or open anything."""
 
     def __init__(self) -> None:
         self._parent = os.getpid()
@@ -206,7 +210,7 @@ def _lines(pipe: IO[bytes], end: float | None) -> Iterator[bytes]:
 
 
 def _reply(line: bytes) -> dict[str, Any] | None:
-    """Return a reply; None for a line that was printed before the child began to answer."""
+    """Return a reply; None for a line that the child printed before it called `answer`."""
     try:
         reply = json.loads(line)
     except ValueError:
@@ -215,7 +219,10 @@ def _reply(line: bytes) -> dict[str, Any] | None:
 
 
 def _exit_code(process: subprocess.Popen[bytes], limit_s: float | None) -> int | None:
-    """Wait until a child exits, and kill its group before another process can get its number."""
+    """Wait until a child exits; kill its group before another process can get the same number.
+
+    Return the exit code, or None after ``limit_s`` seconds.
+    """
     exited = os.pidfd_open(process.pid)
     try:
         poll = select.poll()

@@ -1,6 +1,6 @@
 """The typed table of the environment variables that slurmrl reads, and the user's name.
 
-``scripts/make-docs`` writes it into docs/configuration/environment.md.
+``scripts/make-docs`` writes the table into docs/configuration/environment.md.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of one of this user's caches."""
+    """Return the folder of the cache ``name`` of this user."""
     home = os.path.expanduser("~")
     return Path(XDG_CACHE_HOME.get() or f"{home}/.cache").absolute() / "slurmrl" / name
 

@@ -49,8 +49,8 @@ def program(name: str) -> Path:
 def built_commit() -> str:
     """Return the commit that an installed package was built from.
 
-    ``+changes`` follows if the checkout had changes. The result is empty if the commit is unknown,
-    and in a checkout, which may change.
+    ``+changes`` follows if the checkout had changes. The result is empty if the commit is unknown
+    or the package is in a checkout, whose files may change.
     """
     try:
         return read(COMMIT_FILE).decode("ascii", errors="replace").strip()

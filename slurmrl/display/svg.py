@@ -138,7 +138,7 @@ def _file(title: str, drawing: Drawing) -> str:
 
 
 def _series(document: Document) -> Iterable[str]:
-    """Return all series of a document, in order of appearance."""
+    """Return the names of all series of a document, in order of appearance."""
     series: dict[str, None] = {}
     for block in document.blocks:
         match block:
@@ -210,10 +210,10 @@ def _flow(drawing: Drawing, flow: Flow) -> None:
 
 
 def _rows(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str, Rectangle]]:
-    """Return the boxes of each level: a centered row in the order of the sources of its arrows.
+    """Return the boxes of each level by node name; each level is a centered row.
 
-    A level has a box for each of its nodes. It also has lanes for arrows that pass it: a lane's key
-    is the name of the earlier node where the arrows start.
+    Within a row, boxes have the order of the nodes at which their arrows start. A row also has
+    lanes for arrows that pass it: the key of a lane is the node at which its arrows start.
     """
     parents: dict[str, list[str]] = {name: [] for name in levels}
     last = dict(levels)

@@ -19,7 +19,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def age(seconds: float | None) -> str:
-    """Return ``40 s``, ``2.5 min``, ``3 h``: two digits are enough for people."""
+    """Return a time with about two digits: ``40 s``, ``2.5 min``, ``3 h``; empty for None."""
     if seconds is None:
         return ""
     for unit, size in UNITS:
@@ -54,7 +54,7 @@ def plain(text: str) -> str:
 
 
 def width() -> int | None:
-    """Return the columns of the terminal on standard output; None if that is no terminal."""
+    """Return the columns of the terminal; None if standard output is no terminal."""
     if not sys.stdout.isatty():
         return None
     import shutil  # slow to import
@@ -65,7 +65,7 @@ def width() -> int | None:
 def hanging(head: str, text: str, width: int | None) -> list[str]:
     """Return the lines of ``head`` followed by ``text``.
 
-    Text beyond ``width`` continues below the beginning of the text; None wraps nothing.
+    ``width`` is in columns; a longer text continues below its beginning. None turns wrapping off.
     """
     if width is None or len(head) + len(text) <= width or not text:
         return [f"{head}{text}".rstrip()]
@@ -76,7 +76,7 @@ def hanging(head: str, text: str, width: int | None) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Return left-aligned columns; the last one is wrapped to ``width``."""
+    """Return the lines of left-aligned columns; wrap the last column to ``width`` columns."""
     return [line for lines in row_lines(rows, width) for line in lines]
 
 
@@ -102,7 +102,7 @@ def _wrap(indent: str, text: str, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return one bar per value. With more than ``width`` values, a bar is the mean of a range."""
+    """Return one bar per value. With more than ``width`` values, a bar shows a mean of several."""
     from statistics import fmean  # slow to import
 
     count = min(width, len(values))
@@ -147,7 +147,7 @@ class Legend:
 
 @dataclass(frozen=True)
 class GridRow:
-    """``cells[column]`` maps each series in the cell to its words."""
+    """A row of a grid; ``cells[column]`` maps the name of each series to its words."""
 
     label: str
     cells: Sequence[Mapping[str, str]]
@@ -169,7 +169,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class NodeLine:
-    """A line of a node; ``mark`` is whether the node reads or produces the item.
+    """A line of a node; ``mark`` says whether the node reads (``in``) or produces (``out``) it.
 
     ``source`` names the node that produces an item to read. Text shows this name; a picture has
     arrows instead.
@@ -182,7 +182,10 @@ class NodeLine:
 
 @dataclass(frozen=True)
 class Node:
-    """``level`` is the distance from the sources of the graph; ``series`` determines the color."""
+    """A node of a graph.
+
+    ``level`` is its distance from the sources of the graph; ``series`` determines the color.
+    """
 
     name: str
     level: int
@@ -211,7 +214,7 @@ class Document:
 
 
 def elide(rows: Sequence[T], most: int) -> list[T | None]:
-    """Return at most ``most`` rows: the first ones, None for omitted ones, and the last one."""
+    """Return at most ``most`` rows: the first rows, None for omitted rows, and the last row."""
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most - 1], None, rows[-1]]
@@ -239,7 +242,7 @@ def _block(block: Block) -> str:
 
 
 def _grid_rows(grid: Grid) -> Iterator[Sequence[str]]:
-    """Return a table row for each series of each row of the grid."""
+    """Yield the headings, then a table row for each series of each row of the grid."""
     columns = max((len(row.cells) for row in grid.rows), default=0)
     numbered = (f"{grid.column} {index}" for index in range(columns))
     yield grid.row.upper(), grid.series.upper(), *numbered

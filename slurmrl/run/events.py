@@ -80,7 +80,7 @@ FIELDS: Fields = {
     "cause": TEXT,
 }
 END_BYTES = 32 * 1024
-"""Bytes that `read_ends` reads from each end of a long file."""
+"""Number of bytes that `read_ends` reads from each end of a long file."""
 
 
 class EventWriter:
@@ -99,10 +99,7 @@ class EventWriter:
             logger.warning("event %s was not written: %s", kind, error)
 
     def _append(self, line: bytes) -> None:
-        """Append to the file. Make its folder again if a user or a purge has removed it.
-
-        If the whole trial was removed, make nothing again.
-        """
+        """Append to the file. Recreate its folder if it was removed, but no removed trial."""
         try:
             atomic.append(self._path, line)
         except EnvironmentFailure as error:
@@ -132,7 +129,7 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
 
 
 def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
-    """Return the events of one kind of one writer, however long its file is.
+    """Return all events of one kind and one writer, in the order of the file.
 
     Raises CorruptFileError if the file is not a regular file, EnvironmentFailure.
     """
@@ -147,7 +144,7 @@ def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
 
 
 class EventReader:
-    """Reads the events added since the last time, including new writers' files."""
+    """Reads the events that were added since its last `read`, including files of new writers."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -173,11 +170,11 @@ class EventReader:
         try:
             with documents.opened(path) as file:
                 read = self._offsets.get(name, 0)
-                begin = read if read <= file.size else 0  # a new file, made after a deletion
+                begin = read if read <= file.size else 0  # a shorter file has replaced the old one
                 found = _parse(file.forward(begin), path)
                 self._offsets[name] = file.offset
         except FileNotFoundError:
-            return []  # someone deleted the file after it was listed
+            return []  # the file was deleted after it was listed
         return found
 
 

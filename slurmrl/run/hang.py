@@ -1,4 +1,4 @@
-"""Explanation of who waits for whom, from the progress that ranks report. Pure functions."""
+"""Explanation of which ranks wait for which, from the progress that ranks report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurmrl.fsio.documents import COUNT, SECONDS, FieldType
 from slurmrl.run.reports import TRAINERS
 
 COMPILING = "compiling the operators of slurmrl, once for this cache"
-"""The phase of a rank that compiles them, or waits for another process that does."""
+"""The phase of a rank that compiles the operators, or waits while another process does so."""
 MOST_GROUPS = 50
 """Maximum number of groups in a report; the groups with the lowest ranks are reported."""
 _PATTERN = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
@@ -30,12 +30,12 @@ class _Collective:
     group: str = ""
     """Torch's name of the group."""
     since_s: Annotated[float, SECONDS] = 0.0
-    """Seconds since it began."""
+    """Seconds since the collective began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCollective(_Collective):
-    """The collective in which a rank is, or the message for which it waits."""
+    """The collective that a rank has entered, or the message for which the rank waits."""
 
     ranks: tuple[Annotated[int, COUNT], ...] = ()
     """The ranks of the group, empty if unknown; for a message, its sender."""
@@ -43,7 +43,7 @@ class PendingCollective(_Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCollective(_Collective):
-    """The collective in which several ranks are."""
+    """The collective that several ranks have entered."""
 
     ranks: Annotated[str, SPANS] = ""
 
@@ -61,7 +61,7 @@ class _Progress:
     since_s: Annotated[float, SECONDS] = 0.0
     """Seconds since the call began."""
     silent_s: Annotated[float, SECONDS] = 0.0
-    """Seconds without a heartbeat; 0 for a rank that sends them."""
+    """Seconds without a heartbeat; 0 for a rank that sends heartbeats."""
     frame: str = ""
     """Place in the code; empty if no stacks were collected."""
 
@@ -98,7 +98,7 @@ class LeaseNote:
 
 
 def grouped(rows: Iterable[RankProgress]) -> list[GroupProgress]:
-    """Group ranks by activity: the trainers' groups first, each world's in order of first ranks."""
+    """Group ranks by activity. Sort groups by world, trainers first, and by their lowest rank."""
     found: dict[RankProgress, list[RankProgress]] = {}
     for row in rows:
         found.setdefault(_kind(row), []).append(row)
@@ -173,7 +173,7 @@ def explain(groups: Sequence[GroupProgress]) -> str:
 
 
 def _missing(waiting: Iterable[tuple[GroupProgress, SharedCollective]]) -> str:
-    """Return the ranks of the collective that have not reported any progress."""
+    """Return a phrase about ranks of the collective without a report; empty if all reported."""
     there, members = set[int](), set[int]()
     for group, collective in waiting:
         there |= _ranks(group.ranks)
@@ -183,7 +183,7 @@ def _missing(waiting: Iterable[tuple[GroupProgress, SharedCollective]]) -> str:
 
 
 def _is_in(other: GroupProgress, collective: SharedCollective) -> bool:
-    """Whether one of the ranks belongs to the group of the collective."""
+    """Return whether the collective needs one of these ranks."""
     return not collective.ranks or bool(_ranks(collective.ranks) & _ranks(other.ranks))
 
 
@@ -221,7 +221,7 @@ def _microbatch(group: GroupProgress) -> str:
 
 
 def _detail(group: GroupProgress) -> str:
-    """Return details such as `` (forward, micro-batch 2 of 8, paced_reward.py:44 in __call__)``."""
+    """Return details, such as ``(forward, micro-batch 2 of 8, paced_reward.py:44 in __call__)``."""
     parts = [plain(group.phase), _microbatch(group).removeprefix(", "), plain(group.frame)]
     text = ", ".join(filter(None, parts))
     return f" ({text})" if text else ""

@@ -1,4 +1,4 @@
-"""Records of host failures and of hosts that a trial's jobs avoid, and shell code that writes them.
+"""Records of failed hosts and of hosts that a trial's jobs avoid, and shell code that writes them.
 
 ``hosts/start.SLOTS.START.HOST.json``: a start failed before an incarnation began, when the history
 had SLOTS records. ``lost.INCARNATION.HOST.json``: an incarnation failed because of the host itself.
@@ -13,10 +13,10 @@ start. The code records the failure and excludes the host from the queued jobs o
 waits, longer after each failed start in a row, and requeues the job, so that no link is used up.
 After MOST_FAILED failures in a row the job ends instead.
 
-A failing line of ``cluster.slurm.setup`` is handled in the same way at first. It counts as a fault
-of the line if it has never worked for this submission and fails in the same way on SEVERAL_HOSTS,
-or repeatedly on a host that every job needs. The trial then ends as FAILED with the line in the
-reason, and the hosts are not excluded.
+The shell code first treats a failing line of ``cluster.slurm.setup`` like any other failed start.
+The line itself is at fault if it has never worked for this submission and fails in the same way on
+SEVERAL_HOSTS, or repeatedly on a host that every job needs. The trial then ends as FAILED with the
+line in the reason, and the hosts are not excluded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _START = re.compile(
 
 @dataclass(frozen=True)
 class BadHost:
-    """A host and its failure."""
+    """A host and the reason of its failure."""
 
     host: str
     """Name of the host; empty if it is unknown."""
@@ -68,7 +68,7 @@ def avoided(run: RunPaths) -> list[BadHost]:
 
 
 def failed_starts(run: RunPaths, start: str | None = None) -> list[BadHost]:
-    """Return the failed starts of the trial, or only those in one start of a job."""
+    """Return the failed starts of the trial, or only the failures in one ``start`` of a job."""
     return [
         _read(run, file)
         for file in _names(run)
@@ -101,7 +101,8 @@ def blame(
 ) -> bool:
     """Record a failure because of a host; return whether to avoid the host now.
 
-    The incarnation failed, or during it the ``attempt`` at a rollout task (task and number).
+    ``attempt``: task and number of the failed attempt at a rollout task; None if the incarnation
+    itself failed.
     """
     if not _HOST.fullmatch(host):
         return False
@@ -126,9 +127,9 @@ def avoid(run: RunPaths, host: str, why: str) -> None:
 
 
 def chosen(run: RunPaths, wanted: Iterable[str]) -> list[str]:
-    """Return the avoided hosts of these names (``all``: every one).
+    """Return the wanted hosts; ``all`` stands for all hosts that jobs avoid.
 
-    Raises UsageError for others.
+    Raises UsageError for a host that jobs do not avoid.
     """
     known = [bad.host for bad in avoided(run)]
     names = list(dict.fromkeys(wanted))
@@ -167,13 +168,13 @@ def _names(run: RunPaths) -> list[str]:
 
 FIRST_S = 5
 LONGEST_S = 300
-"""Pauses in seconds: after the first failed start, and the maximum."""
+"""Pause in seconds after the first failed start, and the longest pause after later ones."""
 MOST_FAILED = 20
-"""Failed starts in a row, since the history last grew, after which jobs are not requeued."""
+"""Maximum number of failed starts in a row, since the history last grew, for another requeue."""
 SEVERAL_HOSTS = 3
-"""Number of hosts with the same failure of a set-up line after which the line is at fault."""
+"""Number of hosts on which the same set-up line must fail before the line counts as wrong."""
 TRY_S = 300
-"""Maximum seconds that an interpreter may take to import a module."""
+"""Maximum number of seconds that an interpreter may take to import a module."""
 
 EARLY_TRAPS = """\
 shopt -s execfail
@@ -181,7 +182,7 @@ trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_code=$?
 [ $slurmrl_code = 0 ] || slurmrl_ended $slurmrl_code "${BASH_COMMAND:-}"' EXIT
 slurmrl_setup=yes"""
-"""Shell code before the set-up lines: after it, a script that ends early does not use up its link.
+"""Shell code before the set-up lines. It keeps a script that ends early from using up its link.
 Without execfail, a failing exec would skip the trap."""
 AFTER_SETUP = """\
 slurmrl_setup=

@@ -7,7 +7,7 @@ ATTEMPTS = "attempt"
 
 
 def attempt(group: str, task: int, number: int) -> str:
-    """Claim of one start of a task; the value has its job, host and process."""
+    """Return the key of the claim of one start of a task. The value names job, host and process."""
     return f"attempt/{group}/{task}/{number}"
 
 
@@ -16,17 +16,17 @@ def attempts(group: str, task: int) -> str:
 
 
 def incarnation(number: int) -> str:
-    """Root of one incarnation's keys."""
+    """Return the root of one incarnation's keys."""
     return f"incarnation/{number}"
 
 
 def attempt_failures(group: str) -> str:
-    """Root of the failures of attempts at a group's tasks."""
+    """Return the root of the failures of attempts at a group's tasks."""
     return f"failed/{group}"
 
 
 def attempt_failure(group: str, task: int, number: int) -> str:
-    """Failure of one start of a rollout task, as JSON."""
+    """Return the key of the failure of one start of a rollout task. The value is JSON."""
     return f"{attempt_failures(group)}/{task}.{number}"
 
 
@@ -35,31 +35,34 @@ def group_attempts(group: str) -> str:
 
 
 def failure(incarnation: int) -> str:
-    """The first failure of an incarnation, as JSON. Later failures cannot replace it."""
+    """Return the key of an incarnation's first failure, which later failures cannot replace."""
     return f"incarnation/{incarnation}/failure"
 
 
 def warned(incarnation: int) -> str:
-    """Warning that the job of an incarnation will end: signal, cause and time left, as JSON."""
+    """Return the key of the warning that the job of an incarnation will end.
+
+    Its value is JSON with the signal, the cause and the remaining time.
+    """
     return f"incarnation/{incarnation}/warned"
 
 
 def leader_locks() -> str:
-    """Root of the leader locks: the jobs that took over the trial, in order.
+    """Return the root of the leader locks, which name the jobs that took over the trial, in order.
 
-    Its name must not change: jobs of an older slurmrl and jobs resumed with ``--update-code`` use
-    it to exclude each other.
+    Keep the name: jobs of an older slurmrl and jobs resumed with ``--update-code`` use it to
+    exclude each other.
     """
     return "baton"
 
 
 def leader_lock(number: int) -> str:
-    """The ``number``-th job that took over the trial, as JSON. If several add it, one succeeds."""
+    """Return the key of the ``number``-th leader lock, which only one job can add."""
     return f"{leader_locks()}/{number}"
 
 
 def hang(incarnation: int) -> str:
-    """Key of the ranks that waited when silence or a deadline ended an incarnation.
+    """Return the key of the ranks that waited when silence or a deadline ended an incarnation.
 
     Its value is JSON: ``text`` says which ranks waited for which, and ``files`` lists files with
     stacks.
@@ -68,12 +71,15 @@ def hang(incarnation: int) -> str:
 
 
 def stacks(incarnation: int, number: int) -> str:
-    """The ``number``-th request for stacks, counted from 1, as JSON: ``ranks`` (null: all)."""
+    """Return the key of the ``number``-th request for stacks, counted from 1.
+
+    Its value is JSON with the ``ranks``; null stands for all ranks.
+    """
     return f"incarnation/{incarnation}/stacks/{number}"
 
 
 def lost(host: str) -> str:
-    """Key of a host whose agent is dead or whose GPU failed.
+    """Return the key of a host whose agent is dead or whose GPU failed.
 
     Its value is JSON: the incarnation that detected the loss, and its job.
     """
@@ -81,5 +87,5 @@ def lost(host: str) -> str:
 
 
 def status() -> str:
-    """The master's latest status of the run; replaced periodically."""
+    """Return the key of the run's status, which the master replaces periodically."""
     return "status"

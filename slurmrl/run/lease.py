@@ -1,7 +1,7 @@
-"""Leases: the holder increments a counter; observers check by their own clocks whether it moves.
+"""Leases: the holder increments a counter; observers check by their own clocks whether it grows.
 
-Observers use no clock and no file time of another machine. An observer's clock advances only while
-the directory answers, so a stalled file system does not look like a dead holder.
+Observers use no clock and no file time of another machine. They count time only while the directory
+answers, so a stalled file system does not look like a dead holder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from slurmrl.fsio.calls import (
 DIGITS = 20
 NOTE_BYTES = 64 * 1024
 GAPS_PER_TTL = 4
-"""The time between two reads counts as at most 1/4 of the TTL, because the observer may have been
-suspended or stuck in a write in between."""
+"""The time between two reads counts as at most 1/4 of the TTL, because the observer itself may have
+been suspended or blocked."""
 
 
 class Lease:
-    """The holder's side of a lease: a file with a single writer."""
+    """A lease as its holder sees it: a file with a single writer."""
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
         self._path = path
@@ -44,11 +44,11 @@ class Lease:
         self._counter = 0
 
     def beat(self, note: bytes = b"") -> None:
-        """Increment the counter. Raises EnvironmentFailure; the holder must then start nothing new.
+        """Increment the counter and write ``note`` after it.
 
-        ``note`` follows the counter in the same write. If it is shorter than the previous note,
-        the tail of that note remains after it; a reader can see a partial note. If something else
-        is in the place of the file, it is moved aside, so that the next beat makes the file again.
+        A reader can see a partial note. After a shorter note, the end of the previous note remains.
+        Something else in the place of the file is moved aside, so that the next beat can create the
+        file. Raises EnvironmentFailure; the holder must then start nothing new.
         """
         self._counter += 1
         data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]
@@ -64,7 +64,7 @@ class Lease:
             raise explain(error, "beat the lease", self._path) from error
 
     def _move_aside(self) -> None:
-        """Rename what is in the place of the file, unless it is this user's own file."""
+        """Rename the object in the place of the file, unless it is this user's own file."""
         found = self._calls.lstat(self._path)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
             return
@@ -73,7 +73,7 @@ class Lease:
 
 
 def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
-    """Return the counter; None if there is none yet (no file, or an incomplete first write).
+    """Return the counter; None without a file or after an incomplete first write.
 
     Raises EnvironmentFailure if the directory does not answer or is gone, CorruptFileError if the
     path is not a regular file.
@@ -108,14 +108,17 @@ def _look_again(directory: Path, calls: SystemCalls) -> None:
 class LeaseView:
     alive: bool
     age_s: float
-    """Seconds for which the observer saw no change of the counter."""
+    """Seconds since the observer last saw a change of the counter."""
     counter: int | None
     note: bytes = b""
     """The note that the holder wrote after the counter."""
 
 
 class LeaseObserver:
-    """The observer's side. Observe at least 4 times per TTL: it takes 4 reads to detect a death."""
+    """A lease as an observer sees it. Call `observe` at least 4 times per TTL.
+
+    At least 4 reads without a change are needed to detect the death of the holder.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class LeaseObserver:
         """Time at which the last read ended; None if it failed."""
 
     def observe(self) -> LeaseView:
-        """Read the lease once. If this fails, the clock stands still until the next read."""
+        """Read the lease once. The time after a failed read does not count."""
         before = self._clock()
         try:
             counter, note = _read(self._path, self._calls)

@@ -1,8 +1,8 @@
 """``metrics.jsonl``, one JSON object per step, and results of ``slurmrl eval`` for checkpoints.
 
-The master writes the file. Readers of a trained trial read the results in the evaluation trials. So
-each result counts once, however often its trial was interrupted, even long after training has
-ended. (Sinks get them from `sinks.arrivals`.)
+The master writes the file. Readers take the results of ``slurmrl eval`` from the directories of the
+evaluation trials, so each result counts once, even if its trial was interrupted or began long after
+training. `watch.sinks.arrivals` sends these results to sinks.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from slurmrl.run.paths import RunPaths
 STEP_S = "time/total"
 """The metric of a step's time, including its evaluation."""
 TIME = "time"
-"""Key of the time at which a line was written, in seconds since the epoch by the master's clock. It
-is not a result of the step. Lines of older versions lack it."""
+"""Key of the time at which a line was written, in seconds since the epoch by the master's clock.
+Lines of older versions lack this key."""
 FIELDS: Fields = {"step": INTEGER}
 LATEST_BYTES = 64 << 20
 """Maximum number of bytes that `read_latest` reads from the end."""
 MIXED_BYTES = 1 << 20
-"""Number of bytes before the last line to keep in which `cut` searches for lines to drop."""
+"""Number of bytes before the last kept line in which `cut` searches for lines to drop."""
 _EVALUATION = b'"eval/'
-"""Start of the keys in lines of steps with an evaluation."""
+"""Start of the keys of an evaluation's metrics."""
 NO_STEP = 2**60
 """A number greater than any step."""
 
 
 class MetricsWriter:
-    """Appends to the file.
+    """Appends lines to ``metrics.jsonl``.
 
-    Each line is one write: a reader sees complete lines and perhaps an incomplete last one.
+    Each line is one write: a reader sees complete lines and perhaps an incomplete last line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,7 @@ class MetricsWriter:
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
-    """Return one line. NaN and infinity, which JSON lacks, become null."""
+    """Return the values as one line of JSON. NaN and infinities, which JSON lacks, become null."""
     return json.dumps(finite(values), allow_nan=False).encode() + b"\n"
 
 
@@ -69,10 +69,10 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut(path: Path, last_step: int) -> None:
-    """Drop lines of steps after ``last_step`` and a torn last line.
+    """Drop lines of steps after ``last_step`` and an incomplete last line.
 
-    Call it at the start of an incarnation that continues from that step. It reads backward from the
-    end, no further than needed.
+    An incarnation that continues after ``last_step`` calls this at its start. The function reads
+    backward from the end, only as far as necessary.
     """
     try:
         with documents.opened(path) as file:
@@ -90,10 +90,9 @@ def cut(path: Path, last_step: int) -> None:
 
 
 def _cut_at(file: documents.LineFile, last_step: int) -> tuple[int, bool]:
-    """Return where the lines to keep end, and whether some lines before this place must go.
+    """Return the offset at which the kept lines end, and whether to drop lines before this offset.
 
-    This happens if the master of an earlier incarnation was still writing at the same time as the
-    master of a later one.
+    Such lines exist if the masters of two incarnations wrote at the same time.
     """
     end = None
     for offset, raw in file.backward() if last_step >= 0 else ():
@@ -127,9 +126,9 @@ def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
 
 
 def read_between(path: Path, after: int, last: int) -> list[dict[str, Any]]:
-    """Return the lines of the steps after ``after`` up to ``last``, in order and each step once.
+    """Return one line for each step after ``after`` up to ``last``, in order.
 
-    Reads backward from the end, no further than needed.
+    Reads backward from the end, only as far as necessary.
     """
     found: dict[int, dict[str, Any]] = {}
     try:
@@ -150,9 +149,9 @@ def evaluates(line: Mapping[str, Any]) -> bool:
 
 
 def read_evaluation(path: Path, n: int) -> dict[str, Any]:
-    """Return the newest of the last ``n`` lines that has an evaluation; empty if none has.
+    """Return the newest of the last ``n`` lines with an evaluation; an empty mapping without one.
 
-    Other lines are not parsed.
+    Lines without an evaluation are not parsed.
     """
     try:
         with documents.opened(path) as file:
@@ -164,9 +163,9 @@ def read_evaluation(path: Path, n: int) -> dict[str, Any]:
 
 
 def read_values(path: Path, name: str) -> Iterator[float]:
-    """Yield the numbers of one metric in the lines.
+    """Yield the value of one metric in each line that has it.
 
-    Lines are not parsed, because a long run has very many.
+    Search the lines without parsing them, because a long run has very many.
     """
     value = re.compile(rb'[{ ]"%b": (-?[0-9.e+-]+)[,}]' % re.escape(name.encode()))
     try:
@@ -180,7 +179,7 @@ def read_values(path: Path, name: str) -> Iterator[float]:
 
 
 def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the last line, completed by the values of the last line with an evaluation."""
+    """Return the last line, together with the newest values of metrics of evaluations."""
     newest: dict[str, Any] = {}
     for line in lines:
         evaluated = {name: value for name, value in newest.items() if name.startswith("eval/")}
@@ -191,7 +190,7 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines that are an object with a step.
 
-    Skip incomplete lines in the middle of the file, which remain where later lines follow a crash.
+    Skip incomplete lines: a crash leaves one, and later lines may follow it.
     """
     for raw in raw_lines:
         with suppress(CorruptFileError):
@@ -230,7 +229,7 @@ _MODEL: Final = re.compile(r"step-(\d{1,9})(?:\.(\d{1,9})-checkpoint)?")
 _MEAN: Final = re.compile(r"avg@\d+")
 """Pattern of the mean reward; evaluations during training call it ``reward``."""
 LONG: Final = 60
-"""Length from which on the start of a trial's name may have been cut off (`desk.evaluating`)."""
+"""Minimum length of a trial name whose start `desk.evaluating` may have cut off."""
 ENDS: Final = {"value": "", "low": "/low", "high": "/high"}
 
 
@@ -241,7 +240,7 @@ class _Evaluation(NamedTuple):
 
 
 def read_evaluated(paths: RunPaths) -> list[dict[str, Any]]:
-    """Return lines of metrics with the evaluations of all checkpoints, by step.
+    """Return lines of metrics with the evaluations of all checkpoints, ordered by step.
 
     Omit damaged results, and results of checkpoints from which training did not continue.
     """
@@ -254,7 +253,7 @@ def all_lines(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def newest_evaluated(paths: RunPaths) -> dict[str, Any]:
-    """Return the line of the newest step that has one, or {}; older lines are not read."""
+    """Return the last line of `read_evaluated` without reading older results; {} without one."""
     for _, same in groupby(reversed(evaluation_trials(paths)), key=lambda trial: trial[0]):
         if found := _evaluations_of(paths, list(same)):
             return found[-1]
@@ -316,7 +315,10 @@ def _evaluations_of(
 
 
 def checkpoint_of(paths: RunPaths, model: Path) -> re.Match[str] | None:
-    """Whether a model is a checkpoint or export of the trial, even if its root has moved since."""
+    """Match the name of a model folder if it is a checkpoint or export of the trial.
+
+    Only the end of the path counts, because the root of the runs may have moved since.
+    """
     folders = (paths.exports.name, paths.being_evaluated.name)
     own = model.parts[-4:-2] == (paths.experiment, paths.trial) and model.parts[-2] in folders
     return _MODEL.fullmatch(model.name) if own else None

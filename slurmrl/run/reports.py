@@ -1,7 +1,7 @@
-"""Publications of a trial's processes: their identities, and reports about ends of incarnations.
+"""Types that a trial's processes publish: their identities, and reports on ends of incarnations.
 
-The first failure of an incarnation counts. Reports may come from older versions of slurmrl and lack
-fields. See `watch.published` for the readers and `workers.failure` for the writers.
+The first failure of an incarnation counts. Reports of older versions of slurmrl may lack fields.
+`workers.failure` writes the reports; `watch.published` reads them.
 
 A world is a set of processes that share one process group and fail together; its ranks are 0..n-1.
 The group of the trainers is one world on all of its hosts. In every other group, each task is a
@@ -74,7 +74,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Identity:
-    """An agent: its task, its attempt at that task, its host and its job."""
+    """The identity of an agent: its task, its attempt at the task, its host and its job."""
 
     group: Annotated[str, FILE_NAME]
     task: Annotated[int, COUNT]
@@ -99,7 +99,7 @@ class Identity:
 
     @property
     def world(self) -> str:
-        """The world that its workers belong to."""
+        """Name of the world of the agent's workers."""
         return world_of(self.group, self.task)
 
 
@@ -129,7 +129,7 @@ class Failure(Report):
     reason: str = ""
     """The reason in one sentence."""
     host: str | None = None
-    """Host on which it happened; empty if no host caused it."""
+    """Host of the failed process; empty if no host caused the failure."""
     world: str = TRAINERS
     """The world of the rank."""
     rank: Annotated[int, COUNT] | None = None
@@ -145,17 +145,17 @@ class Failure(Report):
     gpu: str = ""
     """The GPU that failed."""
     certain: bool = False
-    """Whether only the GPU's hardware can be the reason."""
+    """Whether the GPU's hardware is certainly the reason."""
     damaged: str = ""
     """Directory of a damaged checkpoint."""
     absent: str = ""
     """Path of an input that does not exist, although its directory can be read."""
     agent: str = ""
-    """The agent that hangs."""
+    """Name of the agent that hangs."""
     echo: bool = False
     """Whether the failure looks like a consequence of another rank's end."""
     final: bool = False
-    """Whether it is a user error, after which no other incarnation starts."""
+    """Whether this is a user error, after which no other incarnation starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class LostHost(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTaskView:
-    """An attempt at a task that is alive as far as the master knows."""
+    """An attempt at a task that the master believes to be alive."""
 
     task: str
     """``rollout/3``"""
@@ -198,15 +198,15 @@ class RolloutTaskView:
     host: str = ""
     """Host of the task; empty until the task has joined."""
     version: str = ""
-    """The weight version that it uses; empty if it has none yet."""
+    """The weight version that the task uses; empty if it has none yet."""
     leased: Annotated[int, SIZE] = 0
-    """Number of items on which it works."""
+    """Number of items on which the task works."""
     silent_s: Annotated[float, SECONDS] = 0.0
     """Seconds since its last message."""
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
     """Counters since the attempt began."""
     problem: str = ""
-    """Reason why it cannot take newer weights; empty if it can."""
+    """Reason why the task cannot take newer weights; empty if it can."""
     leaving: bool = False
 
     @property
@@ -245,7 +245,7 @@ class RolloutsView:
     given_back: Annotated[int, SIZE] = 0
     """Number of items that tasks returned unfinished."""
     lost: Annotated[int, SIZE] = 0
-    """Number of items of tasks that were lost or left."""
+    """Number of unfinished items of tasks that were lost or have exited."""
     tasks: tuple[RolloutTaskView, ...] = ()
 
 
@@ -296,22 +296,22 @@ class JobTag:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of an incarnation, as far as it was reported."""
+    """The reported facts about the end of an incarnation."""
 
     incarnation: int
     job: JobTag = JobTag()
     failure: Failure = field(default_factory=Failure)
     """The incarnation's first failure; `Failure()` if nothing was reported."""
     warned: Warned | None = None
-    """The warning that its job would end."""
+    """The warning that the incarnation's job would end."""
     hang: Hang | None = None
     requeued: bool = False
-    """Whether Slurm has since requeued its job, or ended the job together with its host."""
+    """Whether Slurm has since requeued the job, or ended the job together with its host."""
     repeated: bool = False
     """Whether the failure is a GPU fault that occurred again on other hosts."""
     shared_loss: bool = False
-    """Whether the next incarnation in the same start of the job was lost with its host. Then this
-    one was lost with it too."""
+    """Whether the next incarnation in the same start of the job was lost with its host. This
+    incarnation then was lost for the same reason."""
 
     @property
     def cause(self) -> str:
@@ -347,13 +347,13 @@ class Ending:
     def hang_words(self) -> str:
         """One line that says which ranks waited for which.
 
-        It is only for display, because its times differ between incarnations.
+        Do not compare it: its times differ between incarnations.
         """
         return first_line(self.hang.text) if self.hang is not None else ""
 
     @property
     def is_own_fault(self) -> bool:
-        """Whether the failure explains the end better than a warning does."""
+        """Whether the failure explains the end better than a warning."""
         return self.cause in OWN_FAULTS
 
     @property
@@ -381,7 +381,10 @@ class Ending:
 
 
 def cause_of(failure: Failure) -> str:
-    """Return the cause, which very old versions did not report; empty if nothing was reported."""
+    """Return the cause of a failure; derive it if a very old version did not report the cause.
+
+    Return an empty string if nothing was reported.
+    """
     if failure.cause:
         return failure.cause
     if failure.exception or failure.traceback:
@@ -396,7 +399,7 @@ def failure_words(failure: Failure) -> str:
     worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"
     match cause_of(failure):
         case Cause.DIED if failure.rank is None and reason:
-            return reason  # the message names the fork server and the failed import
+            return reason  # this message already names the fork server and the failed import
         case Cause.DIED:
             code = failure.exit_code
             return f"{worker} died: {reason if code is None else exit_words(code)}"
@@ -425,14 +428,14 @@ def attempt_failure_words(failure: Failure) -> str:
 
 
 def _silence(failure: Failure, reason: str) -> str:
-    """Return how long a process was silent; if a report lacks this, its reason."""
+    """Return a phrase about a process's silence in seconds, or the reason if this is unknown."""
     if failure.silent_s is not None:
         return f": no heartbeat for {failure.silent_s:g} s"
     return f": {reason}" if reason else ""
 
 
 def _where(failure: Failure) -> str:
-    """Return ``, train_step of step 4``."""
+    """Return the place of a failure, such as ``, train_step of step 4``; empty if unknown."""
     step = "" if failure.step is None else f"step {failure.step}"
     place = " of ".join(part for part in (failure.call, step) if part)
     return f", {place}" if place else ""

@@ -1,4 +1,4 @@
-"""Completions or rows of steps, kept as JSON lines.
+"""Files of JSON lines with the completions or rows of each step.
 
 ``samples/`` has readable samples. Each incarnation writes its own files:
 ``step-<s>.<incarnation>.jsonl`` for training and ``eval-step-<s>.<incarnation>.jsonl`` for
@@ -29,15 +29,15 @@ from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
 
 FILE_BYTES = 64 << 20
-"""Size of a file after which the samples of later steps go to another file."""
+"""Size in bytes from which on later steps go to another file."""
 FIELDS: Fields = {"step": SIZE, "file": FILE_NAME, "start": SIZE, "stop": SIZE}
-"""The fields of a line of an index. The lines of the step are the bytes from ``start`` to ``stop``
-of the file."""
+"""The fields of a line of an index. The samples of the step are the bytes from ``start`` to
+``stop`` of the file."""
 _INDEX = re.compile(r"([0-9]{8,})\.([0-9]+)\.index")
 
 
 class SamplePlace(NamedTuple):
-    """The bytes of a file that are the lines of a step; by default the whole file."""
+    """The bytes of a file that hold the samples of a step; by default the whole file."""
 
     path: Path
     start: int = 0
@@ -47,7 +47,7 @@ class SamplePlace(NamedTuple):
 class KeptSampleWriter:
     """Writes the samples of an incarnation that begins with the step ``first``.
 
-    The methods raise EnvironmentFailure and can be repeated then.
+    The methods raise EnvironmentFailure; the caller can then repeat the call.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KeptSampleWriter:
         self._files: dict[str, documents.LineWriter] = {}
 
     def begin(self) -> None:
-        """Create the index. Samples of earlier incarnations from its step on no longer count."""
+        """Create the index. It replaces samples of earlier incarnations from step ``first`` on."""
         self._append(self._index, b"")
 
     def write(self, step: int, rows: bytes, *, evaluation: bool) -> None:
@@ -78,13 +78,13 @@ class KeptSampleWriter:
         return documents.LineWriter(path, calls=self._calls)
 
     def _append(self, file: documents.LineWriter, data: bytes) -> int:
-        """Append to a file. Its folder is made again if a user or a purge has removed it."""
+        """Append to a file; recreate its folder if a user or a purge has removed the folder."""
         atomic.make_private_directory(self._folder, calls=self._calls)
         return file.write(data)
 
 
 def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
-    """Return where the samples of each step are, in the order of the steps.
+    """Return the place of the samples of each step, in the order of the steps.
 
     For a step that was trained again, the samples of the newest incarnation count. Raises
     EnvironmentFailure.
@@ -109,7 +109,7 @@ def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
 
 
 def _lines(index: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines of an index, without lines that a kill or a full disk has cut off."""
+    """Yield the lines of an index. Skip lines that a kill or a full disk has cut off."""
     with suppress(FileNotFoundError), documents.opened(index) as file:
         for raw in file.forward():
             with suppress(CorruptFileError):
@@ -126,12 +126,12 @@ LINE: Final[Fields] = {"place": SIZE, "record": table({})}
 def write_part(
     path: Path, records: Mapping[str, Mapping[str, Any]], own: Sequence[str], batch: Sequence[str]
 ) -> None:
-    """Write the lines about a rank's ``own`` items durably, each with its place in the ``batch``.
+    """Write one line for each of a rank's ``own`` items durably, with its place in the ``batch``.
 
     The file is complete or absent.
 
-    Raises ValueError if there is not one line for each item, EnvironmentFailure if the file cannot
-    be written for `READ_S`.
+    Raises ValueError if ``records`` lacks one of the items or has another, EnvironmentFailure if
+    the file cannot be written for `READ_S` seconds.
     """
     if records.keys() != set(own):
         odd = sorted(records.keys() ^ set(own))[:3]
@@ -148,9 +148,7 @@ def write_part(
 
 
 def read_parts(paths: RunPaths, prefix: str, numbers: Iterable[int]) -> list[Mapping[str, Any]]:
-    """Return the records of a step, in the order of its batch, from its part files.
-
-    They are the files with these ``numbers`` whose names begin with ``prefix``.
+    """Return the records in the part files ``prefix`` with these ``numbers``, in batch order.
 
     Raises CorruptFileError for files that are missing or damaged, EnvironmentFailure.
     """
@@ -167,7 +165,7 @@ def _place(line: Mapping[str, Any]) -> int:
 
 
 def _part_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines of a part file. Raises CorruptFileError, EnvironmentFailure."""
+    """Yield the lines of a part file. Raises CorruptFileError, EnvironmentFailure."""
     try:
         with (
             opened(path, os.O_RDONLY | os.O_NOFOLLOW, REAL) as descriptor,

@@ -1,4 +1,4 @@
 """Message channels between processes: JSON objects in checksummed frames.
 
-`message_log` carries them over the shared directory, `pipe` between a process and its child.
+`message_log` carries messages over the shared directory, `pipe` between a process and its child.
 """

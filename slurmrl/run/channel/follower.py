@@ -1,9 +1,8 @@
-"""Follow growing logs by inotify, or by polling and the writers' wake-ups.
+"""Followers of growing logs.
 
-Inotify is used on a local file system, polling and wake-ups elsewhere.
-
-Notification by inotify is only a hint: callers also poll occasionally. On a shared file system, or
-when the kernel has no watches left, inotify reports nothing.
+On a local file system, inotify reports changes. Elsewhere, or if the kernel has no watches left,
+followers poll the logs, and writers announce messages by wake-ups. Both are only hints: followers
+also poll occasionally with inotify.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ logger = log.get(__name__)
 
 FIRST_POLL_S = 0.001
 ANNOUNCED_FIRST_POLL_S = 1.0
-"""First pause between polls of logs whose writers send wake-ups. If a wake-up is lost, its message
-is late by at most this, or by a tenth of the time waited if that is longer."""
+"""First pause in seconds between polls of logs whose writers send wake-ups. If a wake-up is lost,
+its message is late by at most this pause or a tenth of the wait, whichever is longer."""
 POLL_GROWTH = 1.1
-"""Growth of the pauses: a poll is late by at most a tenth of the time waited, until pauses reach
-their maximum."""
+"""Factor between pauses: until pauses reach their maximum, a poll is late by at most a tenth of the
+wait."""
 SPARE_LOOKS = 8
-"""Reads of a log without news that wake-ups may cause. Each poll without news allows one more, so
-endless wake-ups cost no more than the polls."""
+"""Maximum number of reads of a log without news because of wake-ups. Each poll without news allows
+another such read, so useless wake-ups at most double the reads."""
 SAFETY_S = 1.0
-"""Maximum pause between polls while the kernel reports every change."""
+"""Maximum pause in seconds between polls while the kernel reports every change."""
 _EVENT_BYTES = 65536
 _IN_MODIFY = 0x2
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # the values of IN_NONBLOCK and IN_CLOEXEC
@@ -66,7 +65,7 @@ class _Polls:
 
 
 class _Followed:
-    """A log, the schedule of its polls, and how many more reads wake-ups may cause."""
+    """A log, the schedule of its polls, and the number of reads that wake-ups may still cause."""
 
     def __init__(self, reader: LogReader, polls: _Polls) -> None:
         self.reader = reader
@@ -94,10 +93,10 @@ class _Followed:
 class Follower:
     """The logs of several writers in one directory.
 
-    ``longest_poll_s`` is the maximum pause between polls if the kernel does not report changes. In
-    this case the writers send wake-ups to ``wakeups``. A log whose last news a wake-up announced is
-    polled less often at first. Without wake-ups, polls are the same as without a socket. While the
-    directory does not answer, logs appear to have no news; see `answers`.
+    ``longest_poll_s`` is the maximum pause in seconds between polls if the kernel does not report
+    changes. In this case the writers send wake-ups to ``wakeups``. If a wake-up announced the last
+    news of a log, the log is polled less often at first. While the directory does not answer, logs
+    appear to have no news; see `answers`.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Follower:
         return self._look(logs, due) if logs else []
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there may be news; -1 without notification."""
+        """Return a descriptor that is readable when there may be news; -1 without notification."""
         descriptor = self._watch.fileno()
         return self._wakeups.fileno() if self._wakeups and descriptor < 0 else descriptor
 
@@ -165,7 +164,7 @@ class Follower:
             self._receive(self._wakeups)
 
     def expect_news(self) -> None:
-        """Start again with short pauses for logs without wake-ups, because news is likely soon."""
+        """Restart with short pauses for logs without wake-ups, because news is likely soon."""
         if self._watch.fileno() < 0:
             self._silent.restart()
             self._next_at = self._next_poll_at()
@@ -203,7 +202,7 @@ class Follower:
         self.woken = bool(self._announced)
 
     def _look(self, logs: Sequence[_Followed], due: Collection[_Polls]) -> list[Message]:
-        """Read these logs, of which those with a schedule in ``due`` are due for a poll."""
+        """Read ``logs``; a log whose schedule is in ``due`` is due for a poll."""
         self.woken = False
         paths = [one.reader.path for one in logs]
         told = self._watch.follow(paths)
@@ -212,7 +211,8 @@ class Follower:
             found = one.read()
             self._account(one, news=bool(found), polled=one.polls in due)
             news += found
-        moved = paths != [one.reader.path for one in logs]  # to files that are not watched yet
+        # A log that continues in another segment has a file that is not watched yet.
+        moved = paths != [one.reader.path for one in logs]
         for polls in due:
             polls.polled()
         if news:
@@ -256,9 +256,9 @@ class FileWatch:
         return int(self._descriptor)
 
     def follow(self, paths: Iterable[Path]) -> bool:
-        """Follow those files that exist; return whether all files are followed now.
+        """Follow the files that exist; return whether all files are followed now.
 
-        Changes after the return are reported, so first follow, then read, then wait.
+        Only changes after the return are reported, so first follow, then read, then wait.
         """
         if self._descriptor < 0:
             return False

@@ -1,7 +1,6 @@
-"""A log of messages on the shared directory. It has one writer, and all readers see one order.
+"""A log of messages on the shared directory, with one writer. All readers see the same order.
 
-Each message is a frame, which pipes and leases use as well: magic, length and checksum, then a JSON
-object.
+Each message is a frame, which pipes use as well: magic, length and checksum, then a JSON object.
 
 0      4        8       12
 | SRL1 | length | crc32 | JSON ...          integers little-endian, crc32 over length and JSON
@@ -41,7 +40,7 @@ MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")
 LENGTH = struct.Struct("<I")
 MESSAGE_BYTES = 64 << 20
-"""Maximum length of a message; a frame with a greater length is damaged."""
+"""Maximum length of a message in bytes; a frame with a greater length is damaged."""
 
 Message = dict[str, Any]
 
@@ -94,15 +93,15 @@ def _parse(body: bytes) -> Message:
 
 
 SEGMENT_BYTES = 64 << 20
-"""Size at which a log continues in a new segment."""
+"""Size in bytes at which a log continues in a new segment."""
 CHUNK_BYTES = 1 << 20
 TAIL_BYTES = 256 << 20
-"""Bytes read at the end of a log: usually more than its writer appends between two reads."""
+"""Maximum number of new bytes in one read: usually more than a writer appends between two reads."""
 LOOK_AGAIN_EVERY = 16
 """Number of reads of a missing file after which its directory is listed: an NFS client may report a
 file as missing until it notices that the directory has changed."""
 ANOTHER = "the next start creates a new log"
-"""Remedy for a log that something else has replaced."""
+"""Next step in messages about a log that something else has replaced."""
 OWN = "$log"
 """Key of the log's internal frames."""
 
@@ -150,7 +149,7 @@ class LogWriter:
         """Append messages in one write. Readers see them together or one after the other.
 
         Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
-        already: the next append, even an empty one, writes them first. Do not append them again.
+        already: the next append, even without messages, writes them first. Never append them again.
         Raises CorruptFileError if something else has replaced the file: a retry would not help.
         """
         if any(OWN in message for message in messages):
@@ -163,9 +162,9 @@ class LogWriter:
         self._queued = b""
 
     def _rotate(self) -> None:
-        """Create a new segment, name it at the end of the old one, and continue in it.
+        """Create a new segment, name it at the end of the old segment, and continue in it.
 
-        Each of these can be repeated after a failure.
+        Each of these steps can be repeated after a failure.
         """
         start = self._create(self._segment + 1)
         self._write(encode({OWN: {"next": self._segment + 1}}))
@@ -173,7 +172,7 @@ class LogWriter:
         self._offset = start
 
     def _create(self, segment: int) -> int:
-        """Create a segment unless this writer has done so; return its first message's offset."""
+        """Create a segment, or find it after a retry; return the offset of its first message."""
         path = segment_path(self._path, segment)
         head = encode({OWN: {"nonce": self._nonce}})
         if not atomic.exclusive_create(path, head, durable=self._durable, calls=self._calls):
@@ -202,7 +201,7 @@ class LogReader:
     def __init__(
         self, path: Path, *, start: LogPosition | None = None, calls: SystemCalls = REAL
     ) -> None:
-        """``start``: the `position` of an earlier reader of the log; None: its first message."""
+        """Begin at ``start``, the `position` of an earlier reader, or at the first message."""
         self.position = start or LogPosition()
         """Place after the last message that `read` returned."""
         self._first = path
@@ -221,8 +220,8 @@ class LogReader:
     def read(self) -> list[Message]:
         """Return the messages since the last read.
 
-        Return none if the file does not exist yet or its handle is stale (the next read gets a new
-        one).
+        Return none if the file does not exist yet, or if its handle is stale; the next read opens
+        the file again.
 
         Raises CorruptFileError, EnvironmentFailure.
         """
@@ -264,7 +263,7 @@ class LogReader:
         return True
 
     def _read_tail(self, descriptor: int) -> bytes:
-        """Read from the end of the last complete message.
+        """Return the bytes after the last complete message.
 
         An incomplete message is read again, because its writer may have rewritten it.
         """

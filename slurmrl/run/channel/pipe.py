@@ -1,7 +1,7 @@
 """A pipe of messages between a process and its child, over one end of a socket pair.
 
-Calls do not block unless requested: data that does not fit into the kernel's buffer is queued and
-sent by later calls. Several threads may send; one receives.
+Only `Connection.receive` waits. Data that does not fit into the kernel's buffer is queued, and
+later calls send it. Several threads may send; one receives.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Connection:
         self._descriptors: deque[int] = deque()
         self._eof = False
         self._deaf = False
-        """The peer no longer reads."""
+        """Whether the peer no longer reads."""
         self._sending = threading.Lock()
 
     @classmethod
@@ -75,7 +75,7 @@ class Connection:
     # -- sending -----------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send a message; queue bytes that do not fit; drop all if the peer has closed."""
+        """Send a message; queue bytes that do not fit; drop everything if the peer has closed."""
         self._queue(Outgoing(memoryview(encode(message))))
 
     def send_with_fds(self, message: Message, *descriptors: int) -> None:
@@ -83,7 +83,7 @@ class Connection:
         self._queue(Outgoing(memoryview(encode(message)), [*map(os.dup, descriptors)]))
 
     def flush(self) -> bool:
-        """Send queued data as far as it fits; return whether the queue is empty."""
+        """Send as much of the queue as fits; return whether the queue is empty."""
         with self._sending:
             return self._flush()
 

@@ -1,9 +1,9 @@
-"""Wake-ups: datagrams that say that the sender's log has grown, and the addresses they use.
+"""Wake-ups: datagrams that say that the sender's log has grown, and the addresses of their sockets.
 
-They are only a hint, sent once and never answered: readers poll the logs anyway, and only the files
-count. A wake-up is the receiver's secret token; the sender's address says which log has grown. The
-master, the agents and the rollout tasks each have a socket at their host's address on the network
-between the hosts.
+A wake-up is only a hint, sent once and never answered: readers also poll the logs, and only the
+files count. A wake-up contains the receiver's secret token; the sender's address says which log has
+grown. The master, the agents and the rollout tasks each have a socket at their host's address on
+the network between the hosts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ TOKEN_BYTES = 16
 WAKEUPS_AT_ONCE = 4096
 """Maximum number of datagrams received in one call, so that the caller can do other work."""
 RECEIVE_BUFFER_BYTES = 1 << 20
-"""Requested buffer for wake-ups that arrive while logs are read; the kernel may grant less."""
+"""Requested size of the buffer for wake-ups that arrive while logs are read. The kernel may grant
+less."""
 LOOK_S = 0.02
-"""Minimum time between two reads of files that wake-ups cause, however many arrive."""
+"""Minimum number of seconds between two reads of files because of wake-ups."""
 SEND_S = 0.01
-"""Maximum wait for room in the kernel's buffer, in each call of `wake`."""
+"""Maximum number of seconds that a call of `wake` waits for room in the kernel's buffer."""
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("9I")
 _DROPS = 8
@@ -46,7 +47,7 @@ _DROPS = 8
 
 
 def _is_address(value: object) -> bool:
-    """Whether this is an address. A name would need a lookup, which can block."""
+    """Return whether the value is an IPv4 address. A host name would need a slow lookup."""
     try:
         return isinstance(value, str) and bool(ipaddress.IPv4Address(value))
     except ValueError:
@@ -65,7 +66,7 @@ TOKEN = FieldType(f"{2 * TOKEN_BYTES} hexadecimal digits", _is_token)
 
 @dataclass(frozen=True)
 class WakeupAddress:
-    """Address and token of a socket. It is secret because of the token."""
+    """Address and token of a socket. Keep it secret: whoever has the token can send wake-ups."""
 
     host: Annotated[str, ADDRESS]
     port: Annotated[int, PORT]
@@ -125,7 +126,7 @@ class WakeupSocket:
         return Wakeups(frozenset(sources), overflowed=self._drops != drops)
 
     def wake(self, others: Iterable[WakeupAddress]) -> None:
-        """Send wake-ups. One that cannot be sent is lost."""
+        """Send a wake-up to each address. A wake-up that cannot be sent is lost."""
         patience_s = SEND_S
         for other in others:
             with contextlib.suppress(OSError):
@@ -153,8 +154,8 @@ class WakeupSocket:
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 _ROUTE_PROBE = ("192.0.2.1", 9)
-"""An address reserved for documentation (RFC 5737): connecting a UDP socket to it sends nothing and
-shows which of our addresses the default route uses."""
+"""An address reserved for documentation (RFC 5737). Connecting a UDP socket to it sends nothing,
+and shows which address of this host the default route uses."""
 
 logger = log.get(__name__)
 
@@ -177,7 +178,7 @@ def interface_of(address: str) -> str | None:
 
 
 def default_address() -> str | None:
-    """Return our address on the default route, or None if there is no route."""
+    """Return this host's address on the default route; None if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(_ROUTE_PROBE)
@@ -187,16 +188,17 @@ def default_address() -> str | None:
 
 
 def fabric_address(interface: str | None, hosts: int) -> str:
-    """Return the address to bind: never loopback for a job with several hosts.
+    """Return the address for this host's sockets.
 
-    The first of these that applies is used:
+    Use the first of these addresses that applies:
 
     - the address of the configured interface
     - loopback, for a job of one host
     - the address of the default route
 
     Raises:
-        EnvironmentFailure: the interface has no address, or no address was found.
+        EnvironmentFailure: The interface has no address, or the default route has no address other
+            than loopback.
     """
     known = ", ".join(name for _, name in socket.if_nameindex())
     if interface is not None:
@@ -220,8 +222,8 @@ def fabric_address(interface: str | None, hosts: int) -> str:
 def open_wakeups(control: Path, interface: str | None, hosts: int) -> WakeupSocket | None:
     """Return a socket on this host's fabric address for wake-ups about the logs in ``control``.
 
-    Return None if the kernel reports changes of these logs, or if wake-ups are impossible; then
-    the logs are only polled.
+    Return None if the kernel reports changes of these logs. Return None if wake-ups are impossible;
+    the logs are then only polled.
     """
     return None if is_local(control) else fabric_wakeups(interface, hosts)
 
