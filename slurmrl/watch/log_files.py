@@ -317,7 +317,7 @@ class _Tail:
         backward."""
 
     def start(self) -> tuple[int, int]:
-        """Return the part and the offset to read from; (0, 0) for the start of the previous part."""
+        """Return part and offset at which to begin; (0, 0) for the start of the previous part."""
         with documents.opened(self._path) as file:
             now = part(file.first(HEAD_BYTES))
             offset = self._search(file)
