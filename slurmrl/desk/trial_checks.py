@@ -405,7 +405,7 @@ def _missing(settings: Settings, plan: Plan) -> Iterator[tuple[str, str]]:
             key = dotted((*role_key(model.role), "backend"))
             yield key, f"{model.engine} needs a package that {sys.prefix} lacks: {rules.install}"
         wanted = "fp8" if section.fp8 else "transformer_engine"
-        if getattr(section, wanted) and not _is_here(TRANSFORMER_ENGINE):
+        if rules.module and getattr(section, wanted) and not _is_here(TRANSFORMER_ENGINE):
             key = dotted((*role_key(model.role), wanted))
             yield key, f"{sys.prefix} lacks TransformerEngine (docs/engines.md)"
 
