@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +128,28 @@ def make_model(
     for module in made.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
+    _limit_time_steps(made)
     return made
+
+
+def _limit_time_steps(model: PreTrainedModel) -> None:
+    """Limit the time steps of Mamba 2 layers from below in passes over one token, too.
+
+    transformers limits them only in longer passes, so sampled tokens would have other
+    probabilities than in training. softplus is monotonic: max(softplus(x + bias), least) is
+    softplus(max(x, softplus^-1(least) - bias) + bias).
+    """
+
+    def limited(layer: Any, _: nn.Module, __: Any, projected: Tensor) -> Tensor:
+        if projected.shape[-2] > 1:
+            return projected
+        before, steps = projected.tensor_split([-layer.num_heads], dim=-1)
+        least = math.log(math.expm1(layer.time_step_limit[0])) - layer.dt_bias
+        return torch.cat([before, torch.maximum(steps, least.to(steps.dtype))], dim=-1)
+
+    for layer in model.modules():
+        if getattr(layer, "time_step_limit", (0,))[0] > 0 and not hasattr(layer, "mup_vector"):
+            cast(nn.Module, layer.in_proj).register_forward_hook(partial(limited, layer))
 
 
 def _loaded(

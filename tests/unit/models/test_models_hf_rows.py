@@ -73,7 +73,8 @@ def test_logprobs_do_not_depend_on_the_batch(name: str) -> None:
     kinds: list[RowKind] = ["packed", "single"] if name in APART else ["single"]
     for kind in kinds:
         model.rows = kind
-        assert (logprobs(model, ids, LENGTHS) - alone).abs().max() < 1e-5, kind
+        found = (logprobs(model, ids, LENGTHS) - alone).abs().max()
+        assert found < (1e-4 if name == "zamba2" else 1e-5), kind  # its states sum up more
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -167,7 +168,7 @@ def test_rows_with_one_sequence_each_need_no_positions() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*APART, *MIXING])
+@pytest.mark.parametrize("name", [*APART, *MIXING, "zamba2"])
 def test_generation_logits_equal_training_logits(name: str) -> None:
     """Prompts of unequal lengths, rows that change places, and more rows that join."""
     model = built(tiny(name, **BY_COLUMN.get(name, {})))
