@@ -68,7 +68,11 @@ class DropCount:
 
 @dataclass(frozen=True, kw_only=True)
 class LeasedItems:
-    """The items that one lease still holds."""
+    """The items that one lease still holds: in the ledger, and in requests to the holder.
+
+    A request asks for the completions of each item. The plan has their number and the sampling
+    options.
+    """
 
     lease: str
     """``<incarnation>.<number>``, unique in a trial."""
@@ -77,6 +81,9 @@ class LeasedItems:
     items: tuple[Number, ...]
     oldest: Annotated[str, VERSION]
     """The weights that the holder had when it got the lease; no token is from older weights."""
+    rows: tuple[tuple[Number, Number], ...] = ()
+    """Epoch and row number in the dataset of each item. Only requests have them: the order of the
+    dataset gives them for the ledger's items."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from slurmrl.data.ledger import StoredGroup
+from slurmrl.data.ledger import LeasedItems, StoredGroup
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.workers.master.task_attempts import RolloutAttempt, TaskEvents
-from slurmrl.workers.rollout_messages import Abort, Confirm, GenerateItems, Leave, RolloutRequest
+from slurmrl.workers.rollout_messages import Abort, Confirm, Leave, RolloutRequest
 
 
 class SimulatedAttempt(RolloutAttempt):
@@ -108,13 +108,13 @@ class SimulatedTask:
         """Execute a request of the master. ``length`` returns the tokens of a new group."""
         match request:
             case Confirm():
-                held = {(one.lease, each.item) for one in request.leases for each in one.items}
+                held = {(one.lease, item) for one in request.leases for item in one.items}
                 self.items = {
                     item: work for item, work in self.items.items() if (work[0], item) in held
                 }
                 for one in request.leases:
                     self._add(one, length, order)
-            case GenerateItems():
+            case LeasedItems():
                 self._add(request, length, order)
             case Abort():
                 for item in request.items:
@@ -123,12 +123,10 @@ class SimulatedTask:
             case Leave():
                 raise AssertionError("no task is surplus")
 
-    def _add(
-        self, request: GenerateItems, length: Callable[[], float], order: Iterator[int]
-    ) -> None:
-        for one in request.items:
-            if one.item in self.items or self.leaving:
+    def _add(self, request: LeasedItems, length: Callable[[], float], order: Iterator[int]) -> None:
+        for item in request.items:
+            if item in self.items or self.leaving:
                 continue
-            self.items[one.item] = request.lease, len(self.versions) - 1
+            self.items[item] = request.lease, len(self.versions) - 1
             end = self.tokens + length()
-            heapq.heappush(self.ends, (end, next(order), one.item, request.lease))
+            heapq.heappush(self.ends, (end, next(order), item, request.lease))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
-from slurmrl.data.ledger import LEASE, StoredGroup
+from slurmrl.data.ledger import LEASE, LeasedItems, StoredGroup
 from slurmrl.fsio.documents import NUMBER, SECONDS, SIZE
 from slurmrl.run.channel.wakeups import WakeupAddress
 from slurmrl.run.reports import Identity
@@ -21,32 +21,13 @@ from slurmrl.workers.messages import MessageSet
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestedItem:
-    """An item and its row in the dataset; the task reads the dataset itself."""
-
-    item: Annotated[int, SIZE]
-    epoch: Annotated[int, SIZE]
-    index: Annotated[int, SIZE]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateItems:
-    """Make the completions of each item. The plan has their number and the sampling options."""
-
-    lease: Annotated[str, LEASE]
-    items: tuple[RequestedItem, ...]
-    oldest: Annotated[str, VERSION]
-    """Oldest usable weight version: tokens of older versions are useless."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Confirm:
     """The first message of a log: the knowledge of this incarnation's master about the attempt.
 
     Other leases have ended: their unfinished items are no longer wanted.
     """
 
-    leases: tuple[GenerateItems, ...] = ()
+    leases: tuple[LeasedItems, ...] = ()
     """The leases that are still valid, with the items for which the master has no result. An
     earlier incarnation may have made the request, in a log that the task has not read."""
     wakeups: WakeupAddress | None = None
@@ -68,7 +49,7 @@ class Leave:
     within_s: Annotated[float, SECONDS]
 
 
-RolloutRequest: TypeAlias = Confirm | GenerateItems | Abort | Leave
+RolloutRequest: TypeAlias = Confirm | LeasedItems | Abort | Leave
 
 
 # -- a task to the masters, in its result log ------------------------------------------------
@@ -145,7 +126,7 @@ RolloutResult: TypeAlias = (
 
 REQUEST_LOG: Final = MessageSet[RolloutRequest](
     "the request log of a rollout task",
-    {"confirm": Confirm, "generate": GenerateItems, "abort": Abort, "leave": Leave},
+    {"confirm": Confirm, "generate": LeasedItems, "abort": Abort, "leave": Leave},
 )
 RESULT_LOG: Final = MessageSet[RolloutResult](
     "the result log of a rollout task",

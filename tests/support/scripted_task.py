@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from slurmrl.data.ledger import LeasedItems
 from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.channel.wakeups import WakeupAddress
@@ -17,7 +18,6 @@ from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
     GaveBack,
-    GenerateItems,
     GroupsFinished,
     Holds,
     Joined,
@@ -71,8 +71,8 @@ class ScriptedTask:
                 self.open, self.master = {}, request.wakeups
                 for lease in request.leases:
                     self._follow(lease)
-            case GenerateItems():
-                wanted = {one.item: request.lease for one in request.items}
+            case LeasedItems():
+                wanted = dict.fromkeys(request.items, request.lease)
                 self.open |= {i: n for i, n in wanted.items() if (n, i) not in self.answered}
             case Abort():
                 for item in request.items:

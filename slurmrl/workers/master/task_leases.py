@@ -36,14 +36,7 @@ from slurmrl.workers.master.task_attempts import (
     TaskEvents,
     parse_name,
 )
-from slurmrl.workers.rollout_messages import (
-    COUNTS_S,
-    Abort,
-    Confirm,
-    GenerateItems,
-    Leave,
-    RequestedItem,
-)
+from slurmrl.workers.rollout_messages import COUNTS_S, Abort, Confirm, Leave
 
 LAG_S = 10.0
 """Seconds, in addition to twice its last time, that an attempt may take to load new weights before
@@ -198,13 +191,9 @@ class TaskLeases:
             lease = self._ledger.lease(count, name, able[name])
             self._living[name].post(self._request(lease))
 
-    def _request(self, lease: LeasedItems) -> GenerateItems:
+    def _request(self, lease: LeasedItems) -> LeasedItems:
         assert self.rows is not None
-        rows = zip(lease.items, self.rows(lease.items), strict=True)
-        items = (
-            RequestedItem(item=item, epoch=epoch, index=index) for item, (epoch, index) in rows
-        )
-        return GenerateItems(lease=lease.lease, items=tuple(items), oldest=lease.oldest)
+        return replace(lease, rows=tuple(self.rows(lease.items)))
 
 
 def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from slurmrl import log
+from slurmrl.data.ledger import LeasedItems
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
@@ -31,17 +32,17 @@ from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
     GaveBack,
-    GenerateItems,
     GroupsFinished,
     Joined,
     Leave,
-    RequestedItem,
     RolloutRequest,
     RolloutResult,
 )
 
 Key = tuple[str, int]
 """(lease, item)"""
+Row = tuple[int, int]
+"""(epoch, row number in the dataset)"""
 ASKED = "the master told this task to exit"
 logger = log.get(__name__)
 
@@ -77,8 +78,8 @@ class Session:
         self._confirmed = self._expired = False
         self._oldest: dict[str, VersionId] = {}
         """The oldest weight version that may sample tokens of each lease."""
-        self._waiting: dict[Key, RequestedItem] = {}
-        self._begun: dict[Key, RequestedItem] = {}
+        self._waiting: dict[Key, Row] = {}
+        self._begun: dict[Key, Row] = {}
         self._sampled: dict[Key, SampleGroup] = {}
         """Items whose tokens are sampled but not yet scored."""
         self._finished: dict[Key, SampleGroup] = {}
@@ -103,7 +104,7 @@ class Session:
         match request:
             case Confirm():
                 self._confirm(request)
-            case GenerateItems():
+            case LeasedItems():
                 self._generate(request)
             case Abort():
                 self._forget({(request.lease, item) for item in request.items})
@@ -135,7 +136,7 @@ class Session:
 
     # -- what to do --------------------------------------------------------------------------
 
-    def begin(self) -> dict[Key, RequestedItem]:
+    def begin(self) -> dict[Key, Row]:
         """Return items to make from now on."""
         if not self._confirmed or self.paused or self.held is None or self.retirement is not None:
             return {}
@@ -222,17 +223,17 @@ class Session:
     # -- parts -------------------------------------------------------------------------------
 
     def _confirm(self, request: Confirm) -> None:
-        named = {(one.lease, row.item) for one in request.leases for row in one.items}
+        named = {(one.lease, item) for one in request.leases for item in one.items}
         known = {*self._waiting, *self._begun, *self._sampled, *self._finished, *self._returned}
         self._forget(known - named)
         self._confirmed = True
         for lease in request.leases:
             self._generate(lease)
 
-    def _generate(self, request: GenerateItems) -> None:
+    def _generate(self, request: LeasedItems) -> None:
         self._oldest[request.lease] = VersionId.parse(request.oldest)
-        for row in request.items:
-            key = request.lease, row.item
+        for item, row in zip(request.items, request.rows, strict=True):
+            key = request.lease, item
             known = (self._begun, self._sampled, self._finished, self._returned, self._answered)
             if any(key in each for each in known):
                 continue
@@ -253,7 +254,7 @@ class Session:
             ):
                 each.pop(key, None)
 
-    def _return(self, items: dict[Key, RequestedItem]) -> None:
+    def _return(self, items: dict[Key, Row]) -> None:
         assert self.retirement is not None, "items are given back by a task that retires"
         self._returned |= dict.fromkeys(items, self.retirement.reason)
         items.clear()

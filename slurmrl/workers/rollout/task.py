@@ -20,7 +20,7 @@ from slurmrl.run.channel.wakeups import WakeupAddress, WakeupSocket
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VersionId
-from slurmrl.workers.rollout.session import Key, MasterWakeups, ResultWriter, Session
+from slurmrl.workers.rollout.session import Key, MasterWakeups, ResultWriter, Row, Session
 from slurmrl.workers.rollout.task_generation import Generation, Scoring
 from slurmrl.workers.rollout.task_weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
@@ -29,7 +29,6 @@ from slurmrl.workers.rollout_messages import (
     Confirm,
     Holds,
     Leaving,
-    RequestedItem,
     RolloutCounts,
     RolloutResult,
     Unreadable,
@@ -244,12 +243,12 @@ class TaskAtWork:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _make(self, key: Key, row: RequestedItem) -> None:
+    async def _make(self, key: Key, row: Row) -> None:
         if self._ending:  # the engine may still have requests of the same row
             await asyncio.wait(set(self._ending))
         held = self._session.held
         assert held is not None, "items begin once there are weights"
-        group = await self._generation.group(key[0], row, held.name)
+        group = await self._generation.group(key, row, held.name)
         self._session.sampled(key, group)
         if self._scoring is not None:
             await self._tell()  # now generation may begin another item

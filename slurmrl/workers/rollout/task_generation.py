@@ -42,7 +42,7 @@ from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.rollouts.tools import Job, in_thread
-from slurmrl.workers.rollout_messages import RequestedItem
+from slurmrl.workers.rollout.session import Key, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,28 +71,28 @@ class Generation:
         rollout = self._settings.config.rollout
         return -(-rollout.episode.concurrency // rollout.n) + 1
 
-    async def group(self, lease: str, row: RequestedItem, held: str) -> SampleGroup:
+    async def group(self, key: Key, row: Row, held: str) -> SampleGroup:
         """Return all completions of an item. ``held`` is the task's weight version when they begin.
 
         Raises RunFailedError if the engine is lost, EpisodeError if all episodes of several items
         in a row have failed, CorruptFileError and EnvironmentFailure for a row that cannot be read.
         """
         sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
-        context = self._context(row)
+        context = self._context(key[1])
         outcomes = await self._episodes.run(
             self._engine, episode_items(sample, context), context, Waiting(), slots=self._slots
         )
         self.counts["tokens"] += sum(sum(one.written) for one in outcomes)
         self.counts["items"] += 1
         self.counts["episodes_failed"] += sum(bool(outcome.failure) for outcome in outcomes)
-        return SampleGroup.of(row.item, lease, outcomes, held)
+        return SampleGroup.of(key[1], key[0], outcomes, held)
 
     def close(self) -> None:
         self._episodes.close()
 
-    def _context(self, row: RequestedItem) -> CallContext:
+    def _context(self, item: int) -> CallContext:
         """Return the context of the item's step if the trainers never wait for samples."""
-        step = row.item // self._settings.algorithm.batch_size + 1
+        step = item // self._settings.algorithm.batch_size + 1
         return replace(self._call, step=step)
 
 
@@ -108,14 +108,14 @@ class TaskRows:
         self._opening = threading.Lock()
         self._opened: SampleRows | None = None
 
-    def sample(self, row: RequestedItem) -> SequenceSample:
+    def sample(self, row: Row) -> SequenceSample:
         """Return the row as a sample of one item.
 
         Raises CorruptFileError, and EnvironmentFailure if it cannot be read for `READ_S`.
         """
         return retry("read the dataset", lambda: self._read(row), timeout_s=READ_S)
 
-    def _read(self, row: RequestedItem) -> SequenceSample:
+    def _read(self, row: Row) -> SequenceSample:
         with self._opening:
             if self._opened is None:
                 self._opened = dataset.make(
@@ -125,7 +125,7 @@ class TaskRows:
                         for part in self._config.parts.values()
                     ],
                 )
-        return self._opened.sample([(row.epoch, row.index)])
+        return self._opened.sample([row])
 
 
 UNKNOWN: Final = frozenset({"step", "model_scores"})
@@ -169,7 +169,7 @@ class Scoring:
         self._late: Counter[int] = Counter()
         """Number of times that the score of an item was abandoned."""
 
-    async def scored(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
+    async def scored(self, row: Row, group: SampleGroup) -> SampleGroup:
         """Return the group with its scores, or unchanged.
 
         If this is cancelled, the reward is stopped. An item whose scoring is cancelled repeatedly
@@ -177,8 +177,8 @@ class Scoring:
         """
         if self._left:
             return group
-        if self._late[row.item] >= MOST_LATE:
-            logger.warning("the trainers will score item %d: its score came too late", row.item)
+        if self._late[group.item] >= MOST_LATE:
+            logger.warning("the trainers will score item %d: its score came too late", group.item)
             return group
         try:
             sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
@@ -186,10 +186,10 @@ class Scoring:
             made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
             scored = await self._answer(Questions.about(made, self._context))
         except asyncio.CancelledError:
-            self._late[row.item] += 1
+            self._late[group.item] += 1
             raise
         except SlurmrlError as error:
-            logger.warning("the trainers will score item %d: %s", row.item, error)
+            logger.warning("the trainers will score item %d: %s", group.item, error)
             return group
         return replace(group, scored=replace(scored, submission=self._submission))
 

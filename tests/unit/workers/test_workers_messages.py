@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.data.ledger import StoredGroup
+from slurmrl.data.ledger import LeasedItems, StoredGroup
 from slurmrl.errors import CorruptFileError
 from slurmrl.run.channel import message_log
 from slurmrl.run.channel.wakeups import WakeupAddress
@@ -44,13 +44,11 @@ from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
     GaveBack,
-    GenerateItems,
     GroupsFinished,
     Holds,
     Joined,
     Leave,
     Leaving,
-    RequestedItem,
     RolloutCounts,
     WakeTask,
 )
@@ -62,7 +60,9 @@ SAMPLE = StoredGroup(
 ADDRESS = WakeupAddress("10.0.0.1", 4711, "ab" * 16)
 WAITS = PendingCollective(name="all_reduce", number=3, group="0", ranks=(0, 1), since_s=2.0)
 DOING = RankProgress(rank=1, call="gen", step=4, since_s=3.5, collective=WAITS)
-ITEMS = (RequestedItem(item=5, epoch=0, index=3), RequestedItem(item=9, epoch=1, index=3))
+LEASE = LeasedItems(
+    lease="1.7", holder="rollout.3.1", items=(5, 9), rows=((0, 3), (1, 3)), oldest="4.1"
+)
 TASK = Identity("rollout", 3, 1, "r3", "50.0.0", "50_3", 7)
 MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (CONTROL_LOG, LoadBatch(seq=3, step=4, items=((0, 7), (1, 2)), evaluation=True)),
@@ -89,8 +89,8 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (TO_ROLLOUT_WORKER, Serve(incarnation=3)),
     (TO_ROLLOUT_WORKER, Retire(reason="preemption", within_s=25.5)),
     (REQUEST_LOG, Confirm(wakeups=ADDRESS)),
-    (REQUEST_LOG, Confirm(leases=(GenerateItems(lease="1.7", items=ITEMS, oldest="4.1"),))),
-    (REQUEST_LOG, GenerateItems(lease="1.7", items=ITEMS, oldest="4.1")),
+    (REQUEST_LOG, Confirm(leases=(LEASE,))),
+    (REQUEST_LOG, LEASE),
     (REQUEST_LOG, Abort(lease="1.7", items=(5,))),
     (REQUEST_LOG, Leave(within_s=30.0)),
     (RESULT_LOG, Joined(agent=TASK)),

@@ -23,8 +23,8 @@ from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import EnvironmentFailure, RewardError
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import SampleGroup
+from slurmrl.workers.rollout.session import Row
 from slurmrl.workers.rollout.task_generation import Scoring, TaskRows, scoring_of
-from slurmrl.workers.rollout_messages import RequestedItem
 from tests.unit.algorithms.conftest import ARCHITECTURE
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
@@ -126,10 +126,10 @@ def row_of(item: int) -> SequenceSample:
 
 
 class Rows:
-    def sample(self, row: RequestedItem) -> SequenceSample:
-        if row.item == GONE:
+    def sample(self, row: Row) -> SequenceSample:
+        if row[1] == GONE:
             raise EnvironmentFailure("the dataset cannot be read")
-        return row_of(row.item)
+        return row_of(row[1])
 
 
 def scoring(call: CallContext, **changes: Any) -> Scoring:
@@ -161,8 +161,8 @@ def group_of(item: int, tokens: Sequence[Sequence[int]] = GROUPS[1]) -> SampleGr
     )
 
 
-def asked(item: int) -> RequestedItem:
-    return RequestedItem(item=item, epoch=0, index=item)
+def asked(item: int) -> Row:
+    return 0, item
 
 
 def test_task_without_training_reward_scores_nothing() -> None:

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slurmrl.data.ledger import LeasedItems
 from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.rollout.session import Key, Session
@@ -16,9 +17,7 @@ from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
     GaveBack,
-    GenerateItems,
     Leave,
-    RequestedItem,
 )
 from tests.support.sample_groups import small_group
 
@@ -26,19 +25,19 @@ MOST_BEGUN, MOST_UNWRITTEN = 3, 4
 ANY = st.randoms(use_true_random=False)
 
 
-def lease_of(keys: set[Key], oldest: int) -> tuple[GenerateItems, ...]:
-    leases = sorted({lease for lease, _ in keys})
+def lease_of(keys: set[Key], oldest: int) -> tuple[LeasedItems, ...]:
+    items: dict[str, tuple[int, ...]] = {}
+    for lease, item in sorted(keys):
+        items[lease] = *items.get(lease, ()), item
     return tuple(
-        GenerateItems(
+        LeasedItems(
             lease=lease,
-            items=tuple(
-                RequestedItem(item=item, epoch=0, index=item)
-                for one, item in sorted(keys)
-                if one == lease
-            ),
+            holder="rollout.0.1",
+            items=own,
+            rows=tuple((0, item) for item in own),
             oldest=f"{oldest}.0",
         )
-        for lease in leases
+        for lease, own in items.items()
     )
 
 

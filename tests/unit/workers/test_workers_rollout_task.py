@@ -20,6 +20,7 @@ from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data import dataset, preparation
+from slurmrl.data.ledger import LeasedItems
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
@@ -45,13 +46,11 @@ from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
     RESULT_LOG,
     Confirm,
-    GenerateItems,
     GroupsFinished,
     Holds,
     Joined,
     Leave,
     Leaving,
-    RequestedItem,
     RolloutCounts,
     RolloutResult,
     WakeTask,
@@ -174,8 +173,9 @@ def trial(tmp_path: Path) -> Trial:
 
 
 def asked(lease: str, *items: int, oldest: VersionId = OLD) -> dict[str, Any]:
-    rows = tuple(RequestedItem(item=item, epoch=0, index=item) for item in items)
-    return REQUEST_LOG.to_json(GenerateItems(lease=lease, items=rows, oldest=oldest.name))
+    rows = tuple((0, item) for item in items)
+    request = LeasedItems(lease=lease, holder="", items=items, rows=rows, oldest=oldest.name)
+    return REQUEST_LOG.to_json(request)
 
 
 def test_tasks_sample_the_same_tokens_as_trainers(

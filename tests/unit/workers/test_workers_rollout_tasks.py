@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slurmrl.data.leases import Admission, SampleLedger
-from slurmrl.data.ledger import LedgerRecord
+from slurmrl.data.ledger import LeasedItems, LedgerRecord
 from slurmrl.errors import (
     CorruptFileError,
     EnvironmentFailure,
@@ -52,9 +52,7 @@ from slurmrl.workers.master.task_leases import SILENT_S
 from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
-    GenerateItems,
     Leave,
-    RequestedItem,
     RolloutCounts,
     Unreadable,
 )
@@ -432,10 +430,12 @@ def test_least_loaded_tasks_get_the_next_items(beds: Callable[..., Bed]) -> None
     first.finish(0, 1)
     bed.look()
     assert first.receive(1) == []
-    assert [request for request in second.receive(1) if isinstance(request, GenerateItems)] == [
-        GenerateItems(
+    assert [request for request in second.receive(1) if isinstance(request, LeasedItems)] == [
+        LeasedItems(
             lease="1.2",
-            items=tuple(RequestedItem(item=item, epoch=0, index=item) for item in (6, 7)),
+            holder=second.name,
+            items=(6, 7),
+            rows=((0, 6), (0, 7)),
             oldest="0.1",
         )
     ]
@@ -781,14 +781,15 @@ def test_new_master_confirms_valid_leases(beds: Callable[..., Bed]) -> None:
     assert bed.train() == [0, 1, 2, 3]
     task.hold("1.1")
     bed.look()
-    assert [one.lease for one in task.receive(1) if isinstance(one, GenerateItems)] == ["1.2"]
+    assert [one.lease for one in task.receive(1) if isinstance(one, LeasedItems)] == ["1.2"]
     bed.restart()
     bed.look()
     (confirm,) = task.receive(2)
     assert isinstance(confirm, Confirm)
     (held,) = confirm.leases
     assert (held.lease, held.oldest) == ("1.1", "0.1")
-    assert [one.item for one in held.items] == [4, 5, 6, 7]
+    assert held.items == (4, 5, 6, 7)
+    assert held.rows == tuple((0, item) for item in held.items)
     assert set(task.open.values()) == {"1.1"}
     assert bed.train() == [0, 1, 2, 3]
     assert bed.tasks.agents["rollout/0"] == task.agent
@@ -808,7 +809,7 @@ def test_master_leases_no_items_before_it_knows_the_dataset(
     assert task.receive(1) == []
     bed.tasks.start(rows)
     bed.look()
-    assert [type(one) for one in task.receive(1)] == [Confirm, GenerateItems]
+    assert [type(one) for one in task.receive(1)] == [Confirm, LeasedItems]
 
 
 @pytest.mark.parametrize(
