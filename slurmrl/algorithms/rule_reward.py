@@ -5,11 +5,10 @@ The trainers' ranks and rollout tasks make the same calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from math import nan
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,12 +22,16 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Record
 from slurmrl.plan.metric_names import SCORED_BY_TASKS, UNSCORED
-from slurmrl.rewards.base import ScoredCompletions, check_sum
+from slurmrl.rewards.base import Stats, added, check_sum, metrics
 from slurmrl.rewards.checked_reward import Extras, of_completion
-from slurmrl.rewards.weighted import Row, WeightedReward, make_reward
+from slurmrl.rewards.weighted import WeightedReward, make_reward
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
+
+
+Scores = tuple[Sequence[float | None], Sequence[Mapping[str, float]], Stats]
+"""Scores of completions, scores of the reward's parts, and metrics of its functions."""
 
 
 class RuleRewardInterface(Interface):
@@ -47,14 +50,13 @@ class RuleRewardInterface(Interface):
         does not score failed episodes, nor completions that a rollout task has scored. The sample
         has the dataset's metadata.
         """
-        groups = [context.stored(name).scored if context.stored else None for name in sample.ids]
-        reward = self._prepare(context) if any(group is None for group in groups) else None
-        questions = Questions.about(sample, context)
-        completions, places = questions.completions, questions.places
+        groups = [_by_task(name, context) for name in sample.ids]
+        reward = self._prepare(context) if None in groups else None
+        arguments = reward_arguments(sample, context)
+        completions, places = arguments["completions"], arguments["places"]
         counts = sample.sequence_counts("input_ids")
-        found = _scored(groups, counts, questions, reward)
-        scores: Sequence[float | None] = found.scores
-        stats = found.metrics()
+        scores, parts, counted = _scored(groups, counts, arguments, reward)
+        stats = metrics(counted, parts)
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor([nan if one is None else one for one in scores], dtype=torch.float32)
@@ -77,7 +79,7 @@ class RuleRewardInterface(Interface):
                 data={"rewards": rewards},
             ),
             stats,
-            _texts(sample, completions, scores, found.parts, context),
+            _texts(sample, completions, scores, parts, context),
             records=records,
         )
 
@@ -99,23 +101,40 @@ class RuleRewardInterface(Interface):
         return self._reward
 
 
+def _by_task(name: str, context: CallContext) -> Scores | None:
+    """Return the scores by a rollout task of an item's completions; None if there are none."""
+    group = None if context.stored is None else context.stored(name)
+    if group is None or group.scores is None:
+        return None
+    return group.scores, group.parts, group.stats
+
+
 def _scored(
-    groups: Sequence[ScoredCompletions | None],
+    groups: Sequence[Scores | None],
     counts: Sequence[int],
-    questions: Questions,
+    arguments: Mapping[str, Any],
     reward: WeightedReward | None,
-) -> ScoredCompletions:
-    """Scores from rollout tasks, and from the reward function for all other items."""
-    left = [
-        place
-        for group, count, end in zip(groups, counts, accumulate(counts), strict=True)
-        if group is None
-        for place in range(end - count, end)
-    ]
-    if reward is None:
-        return ScoredCompletions().spread([], len(left)).filled(groups, counts)
-    score = reward.score
-    return questions.of(left).answered(lambda asked: score(**vars(asked))).filled(groups, counts)
+) -> Scores:
+    """Return the scores from rollout tasks, and from the reward function for all other groups."""
+    scores: list[float | None] = []
+    parts: list[Mapping[str, float]] = []
+    left: list[int] = []
+    for group, count in zip(groups, counts, strict=True):
+        if group is None:
+            left += range(len(scores), len(scores) + count)
+            scores += [0.0] * count
+            parts += [{}] * count
+        else:
+            scores += group[0]
+            parts += group[1]
+    stats = [group[2] for group in groups if group]
+    asked = with_tokens(arguments, left)
+    if reward is not None and asked:
+        given = reward.score(**of_places(arguments, asked))
+        for place, score, part in zip(asked, given, reward.given, strict=True):
+            scores[place], parts[place] = score, part
+        stats.insert(0, reward.stats())
+    return scores, parts, added(stats)
 
 
 def score_records(
@@ -209,53 +228,33 @@ def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) ->
     return {} if text == sample.metadata["prompt"][item] else {"rendered": text}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Questions:
-    """The arguments of `WeightedReward.score`, one entry for each completion."""
+def reward_arguments(sample: SequenceSample, context: CallContext) -> dict[str, Any]:
+    """Return the arguments of `WeightedReward.score` for all completions of a sample.
 
-    prompts: Sequence[str]
-    completions: Sequence[str]
-    rows: Sequence[Row]
-    places: Sequence[str]
-    """Source lines, for messages."""
-    extras: Extras
-
-    @staticmethod
-    def about(sample: SequenceSample, context: CallContext) -> Questions:
-        """Return the questions about a sample, which has completions and the dataset's metadata."""
-        tokens = last_turns(sample)
-        completions = decode_completions(sample, tokens, context)
-        counts = sample.sequence_counts("input_ids")
-        prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
-        return Questions(
-            prompts=prompts,
-            completions=completions,
-            rows=rows,
-            places=_places(sample, context),
-            extras=_extras(sample, tokens, completions, context),
-        )
-
-    def of(self, places: Sequence[int]) -> Questions:
-        """Return the questions about some of the completions."""
-        return Questions(
-            prompts=[self.prompts[place] for place in places],
-            completions=[self.completions[place] for place in places],
-            rows=[self.rows[place] for place in places],
-            places=[self.places[place] for place in places],
-            extras=of_completion(self.extras, places),
-        )
-
-    def answered(self, score: ScoreQuestions) -> ScoredCompletions:
-        """Score the completions, except completions without a token.
-
-        These score 0: their episodes have failed.
-        """
-        asked = [place for place, tokens in enumerate(self.extras["token_ids"]) if tokens]
-        found = score(self.of(asked)) if asked else ScoredCompletions()
-        return found.spread(asked, len(self.completions))
+    The sample has the dataset's metadata.
+    """
+    tokens = last_turns(sample)
+    completions = decode_completions(sample, tokens, context)
+    counts = sample.sequence_counts("input_ids")
+    return {
+        "prompts": repeated(sample.metadata["prompt"], counts),
+        "completions": completions,
+        "rows": repeated(sample.metadata["row"], counts),
+        "places": _places(sample, context),
+        "extras": _extras(sample, tokens, completions, context),
+    }
 
 
-ScoreQuestions: TypeAlias = Callable[[Questions], ScoredCompletions]
+def of_places(arguments: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments for some of the completions."""
+    extras = of_completion(arguments["extras"], places)
+    names = ("prompts", "completions", "rows", "places")
+    return {name: [arguments[name][at] for at in places] for name in names} | {"extras": extras}
+
+
+def with_tokens(arguments: Mapping[str, Any], places: Iterable[int]) -> list[int]:
+    """Return the places of completions with a token; failed episodes have none, and score 0."""
+    return [place for place in places if arguments["extras"]["token_ids"][place]]
 
 
 def decode_completions(

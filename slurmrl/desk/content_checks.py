@@ -152,7 +152,8 @@ def score_first_row(
     extras = {name: known[name] for name in wanted}
     tried = f"reward '{reward.title}', tried on the first row with its answer as the completion"
     try:
-        names = list(function.score([prompt], [answer], [row], [place], extras).metrics())
+        function.score([prompt], [answer], [row], [place], extras)
+        names = list(function.metrics())
         if metric and function.has_stats and not any(f"/{metric}".endswith(f"/{n}") for n in names):
             found = f"{tried}: it records {', '.join(names) or 'no metrics'}, not '{metric}'"
             yield Finding("reward", Weight.WARNING, found, "stop_when")

@@ -38,7 +38,6 @@ from slurmrl.desk.trial_checks import undescribed
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.registry import describe
-from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rewards.checked_reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.tools import ToolSchemas
@@ -192,7 +191,7 @@ def _try(request: Mapping[str, Any]) -> dict[str, Any]:
             completions = [item.completion for item in items]
             extras["token_ids"] = token_ids(config.actor.tokenizer, completions)
         made = time.monotonic()
-        found = _scored(function, rows, items, extras)
+        scores = _scored(function, rows, items, extras)
         scored = time.monotonic()
         shown = [
             {
@@ -202,10 +201,10 @@ def _try(request: Mapping[str, Any]) -> dict[str, Any]:
                 "answer": rows.answer(item.row),
                 "score": score,
             }
-            for item, score in zip(items, found.scores, strict=True)
+            for item, score in zip(items, scores, strict=True)
         ]
         times = {"made_s": made - began, "scored_s": scored - made}
-        return {"items": shown, "stats": found.metrics(), **times}
+        return {"items": shown, "stats": function.metrics(), **times}
 
 
 def _made(settings: Reward) -> WeightedReward:
@@ -220,7 +219,7 @@ def _made(settings: Reward) -> WeightedReward:
 
 def _scored(
     function: WeightedReward, rows: FoundRows, items: Sequence[Item], extras: dict[str, Any]
-) -> ScoredCompletions:
+) -> list[float | None]:
     return function.score(
         [rows.prompt(item.row) for item in items],
         [item.completion for item in items],

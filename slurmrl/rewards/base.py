@@ -8,13 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isfinite
 from numbers import Real
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from slurmrl.errors import RewardError, UsageError
-from slurmrl.fsio.documents import NUMBER, FieldType
 
 
 class RewardFunction(ABC):
@@ -106,7 +104,6 @@ METRIC = "reward/"
 """Prefix of the metric of a reward part, which is the mean of its unweighted scores."""
 Stats = Mapping[str, tuple[float, float]]
 """Metrics: name -> (sum, count)."""
-SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
 
 
 def as_scores(
@@ -192,67 +189,27 @@ def shortened(text: str) -> str:
     return repr(text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoredCompletions:
-    """Scores of completions, one entry for each. Numbers keep all their bits, even in files."""
+def scores_problem(
+    scores: Sequence[float | None],
+    parts: Sequence[Mapping[str, float]],
+    stats: Stats,
+    count: int,
+) -> str | None:
+    """Return why these are not finite scores of ``count`` completions; None if they are."""
+    if (len(scores), len(parts)) != (count, count):
+        return f"scores {len(scores)} completions of {count}"
+    numbers = [
+        *(score for score in scores if score is not None),
+        *(score for part in parts for score in part.values()),
+        *(number for pair in stats.values() for number in pair),
+    ]
+    return None if all(map(isfinite, numbers)) else "holds a number that is not finite"
 
-    scores: tuple[Annotated[float | None, SCORE], ...] = ()
-    """The weighted sums; None for completions that the reward could not score."""
-    parts: tuple[Mapping[str, float], ...] = ()
-    """Scores of the parts of the reward before their weights, by the name of the part; empty for a
-    reward that is not a sum."""
-    stats: Stats = field(default_factory=dict)
-    """Counts that the functions return in addition."""
-    submission: int = 0
-    """Number of the submission whose code and settings a rollout task used to score. Another
-    submission may have another reward."""
 
-    def problem(self, count: int) -> str | None:
-        """Return why these are not finite scores of ``count`` completions; None if they are."""
-        if (len(self.scores), len(self.parts)) != (count, count):
-            return f"scores {len(self.scores)} completions of {count}"
-        given = [score for part in self.parts for score in part.values()]
-        counted = [number for pair in self.stats.values() for number in pair]
-        scores = [score for score in self.scores if score is not None]
-        if not all(map(isfinite, (*scores, *given, *counted))):
-            return "holds a number that is not finite"
-        return None
-
-    def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return ``stats`` and the scores of the parts: name to (sum, count)."""
-        given = (
-            {METRIC + name: (score, 1.0) for name, score in part.items()} for part in self.parts
-        )
-        return added([self.stats, *given])
-
-    def spread(self, places: Sequence[int], count: int) -> ScoredCompletions:
-        """Return scores of ``count`` completions: these at ``places``, and 0 for the others."""
-        scores: list[float | None] = [0.0] * count
-        parts = [dict[str, float]() for _ in range(count)]
-        for place, score, part in zip(places, self.scores, self.parts, strict=True):
-            scores[place], parts[place] = score, dict(part)
-        return ScoredCompletions(scores=tuple(scores), parts=tuple(parts), stats=self.stats)
-
-    def filled(
-        self, groups: Sequence[ScoredCompletions | None], counts: Sequence[int]
-    ) -> ScoredCompletions:
-        """Return the groups in order, with these completions in the places of groups that are None.
-
-        ``counts`` are the numbers of completions of the groups.
-        """
-        found, start = [], 0
-        for group, count in zip(groups, counts, strict=True):
-            stop = start + (count if group is None else 0)
-            here = slice(start, stop)
-            found.append(
-                group or ScoredCompletions(scores=self.scores[here], parts=self.parts[here])
-            )
-            start = stop
-        return ScoredCompletions(
-            scores=tuple(score for each in found for score in each.scores),
-            parts=tuple(part for each in found for part in each.parts),
-            stats=added([self.stats, *(each.stats for each in found)]),
-        )
+def metrics(stats: Stats, parts: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """Return ``stats`` and the scores of the parts: name to (sum, count)."""
+    given = ({METRIC + name: (score, 1.0) for name, score in part.items()} for part in parts)
+    return added([stats, *given])
 
 
 def added(stats: Iterable[Stats]) -> dict[str, tuple[float, float]]:

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from slurmrl.config.schema import Reward
 from slurmrl.errors import RewardError, SlurmrlError, UnreadableInputError
-from slurmrl.fsio import documents
 from slurmrl.registry import describe
+from slurmrl.rewards.base import scores_problem
 from slurmrl.rewards.process_pool import Reply, end_with_parent, send, take_pipes
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 
@@ -70,10 +70,12 @@ def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: boo
     try:
         if "row" in request:
             return {"problem": str(reward.check_rows([request["row"]])[0])}
-        scored = reward.score(**request)
-        if of_groups and (problem := scored.problem(len(request["completions"]))):
+        scores = reward.score(**request)
+        parts, stats = reward.given, reward.stats()
+        count = len(request["completions"])
+        if of_groups and (problem := scores_problem(scores, parts, stats, count)):
             raise RewardError(f"the reward {problem}")
-        return {"judged": documents.to_json(scored)}
+        return {"judged": {"scores": scores, "parts": parts, "stats": stats}}
     except MemoryError as error:  # the process may not release the memory
         return {"error": _short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything

@@ -16,7 +16,7 @@ from slurmrl.config.schema.reward import ALONE
 from slurmrl.data.types import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
-from slurmrl.rewards.base import ScoredCompletions, added, check_sum, shortened
+from slurmrl.rewards.base import added, check_sum, metrics, shortened
 from slurmrl.rewards.checked_reward import NO_EXTRAS, CheckedReward, Extras, Stats, of_completion
 from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
 
@@ -45,6 +45,10 @@ class WeightedReward:
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
         self._parts = dict(parts)
+        self.given: list[dict[str, float]] = []
+        """Scores of the parts before their weights in the latest call, by the name of the part, for
+        each completion; empty for a reward that is not a sum."""
+        self._stats: Stats = {}
 
     @property
     def needs_answers(self) -> bool:
@@ -72,16 +76,16 @@ class WeightedReward:
         rows: Sequence[Row],
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
-    ) -> ScoredCompletions:
-        """Return the weighted sum for each completion, and its parts.
+    ) -> list[float | None]:
+        """Return the weighted sum for each completion.
 
         The sum is None if a part with a weight could not score the completion.
 
         :raises RewardError: `CheckedReward.score` fails, no part scores a row, or a sum is too
             large.
         """
-        stats: Stats = {}
-        given: list[dict[str, float]] = [{} for _ in completions]
+        self._stats = {}
+        self.given = [{} for _ in completions]
         for row, place in zip(rows, places, strict=True):
             if problem := self._scored_by_none(row):
                 raise RewardError(f"{place}: {problem}")
@@ -105,13 +109,20 @@ class WeightedReward:
                     continue
                 totals[index] += settings.weight * score
                 if name != ALONE:
-                    given[index][name] = score
+                    self.given[index][name] = score
                 terms[index].append(f"{settings.weight:g} * {score:g} ({name or settings.name})")
-            stats = added([stats, scorer.stats()])
+            self._stats = added([self._stats, scorer.stats()])
         for total, place, summands in zip(totals, places, terms, strict=True):
             check_sum(total, place, " + ".join(summands))
-        scores = (None if index in unscored else total for index, total in enumerate(totals))
-        return ScoredCompletions(scores=tuple(scores), parts=tuple(given), stats=stats)
+        return [None if index in unscored else total for index, total in enumerate(totals)]
+
+    def stats(self) -> Stats:
+        """Metrics that the functions return in addition to their scores, of the latest call."""
+        return dict(self._stats)
+
+    def metrics(self) -> Stats:
+        """Return all metrics of the latest call: `stats`, and the scores of the parts."""
+        return metrics(self._stats, self.given)
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:
         """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`)."""

@@ -14,9 +14,9 @@ import os
 import re
 import struct
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,8 @@ from slurmrl.fsio.calls import (
     opened,
     pwrite_all,
 )
-from slurmrl.fsio.documents import SIZE, TEXT, list_of
-from slurmrl.rewards.base import ScoredCompletions
+from slurmrl.fsio.documents import INTEGER, NUMBER, SIZE, TEXT, FieldType, list_of
+from slurmrl.rewards.base import Stats, scores_problem
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.weights.format import VERSION, VersionId
@@ -72,7 +72,15 @@ ROUTES = {EXPERT_SIZES: "<i4", EXPERTS: "<i2"}
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
-_SCORED = {"judged": documents.shape(ScoredCompletions)}
+_SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
+SCORED = {
+    "scores": list_of(_SCORE),
+    "parts": list_of(documents.each(NUMBER)),
+    "stats": documents.each(documents.items(NUMBER, NUMBER)),
+    "submission": INTEGER,
+}
+"""Fields of the JSON of scores."""
+_SCORED = {"judged": documents.table(SCORED)}
 _HEAD = struct.Struct("<Q")
 
 
@@ -259,8 +267,16 @@ class SampleGroup:
     """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
     experts: Array | None = None
     """int16: experts of all completions, side by side (see `data.meta.EXPERTS`)."""
-    scored: ScoredCompletions | None = None
-    """Scores of the completions in the task; None: the trainers score them."""
+    scores: tuple[float | None, ...] | None = None
+    """Score of each completion by the task, None for completions that the reward could not score.
+    They keep all their bits. Without scores, the trainers score the group."""
+    parts: tuple[Mapping[str, float], ...] = ()
+    """Scores of the parts of the reward before their weights (see `WeightedReward.given`)."""
+    stats: Stats = field(default_factory=dict)
+    """Metrics that the reward's functions returned in addition."""
+    submission: int = 0
+    """Number of the submission whose code and settings the task used to score. Another submission
+    may have another reward."""
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -318,25 +334,19 @@ class SampleGroup:
         if self.experts is not None:
             arrays |= {name: getattr(self, name) for name in ROUTES}
         own: dict[str, Any] = {"item": self.item, "lease": self.lease, "versions": self.versions}
-        if self.scored is not None:
-            own["judged"] = documents.to_json(self.scored)
+        if self.scores is not None:
+            own["judged"] = {name: getattr(self, name) for name in SCORED}
         return save(arrays, {OWN: json.dumps(own)})
 
     @staticmethod
     def from_bytes(data: bytes) -> SampleGroup:
         """Parse the bytes of a group. Raises ValueError if they are not valid."""
         try:
-            arrays = load(data)
+            arrays: dict[str, Any] = load(data)
             (size,) = _HEAD.unpack_from(data)
             header = documents.parse(data[_HEAD.size : _HEAD.size + size], "the header")
             own = documents.parse(
                 header["__metadata__"][OWN], "the header", _METADATA | _SCORED, _METADATA
-            )
-            found = own.get("judged")
-            scored = (
-                None
-                if found is None
-                else documents.from_json(ScoredCompletions, found, "the header")
             )
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
@@ -348,9 +358,16 @@ class SampleGroup:
             lease=own["lease"],
             versions=tuple(own["versions"]),
             masks=masks,
-            scored=scored,
+            **_read_scores(own.get("judged")),
             **arrays,
         )
+
+    def with_scores(self, scored: Mapping[str, Any]) -> SampleGroup:
+        """Return the group with the scores in a JSON object of `SCORED`.
+
+        Raises ValueError for invalid scores.
+        """
+        return replace(self, **_read_scores(scored))
 
     def _problem(self) -> str | None:
         if not SIZE.accepts(self.item) or not LEASE.accepts(self.lease):
@@ -382,7 +399,9 @@ class SampleGroup:
             return wrong
         if wrong := self._wrong_experts():
             return wrong
-        return None if self.scored is None else self.scored.problem(self.lengths.size)
+        if self.scores is None:
+            return None
+        return scores_problem(self.scores, self.parts, self.stats, self.lengths.size)
 
     def _wrong_experts(self) -> str | None:
         sizes, experts = self.expert_sizes, self.experts
@@ -426,6 +445,15 @@ def _joined_experts(completions: Sequence[Completions]) -> tuple[Array | None, A
     if not any(row.size for row in rows):
         return None, None
     return np.array([row.size for row in rows], np.int32), np.concatenate(rows)
+
+
+def _read_scores(scored: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of a JSON object of `SCORED`."""
+    if scored is None:
+        return {}
+    stats = {name: tuple(pair) for name, pair in scored.get("stats", {}).items()}
+    lists = {name: tuple(scored.get(name, ())) for name in ("scores", "parts")}
+    return {**lists, "stats": stats, "submission": scored.get("submission", 0)}
 
 
 def _read_masks(arrays: Sequence[Array | None]) -> SampledMasks | None:

@@ -10,17 +10,17 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl import log
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.rollout_calls import as_sample
 from slurmrl.algorithms.rollout_sampling import ConfiguredEpisodes, episode_items
-from slurmrl.algorithms.rule_reward import Questions
+from slurmrl.algorithms.rule_reward import of_places, reward_arguments, with_tokens
 from slurmrl.backoff import READ_S, retry
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
@@ -35,12 +35,11 @@ from slurmrl.errors import (
     WorkerDiedError,
 )
 from slurmrl.fsio import documents
-from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rewards.process_pool import MOST_PROCESSES, ProcessPool, Unanswered
 from slurmrl.rewards.weighted import reward_program
 from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Waiting
-from slurmrl.rollouts.sample_files import SampleGroup
+from slurmrl.rollouts.sample_files import SCORED, SampleGroup
 from slurmrl.rollouts.tools import Job, in_thread
 from slurmrl.workers.rollout.session import Key, Row
 
@@ -184,14 +183,14 @@ class Scoring:
             sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
             turns = self._context.settings.config.rollout.episode.has_turns
             made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
-            scored = await self._answer(Questions.about(made, self._context))
+            scored = await self._answer(reward_arguments(made, self._context))
         except asyncio.CancelledError:
             self._late[group.item] += 1
             raise
         except SlurmrlError as error:
             logger.warning("the trainers will score item %d: %s", group.item, error)
             return group
-        return replace(group, scored=replace(scored, submission=self._submission))
+        return group.with_scores(scored)
 
     def close(self) -> None:
         """End the processes, at the latest when the threads end with this process."""
@@ -202,19 +201,16 @@ class Scoring:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._threads.clear()
 
-    async def _answer(self, questions: Questions) -> ScoredCompletions:
-        job = Job(
-            lambda pool: questions.answered(
-                lambda asked: self._ask(asked, pool, job.future.cancelled)
-            )
-        )
+    async def _answer(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON of the scores of all completions. Raises SlurmrlError: there is none."""
+        job = Job(lambda pool: self._scored(arguments, pool, job.future.cancelled))
         self._asked += 1
         try:
             if len(self._threads) < min(self._asked, self._size):
                 self._threads.append(threading.Thread(target=self._serve, daemon=True))
                 self._threads[-1].start()
             self._jobs.put(job)
-            scored: ScoredCompletions = await job.future
+            scored: dict[str, Any] = await job.future
             return scored
         finally:
             self._asked -= 1
@@ -226,13 +222,25 @@ class Scoring:
             job.run(pool)
         pool.close()
 
-    def _ask(
-        self, questions: Questions, pool: ProcessPool, gone: Callable[[], bool]
-    ) -> ScoredCompletions:
-        """``gone``: whether nobody waits for the scores any more.
+    def _scored(
+        self, arguments: Mapping[str, Any], pool: ProcessPool, gone: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """``gone``: whether nobody waits for the scores any more."""
+        count = len(arguments["completions"])
+        scores: list[float | None] = [0.0] * count
+        parts: list[Mapping[str, float]] = [{}] * count
+        stats = {}
+        if asked := with_tokens(arguments, range(count)):
+            given = self._ask(of_places(arguments, asked), pool, gone)
+            stats = given["stats"]
+            for place, score, part in zip(asked, given["scores"], given["parts"], strict=True):
+                scores[place], parts[place] = score, part
+        found = {"scores": scores, "parts": parts, "stats": stats}
+        return {**found, "submission": self._submission}
 
-        Raises SlurmrlError: there is none.
-        """
+    def _ask(
+        self, arguments: dict[str, Any], pool: ProcessPool, gone: Callable[[], bool]
+    ) -> dict[str, Any]:
         try:
             wanted = pool.start()["wanted"]
         except (UsageError, WorkerDiedError, EnvironmentFailure):
@@ -241,18 +249,20 @@ class Scoring:
         if unknown := UNKNOWN.intersection(wanted):
             self._left = True
             raise UsageError(f"the reward asks for {min(unknown)}, which only the trainers know")
-        extras = {name: questions.extras[name] for name in wanted}
+        extras = {name: arguments["extras"][name] for name in wanted}
         began = time.monotonic()
-        (verdict,) = pool.ask([vars(replace(questions, extras=extras))], abandoned=gone)
+        (verdict,) = pool.ask([{**arguments, "extras": extras}], abandoned=gone)
         if isinstance(verdict, Unanswered):
             if gone():
                 waited_s = time.monotonic() - began
-                place = questions.places[0]
+                place = arguments["places"][0]
                 logger.warning("the reward for %s is stopped after %.0f s", place, waited_s)
             raise RewardError(verdict.why)
         if "error" in verdict:
             raise RewardError(verdict["error"])
-        return documents.from_json(ScoredCompletions, verdict["judged"], "the reply of the reward")
+        judged: dict[str, Any] = verdict["judged"]
+        documents.check(judged, SCORED, "the reply of the reward", ("scores", "parts", "stats"))
+        return judged
 
 
 def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | None:

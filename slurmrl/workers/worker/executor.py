@@ -284,8 +284,8 @@ class Executor:
         sample = self._stored[name]
         folder = self.paths.samples_of(sample.task)
         group = retry("read samples", lambda: read_group(folder, sample), timeout_s=READ_S)
-        if group.scored is not None and group.scored.submission != self._submission:
-            return replace(group, scored=None)
+        if group.scores is not None and group.submission != self._submission:
+            return replace(group, scores=None)
         return group
 
     def _calls(self, order: LoadBatch | RunCall) -> Sequence[CallPlan]:

@@ -12,7 +12,6 @@ from slurmrl.config.changes import differences
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema.reward import RewardPart
 from slurmrl.errors import RewardError
-from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
 from tests.support.trials import ppo_config
 
@@ -42,7 +41,7 @@ def reward() -> Iterator[Make]:
         made.close()
 
 
-def judge(made: WeightedReward, completions: Sequence[str]) -> ScoredCompletions:
+def judge(made: WeightedReward, completions: Sequence[str]) -> list[float | None]:
     count = len(completions)
     places = [f"rows.jsonl:{line}" for line in range(1, count + 1)]
     return made.score(["p"] * count, completions, ROWS[:count], places)
@@ -57,19 +56,20 @@ def test_weighted_sum_adds_scores_and_reports_each_part(reward: Make) -> None:
     }
     made = reward(parts=parts)
     judged = judge(made, ["a", "bb", "x"])
-    assert judged.scores == (1.0 - 0.5 * 2, -0.5 * 3, 1.0 - 0.5 * 2)
+    assert judged == [1.0 - 0.5 * 2, -0.5 * 3, 1.0 - 0.5 * 2]
     expected = {
         "reward/right": (2.0, 3.0),
         "reward/short": (7.0, 3.0),
         "reward/watched": (4.0, 3.0),
     }
-    assert judged.metrics() == expected
-    assert judged.parts[1] == {"right": 0.0, "short": 3.0, "watched": 2.0}
+    assert made.metrics() == expected
+    assert made.given[1] == {"right": 0.0, "short": 3.0, "watched": 2.0}
 
 
 def test_single_reward_has_no_part_metrics(reward: Make) -> None:
-    judged = judge(reward(name="exact_match"), ["a", "c", "x"])
-    assert (judged.scores, judged.metrics()) == ((1.0, 0.0, 1.0), {})
+    made = reward(name="exact_match")
+    assert judge(made, ["a", "c", "x"]) == [1.0, 0.0, 1.0]
+    assert made.metrics() == {}
 
 
 def test_row_chooses_its_parts_of_the_sum(reward: Make) -> None:
@@ -82,8 +82,11 @@ def test_row_chooses_its_parts_of_the_sum(reward: Make) -> None:
     }
     made = reward(parts=parts)
     judged = judge(made, ["a", "bbbb", "y"])
-    assert judged.scores == (1.0, 4.0, 0.0)
-    assert judged.metrics() == {"reward/first": (1.0, 2.0), "reward/second": (4.0, 1.0)}
+    assert judged == [1.0, 4.0, 0.0]
+    assert made.metrics() == {
+        "reward/first": (1.0, 2.0),
+        "reward/second": (4.0, 1.0),
+    }
     problems = made.check_rows([*ROWS, {"source": "four"}, {}])
     assert problems[:3] == ["", "", ""]
     assert problems[3].startswith("no part of the reward scores this row (source: 'four')")
@@ -115,15 +118,18 @@ def test_pooled_part_contributes_scores_and_statistics(reward: Make) -> None:
     pool = {"processes": 1, "unjudged_score": -2.0}
     made = reward(parts={"a": {"name": FAILING, "pool": pool, "weight": 10.0}})
     judged = judge(made, ["xx", "raise"])
-    assert judged.scores == (20.0, -20.0)
-    assert judged.metrics() == {"reward_unjudged": (1.0, 2.0), "reward/a": (0.0, 2.0)}
+    assert judged == [20.0, -20.0]
+    assert made.metrics() == {
+        "reward_unjudged": (1.0, 2.0),
+        "reward/a": (0.0, 2.0),
+    }
 
 
 def test_sum_has_no_score_if_a_part_with_weight_has_none(reward: Make) -> None:
     failing = {"name": FAILING, "pool": {"processes": 1}}
-    for weight, scores in ((0.5, (1.5, None)), (0.0, (1.0, 0.0))):
+    for weight, scores in ((0.5, [1.5, None]), (0.0, [1.0, 0.0])):
         made = reward(parts={"a": {**failing, "weight": weight}, "b": {"name": "exact_match"}})
-        assert judge(made, ["a", "raise"]).scores == scores
+        assert judge(made, ["a", "raise"]) == scores
 
 
 @pytest.mark.parametrize(

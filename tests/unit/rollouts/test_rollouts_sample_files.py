@@ -18,12 +18,12 @@ from safetensors.numpy import load
 
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
-from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.sample_files import (
     PER_COMPLETION,
     PER_TOKEN,
+    SCORED,
     SampleGroup,
     SampleWriter,
     read_group,
@@ -66,7 +66,8 @@ def assert_same(found: SampleGroup, group: SampleGroup) -> None:
     for name in (*PER_TOKEN, *PER_COMPLETION):
         np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
         assert getattr(found, name).dtype == getattr(group, name).dtype
-    assert found.scored == group.scored
+    for name in SCORED:
+        assert getattr(found, name) == getattr(group, name)
 
 
 @given(
@@ -84,12 +85,13 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
         each.tool_calls, each.tool_failures = 2 * number, number
     group = SampleGroup.of(7, "2.11", ended, "1.1")
     if judged:
-        given = ScoredCompletions(
+        group = replace(
+            group,
             scores=tuple(0.1 * number for number in range(len(ended))),
             parts=tuple({"right": 1 / (number + 3)} for number in range(len(ended))),
             stats={"reward_unjudged": (1.0, 3.0)},
+            submission=2,
         )
-        group = replace(group, scored=given)
     data = group.to_bytes()
     assert data == replace(group).to_bytes()
     found = SampleGroup.from_bytes(data)
@@ -110,7 +112,7 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
         start = stop
     used = {name for each in ended for name in each.versions if name}
     assert found.versions == (tuple(name for name in NAMES if name in used) or ("1.1",))
-    assert judged == (found.scored is not None)
+    assert judged == (found.scores is not None)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,9 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
         ({"drawn_by": np.full(5, 2, np.int32)}, "none of the versions"),
         ({"versions": VERSIONS[::-1]}, "from old to new"),
         ({"versions": ()}, "from old to new"),
-        ({"scored": ScoredCompletions(scores=(1.0,), parts=({}, {}))}, "scores 1 completions of 2"),
-        ({"scored": ScoredCompletions(scores=(1.0, np.inf), parts=({}, {}))}, "not finite"),
-        ({"scored": ScoredCompletions(scores=(1, 1), parts=({}, {"right": np.nan}))}, "not finite"),
+        ({"scores": (1.0,), "parts": ({}, {})}, "scores 1 completions of 2"),
+        ({"scores": (1.0, np.inf), "parts": ({}, {})}, "not finite"),
+        ({"scores": (1, 1), "parts": ({}, {"right": np.nan})}, "not finite"),
         ({"lease": "../x"}, "lease"),
         ({"input_ids": np.full(5, -1, np.int32)}, "negative"),
     ],

@@ -23,7 +23,6 @@ from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import explain
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
-from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.tensors import SavedFile
@@ -199,12 +198,13 @@ def test_task_scores_of_another_submission_are_ignored(
     """Its reward may be another one, which the trainers then ask."""
     executor = make_executor(make_settings())
     make_private_directory(paths.rollouts)
-    scores = ScoredCompletions(scores=(1.0, 0.5), parts=({}, {}), submission=2)
+    scores = (1.0, 0.5)
+    group = replace(small_group(1), scores=scores, parts=({}, {}), submission=2)
     folder = paths.rollout_samples("rollout", 0, 0)
-    (stored,) = SampleWriter(folder).write([replace(small_group(1), scored=scores)])
+    (stored,) = SampleWriter(folder).write([group])
     executor.load(
         LoadBatch(step=3, items=((0, 1),), samples=(replace(stored, task="rollout.0.0"),))
     )
     for submission, expected in ((2, scores), (3, None)):
         executor._submission = submission
-        assert executor._read_stored("1@0").scored == expected
+        assert executor._read_stored("1@0").scores == expected

@@ -208,14 +208,14 @@ def test_trainers_use_task_scores_like_their_own(rewards: str) -> None:
     expected = trained(call, groups)
     assert expected.stats.pop("rollout/judged") == (0.0, 6.0)
     found = all_scored(scoring(call), groups)
-    assert all(group.scored and group.scored.submission == 2 for group in found)
+    assert all(group.scores and group.submission == 2 for group in found)
     for stored in (found, [found[0], groups[1]], [groups[0], found[1]]):
         result = trained(call, [SampleGroup.from_bytes(one.to_bytes()) for one in stored])
         assert result.sample is not None
         assert expected.sample is not None
         assert torch.equal(result.sample.tensor("rewards"), expected.sample.tensor("rewards"))
         assert result.texts == expected.texts
-        given = sum(len(group.lengths) for group in stored if group.scored is not None)
+        given = sum(len(group.lengths) for group in stored if group.scores is not None)
         assert result.stats.pop("rollout/judged") == (given, 6.0)
         assert result.stats == {**expected.stats, "judged_here": result.stats["judged_here"]}
         assert result.stats["judged_here"][0] == 5.0
@@ -233,7 +233,7 @@ def test_rewards_that_fail_in_tasks_are_left_to_the_trainers(
     reward = {"name": rewards + "by_row"}
     groups = [group_of(item) for item in (0, 1, 2, 3, GONE, 4)]
     found = all_scored(scoring(call_with(reward, cores=1), _timeout_s=2.0), groups)
-    assert [group.scored is not None for group in found] == [False] * 5 + [True]
+    assert [group.scores is not None for group in found] == [False] * 5 + [True]
     for reason in ("longer than 2 s", "exited with code 3", "KeyError: 'x'", "nan", "dataset"):
         assert reason in caplog.text
     with pytest.raises(RewardError, match="finite"):
@@ -241,10 +241,9 @@ def test_rewards_that_fail_in_tasks_are_left_to_the_trainers(
     groups.pop(4)
     pool = call_with({**reward, "pool": {"timeout_s": 2, "unjudged_score": -1}}, cores=3)
     found = all_scored(scoring(pool), groups)
-    scores = [group.scored and group.scored.scores for group in found]
+    scores = [group.scores for group in found]
     assert scores == [(-1.0,) * 3] * 4 + [(1.0,) * 3]
-    assert found[1].scored is not None
-    assert found[1].scored.stats == {"reward_unjudged": (3.0, 3.0)}
+    assert found[1].stats == {"reward_unjudged": (3.0, 3.0)}
 
 
 def test_completions_without_score_reach_the_trainers_as_nan(rewards: str) -> None:
@@ -252,7 +251,7 @@ def test_completions_without_score_reach_the_trainers_as_nan(rewards: str) -> No
     call = call_with({"name": rewards + "by_row", "pool": {"timeout_s": 10}}, cores=3)
     groups = all_scored(scoring(call), [group_of(item) for item in (2, 4)])
     groups = [SampleGroup.from_bytes(group.to_bytes()) for group in groups]
-    assert [group.scored and group.scored.scores for group in groups] == [(None,) * 3, (1.0,) * 3]
+    assert [group.scores for group in groups] == [(None,) * 3, (1.0,) * 3]
     result = trained(call, groups)
     assert result.sample is not None
     scores = result.sample.tensor("rewards")
@@ -296,7 +295,7 @@ def test_groups_are_scored_concurrently_and_calls_end_with_the_task(
             given_up.cancel()
             (tmp_path / "go").touch()
             found = await asyncio.gather(*running)
-        assert all(one.scored for one in found)
+        assert all(one.scores for one in found)
         with pytest.raises(asyncio.CancelledError):
             await given_up
 
@@ -319,7 +318,7 @@ def test_slow_reward_is_stopped_and_its_item_left_to_the_trainers(
             while len([one for one in tmp_path.iterdir() if one.name.isdigit()]) < number:
                 await asyncio.sleep(0.01)
             running.cancel()
-            assert (await made.scored(asked(1), group_of(1))).scored
+            assert (await made.scored(asked(1), group_of(1))).scores
         again = group_of(0)
         assert await made.scored(asked(0), again) is again
 
