@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingOptions
 from slurmrl.rollouts.base import EpisodeItem
-from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationRequest, RolloutEngine
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.tensors.layout import Array
@@ -84,7 +84,7 @@ class RolloutInterface(Interface):
 
     def _outcomes(
         self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
-    ) -> list[Completions] | None:
+    ) -> list[Completion] | None:
         """Return the results of the episodes; None on a rank that follows its leader."""
         if self._episodes is None:
             self._episodes = ConfiguredEpisodes(context.settings.config)
@@ -108,7 +108,7 @@ class RolloutInterface(Interface):
 
 def _single_turns(
     engine: GenerateEngine, sample: SequenceSample, context: CallContext
-) -> list[Completions] | None:
+) -> list[Completion] | None:
     """Return completions of one turn each, by one request for each prompt."""
     count, options = completions(context), generation_options(context)
     tokens, ends = sample.tensor("prompt_ids").tolist(), sample.cu_seqlens("prompt_ids").tolist()
@@ -133,7 +133,7 @@ def _single_turns(
             return None
         answers = asyncio.run(_answers(served, requests))
     return [
-        Completions.of_turn(request.prompt, completion)
+        replace(completion, prompt=request.prompt, finished=completion.stopped)
         for request, answer in zip(requests, answers, strict=True)
         for completion in answer
     ]
@@ -146,7 +146,7 @@ async def _answers(
 
 
 def _as_sample(
-    ids: tuple[str, ...], ended: Sequence[Completions], context: CallContext, device: torch.device
+    ids: tuple[str, ...], ended: Sequence[Completion], context: CallContext, device: torch.device
 ) -> SequenceSample:
     """Return the completions; all completions of a prompt form one item."""
     count, options = completions(context), generation_options(context)
@@ -154,7 +154,7 @@ def _as_sample(
     mask = [
         [*(True for _ in each.prompt), *(not written for written in each.written)] for each in ended
     ]
-    logprobs = [start + each.logprobs for start, each in zip(none, ended, strict=True)]
+    logprobs = [(*start, *each.logprobs) for start, each in zip(none, ended, strict=True)]
     data: dict[str, Tensor | None] = {
         "input_ids": _packed([each.sequence for each in ended], torch.int64, device),
         "prompt_mask": _packed(mask, torch.bool, device),
@@ -174,11 +174,11 @@ def _as_sample(
     return made
 
 
-def _masks(ended: Sequence[Completions]) -> SampledMasks:
+def _masks(ended: Sequence[Completion]) -> SampledMasks:
     masks = SampledMasks()
     for each in ended:
         masks.skip(len(each.prompt))
-        masks.extend(each.masks)
+        masks.extend(each.sampled_masks())
     return masks
 
 
@@ -313,7 +313,7 @@ class Totals:
     tool_failures: int = 0
 
     @staticmethod
-    def of_completions(ended: Sequence[Completions]) -> Totals:
+    def of_completions(ended: Sequence[Completion]) -> Totals:
         written = sum(sum(each.written) for each in ended)
         return Totals(
             completions=len(ended),

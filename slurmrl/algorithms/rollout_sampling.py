@@ -18,7 +18,7 @@ from slurmrl.algorithms.schema import routes, supports
 from slurmrl.config.schema import Config
 from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.rollouts.base import EpisodeItem
-from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.episodes import EpisodeRunner, make_episode
 from slurmrl.rollouts.generation.base import GenerationOptions, RolloutEngine
 from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, TokenSampling, Waiting
@@ -112,7 +112,7 @@ class ConfiguredEpisodes:
         waiting: Waiting,
         *,
         slots: asyncio.Semaphore | None = None,
-    ) -> list[Completions]:
+    ) -> list[Completion]:
         """See `EpisodeRunner.run`."""
         dialogue, sampling = self._dialogue(context), _sampling(context)
         return await self._runner.run(items, engine, dialogue, sampling, waiting, slots=slots)

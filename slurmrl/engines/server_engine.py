@@ -26,12 +26,8 @@ from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.boxes import SharedParameters, TensorSplit
 from slurmrl.models.shapes import constant_specs, parameter_shapes
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    WeightVersion,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationRequest, RolloutEngine, WeightVersion
 from slurmrl.rollouts.generation.server_kinds import (
     VISIBLE,
     Running,

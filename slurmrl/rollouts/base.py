@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slurmrl.rollouts.completions import Completion
+
 if TYPE_CHECKING:
-    from slurmrl.rollouts.generation.base import Finish
     from slurmrl.rollouts.tools import Tools
 
 
@@ -34,20 +35,8 @@ class EpisodeItem:
     """Path of the prompt's prepared pictures (`tensors.pictures`); "" for none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyTurn:
-    """Text that the policy writes between two messages."""
-
-    text: str
-    """The text, without special tokens and the stop token; a stop string that ended it is kept."""
-    tokens: tuple[int, ...]
-    """Token ids, including the stop token."""
-    finish: Finish
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it ended with a stop token or stop string, not at `rollout.max_new_tokens`."""
-        return self.finish == "stop"
+PolicyTurn = Completion
+"""A turn, which environments answer: its ``text``, ``tokens`` and ``finish``, and ``stopped``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,81 +1,92 @@
-"""The tokens of one episode: tokens that the policy wrote, and messages between its turns.
+"""A completion: tokens that the policy wrote, and messages between its turns.
 
 Torch-free.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import nan
-from typing import TYPE_CHECKING
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import UsageError
 from slurmrl.rewards.base import FLOAT32_MAX, LIMITS, as_number, shown
+from slurmrl.tensors.layout import Array
 
-if TYPE_CHECKING:
-    from slurmrl.rollouts.generation.base import Completion
-    from slurmrl.tensors.layout import Array
+Finish: TypeAlias = Literal["stop", "length", "aborted"]
+"""Why a turn ended: a stop token or string, a limit of tokens, or `RolloutEngine.abort`."""
 
 
-class Completions:
-    """Token ids that the policy wrote in the turns of an episode, and the messages between.
+@dataclass
+class Completion:
+    """Token ids that the policy wrote after a prompt, and messages that it read between its turns.
 
-    The policy reads these messages. Token ids are kept as they were sampled.
+    An engine answers with one turn, whose prompt is in the request. An episode begins with its
+    prompt and adds turns and messages.
     """
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        """``prompt`` is usually the item's prompt."""
-        self.prompt = _checked(prompt)
-        if not self.prompt:
-            raise UsageError("an episode's prompt needs at least one token")
-        self.largest_read = max(self.prompt)
-        """The largest token id that the policy did not sample."""
-        self.tokens: list[int] = []
-        """Tokens after the prompt."""
-        self.written: list[bool] = []
-        """For each token, whether the policy wrote it."""
-        self.logprobs: list[float] = []
-        """Log-probability of each token under the sampling distribution; 0 for tokens of messages.
-        """
-        self.versions: list[str] = []
-        """The weight version that sampled each token; "" for tokens of messages."""
-        self.masks = SampledMasks()
-        """Sampling mask of each token; empty for tokens of messages, and if masks are not recorded.
-        """
-        self.experts: Array | None = None
-        """Experts that processed each token from the prompt to the end of the last turn; None if
-        they are not recorded."""
-        self.rewards: list[float] = []
-        """Reward of a turn, at its last token; 0 elsewhere."""
-        self.turns = 0
-        self.stopped = False
-        """Whether the last turn ended with a stop token or stop string."""
-        self.finished = False
-        """Whether no limit ended the episode, and its last turn ended with a stop."""
-        self.failure = ""
-        """Why the episode failed; empty if it did not."""
-        self.tool_calls = 0
-        self.tool_failures = 0
-        """Number of calls of tools, and of calls that failed."""
-        self._last_written = -1
+    prompt: Sequence[int] = ()
+    """Of an episode, usually the item's prompt; of an engine's answer empty."""
+    tokens: tuple[int, ...] = ()
+    """Tokens after the prompt, including stop tokens."""
+    logprobs: tuple[float, ...] = ()
+    """Log-probability of each token under the sampling distribution: after temperature, top-k and
+    top-p. 0 for tokens of messages."""
+    versions: tuple[str, ...] = ()
+    """The weight version that sampled each token; "" for tokens of messages."""
+    finish: Finish | None = None
+    """Why the last turn ended; None before the first turn."""
+    masks: SampledMasks | None = None
+    """Tokens that top-k and top-p kept, for each token; empty for tokens of messages. None unless
+    `GenerationOptions.masks` asks for them."""
+    experts: Array | None = None
+    """The experts that processed each token from the prompt to the end of the last turn: int16
+    [tokens, experts of all blocks], -1 for the last token, which was not processed. None unless
+    `GenerationOptions.experts` requests them, and for an aborted request."""
+    text: str = ""
+    """Text of a turn that `Policy` returns, without special tokens and the stop token; a stop
+    string that ended it is kept."""
+    written: list[bool] = field(init=False)
+    """For each token, whether the policy wrote it."""
+    rewards: list[float] = field(init=False)
+    """Reward of a turn, at its last token; 0 elsewhere."""
+    largest_read: int = field(init=False)
+    """The largest token id that the policy did not sample."""
+    turns: int = field(init=False)
+    finished: bool = False
+    """Whether no limit ended the episode, and its last turn ended with a stop."""
+    failure: str = ""
+    """Why the episode failed; empty if it did not."""
+    tool_calls: int = 0
+    tool_failures: int = 0
+    """Number of calls of tools, and of calls that failed."""
 
-    @staticmethod
-    def of_turn(prompt: Sequence[int], completion: Completion) -> Completions:
-        """Return the completions of an episode that has ended after its first turn."""
-        made = Completions(prompt)
-        made.wrote(completion)
-        made.finished = made.stopped
-        return made
+    def __post_init__(self) -> None:
+        self.prompt = _checked(self.prompt)
+        self.largest_read = max(self.prompt, default=0)
+        self.written = [True] * len(self.tokens)
+        self.rewards = [0.0] * len(self.tokens)
+        self.turns = int(self.finish is not None)
+        self._last_written = len(self.tokens) - 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last turn ended with a stop, not at `rollout.max_new_tokens`."""
+        return self.finish == "stop"
 
     def read(self, tokens: Sequence[int]) -> None:
         """Add tokens that the policy reads before its next turn. It is not trained on them."""
         added = _checked(tokens)
         self.largest_read = max(self.largest_read, *added, 0)
-        self._add(added, written=False, logprobs=[0.0] * len(added), versions=[""] * len(added))
-        self.masks.skip(len(added))
+        count = len(added)
+        self._add(added, written=False, logprobs=(0.0,) * count, versions=("",) * count)
+        if self.masks is not None:
+            self.masks.skip(count)
 
     def reward(self, value: float) -> None:
         """Add to the reward of the latest turn."""
@@ -89,21 +100,19 @@ class Completions:
             )
         self.rewards[self._last_written] = total
 
-    def wrote(self, completion: Completion) -> None:
-        """Add a turn; `Policy` calls this."""
-        self._add(
-            completion.tokens,
-            written=True,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-        )
-        if completion.masks is None:
-            self.masks.skip(len(completion.tokens))
-        else:
-            self.masks.extend(completion.masks)
-        self.experts = completion.experts
+    def wrote(self, turn: Completion) -> None:
+        """Add an engine's answer; `Policy` calls this."""
+        if turn.masks is not None and self.masks is None:
+            self.masks = SampledMasks()
+            self.masks.skip(len(self.tokens))
+        if turn.masks is not None and self.masks is not None:
+            self.masks.extend(turn.masks)
+        elif self.masks is not None:
+            self.masks.skip(len(turn.tokens))
+        self._add(turn.tokens, written=True, logprobs=turn.logprobs, versions=turn.versions)
+        self.experts = turn.experts
         self._last_written = len(self.tokens) - 1
-        self.stopped = completion.finish == "stop"
+        self.finish = turn.finish
         self.turns += 1
 
     @property
@@ -115,6 +124,10 @@ class Completions:
     def ends_with_turn(self) -> bool:
         return bool(self.written) and self.written[-1]
 
+    def sampled_masks(self) -> SampledMasks:
+        """Return the sampling masks of all tokens; empty ones without a record."""
+        return self.masks or SampledMasks(array("i", [0]) * len(self.tokens))
+
     def routes(self) -> Array:
         """Return the experts of all tokens as in `data.meta.EXPERTS`; empty without a record."""
         if self.experts is None:
@@ -125,23 +138,30 @@ class Completions:
 
     def cut(self) -> None:
         """Drop tokens of messages after the last turn of the policy."""
-        for column in (self.tokens, self.written, self.logprobs, self.versions, self.rewards):
-            del column[self._last_written + 1 :]
-        (self.masks,) = self.masks.cut([len(self.tokens)])
+        end = self._last_written + 1
+        del self.written[end:], self.rewards[end:]
+        self.tokens, self.logprobs = self.tokens[:end], self.logprobs[:end]
+        self.versions = self.versions[:end]
+        if self.masks is not None:
+            (self.masks,) = self.masks.cut([end])
 
     def _add(
         self,
-        tokens: Sequence[int],
+        tokens: tuple[int, ...],
         *,
         written: bool,
-        logprobs: Sequence[float],
-        versions: Sequence[str],
+        logprobs: tuple[float, ...],
+        versions: tuple[str, ...],
     ) -> None:
         self.tokens += tokens
-        self.written += [written] * len(tokens)
         self.logprobs += logprobs
         self.versions += versions
+        self.written += [written] * len(tokens)
         self.rewards += [0.0] * len(tokens)
+
+
+Completions = Completion
+"""Name of the type in users' episodes."""
 
 
 def _checked(tokens: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from slurmrl.config.schema.data import Template
 from slurmrl.errors import MissingDependencyError, RunFailedError, UsageError
 from slurmrl.registry import resolve
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
-from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.tools import ToolResult, Tools
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class VerifiersEpisode:
         if getattr(self._environment, "message_type", "chat") != "chat":
             raise UsageError(f"verifiers environment '{environment}' does not use messages")
 
-    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completion:
         client = PolicyClient(policy, item)
         row = item.row
         prompt = row.get("prompt")
@@ -201,7 +201,7 @@ class PolicyClient:
 
     def __init__(self, policy: Policy, item: EpisodeItem) -> None:
         self._policy = policy
-        self.completions = Completions(item.prompt)
+        self.completions = Completion(item.prompt)
         self.failure: RunFailedError | None = None
         """Reason why the engine failed. (The environment mistakes it for an error of the model.)"""
         self._known: list[tuple[str, str]] = []

@@ -20,7 +20,7 @@ from slurmrl.errors import EpisodeError, EpisodeLimitError, RunFailedError, Usag
 from slurmrl.registry import Registry, import_own
 from slurmrl.rollouts import ENVIRONMENTS, EPISODES
 from slurmrl.rollouts.base import Environment, EpisodeItem
-from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Dialogue, Episode, EpisodeLimits, Policy, TokenSampling, Waiting
 from slurmrl.rollouts.tools import Tools
@@ -46,8 +46,8 @@ _EXAMPLE = EpisodeItem(
 class SingleTurn(Episode):
     """One turn."""
 
-    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
-        completions = Completions(item.prompt)
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completion:
+        completions = Completion(item.prompt)
         await policy(completions)
         return completions
 
@@ -61,9 +61,9 @@ class MultiTurn(Episode):
     def __init__(self, environment: Callable[[EpisodeItem, Tools], Environment]) -> None:
         self._environment = environment
 
-    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completion:
         environment = self._environment(item, tools)
-        completions = Completions(item.prompt)
+        completions = Completion(item.prompt)
         while True:
             turn = await policy(completions)
             if not turn.stopped:
@@ -152,14 +152,14 @@ class EpisodeRunner:
         waiting: Waiting,
         *,
         slots: asyncio.Semaphore | None = None,
-    ) -> list[Completions]:
+    ) -> list[Completion]:
         """Return the outcomes of the items' episodes, in the items' order.
 
         :param slots: limit of running episodes, shared by concurrent calls. The items of such a
         call are completions of one prompt, which may occasionally all fail. :raises EpisodeError:
         no episode was completed. :raises RunFailedError: the engine failed.
         """
-        outcomes: dict[int, Completions] = {}
+        outcomes: dict[int, Completion] = {}
         left = deque(enumerate(items))
 
         async def work() -> None:
@@ -189,7 +189,7 @@ class EpisodeRunner:
         dialogue: Dialogue,
         sampling: TokenSampling,
         waiting: Waiting,
-    ) -> Completions:
+    ) -> Completion:
         policy, tools, failure = None, self._tools.of_episode(), ""
         waiting.begin()
         try:
@@ -203,7 +203,7 @@ class EpisodeRunner:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's episode may raise anything
             late = isinstance(error, TimeoutError) and clock.expired()
             failure = f"it took more than {self._settings.timeout_s:g} s" if late else _why(error)
-            completions = Completions(item.prompt)
+            completions = Completion(item.prompt)
         finally:
             if policy is not None:
                 policy.close()
@@ -213,7 +213,7 @@ class EpisodeRunner:
 
     async def _completed(
         self, policy: Policy, item: EpisodeItem, tools: Tools
-    ) -> Completions | None:
+    ) -> Completion | None:
         """Return the completions; None if a limit left no turn for the policy."""
         try:
             completions = await self._episode(policy, item, tools)
@@ -221,8 +221,10 @@ class EpisodeRunner:
             if policy.latest is None or not policy.latest.turns:
                 return None
             completions = policy.latest
-        if not isinstance(completions, Completions):
+        if not isinstance(completions, Completion):
             raise UsageError(f"it returned {type(completions).__name__}, not Completions")
+        if not completions.prompt:
+            raise UsageError("it returned a turn, not Completions with the prompt and all turns")
         if not completions.turns:
             raise UsageError("it returned completions without a turn of the policy")
         completions.cut()
@@ -230,7 +232,7 @@ class EpisodeRunner:
         return completions
 
     def _report(
-        self, items: Sequence[EpisodeItem], outcomes: Sequence[Completions], *, alone: bool
+        self, items: Sequence[EpisodeItem], outcomes: Sequence[Completion], *, alone: bool
     ) -> None:
         """Log the failures.
 

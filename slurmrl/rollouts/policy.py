@@ -17,14 +17,9 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import ChatTemplate
 from slurmrl.data.encoder import Continuations
 from slurmrl.errors import EpisodeLimitError, RunFailedError, UsageError
-from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
-from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    GenerationRequest,
-    RolloutEngine,
-)
+from slurmrl.rollouts.base import EpisodeItem
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, RolloutEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,14 +94,14 @@ class Policy:
         self._over = False
         self._from: Counter[int] = Counter()
         """Number of turns that began after this many tokens."""
-        self.latest: Completions | None = None
+        self.latest: Completion | None = None
         """The completions to which the policy last added a turn."""
         self.limited = False
         """Whether the episode has reached a limit."""
 
     async def __call__(
-        self, completions: Completions, *, max_new_tokens: int | None = None
-    ) -> PolicyTurn:
+        self, completions: Completion, *, max_new_tokens: int | None = None
+    ) -> Completion:
         """Add a turn of up to ``max_new_tokens`` (default: `rollout.max_new_tokens`).
 
         :raises EpisodeLimitError: no turn or token is left; the episode ends here, unfinished.
@@ -118,16 +113,15 @@ class Policy:
         self._turns += 1
         future = self._engine.submit(request)
         self._wait_for(future)
-        (completion,) = await future
-        if completion.finish == "aborted":
+        (turn,) = await future
+        if turn.finish == "aborted":
             raise RunFailedError(f"the engine aborted episode {self._name}")
-        completions.wrote(completion)
-        if last and completion.finish == "length":
+        completions.wrote(turn)
+        if last and turn.finish == "length":
             raise self._limit(f"the episode has reached {self._limits.tokens} tokens")
-        stops = request.options.stop_token_ids
-        dropped = completion.finish == "stop" and completion.tokens[-1] in stops
-        text = self._dialogue.decode(completion.tokens[: len(completion.tokens) - dropped])
-        return PolicyTurn(text=text, tokens=completion.tokens, finish=completion.finish)
+        dropped = turn.stopped and turn.tokens[-1] in request.options.stop_token_ids
+        text = self._dialogue.decode(turn.tokens[: len(turn.tokens) - dropped])
+        return replace(turn, text=text)
 
     def close(self) -> None:
         """End the episode."""
@@ -143,23 +137,25 @@ class Policy:
         """Return the text of token ids, without special tokens."""
         return self._dialogue.decode(tokens)
 
-    def say(self, completions: Completions, text: str, role: str = "user") -> None:
+    def say(self, completions: Completion, text: str, role: str = "user") -> None:
         """Add a message that the policy reads before its next turn, as the chat template writes it.
 
         Without a chat template, add only ``text``.
         """
         self.say_all(completions, [(role, text)])
 
-    def say_all(self, completions: Completions, said: Sequence[tuple[str, str]]) -> None:
+    def say_all(self, completions: Completion, said: Sequence[tuple[str, str]]) -> None:
         """Add several messages at once, each a role and a string."""
         turn = completions.ends_with_turn
         tokens = self._dialogue.messages(said, completions.sequence[-1], turn=turn)
         completions.read(tokens)
 
     def _request(
-        self, completions: Completions, max_new_tokens: int | None
+        self, completions: Completion, max_new_tokens: int | None
     ) -> tuple[GenerationRequest, bool]:
         """Return the request of a turn, and whether the turn may use up the episode's tokens."""
+        if not completions.prompt:
+            raise UsageError("an episode's prompt needs at least one token")
         prompt = completions.sequence
         if completions.largest_read >= self._dialogue.vocabulary:
             raise UsageError(f"token {completions.largest_read} is not in the vocabulary")
@@ -229,7 +225,7 @@ class Episode(Protocol):
     everything that takes long. If an episode raises, only that episode fails.
     """
 
-    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completion:
         """Let ``policy`` write the turns of one completion."""
         ...
 

@@ -46,7 +46,7 @@ from slurmrl.tensors.layout import Array
 from slurmrl.tensors.weights.format import VERSION, VersionId
 
 if TYPE_CHECKING:
-    from slurmrl.rollouts.completions import Completions
+    from slurmrl.rollouts.completions import Completion
 
 
 READ_BYTES = 4 << 20
@@ -287,7 +287,7 @@ class SampleGroup:
     def of(
         item: int,
         lease: str,
-        completions: Sequence[Completions],
+        completions: Sequence[Completion],
         held: str,
     ) -> SampleGroup:
         """``held`` is the task's version, which counts if no token was sampled."""
@@ -312,7 +312,7 @@ class SampleGroup:
             drawn_by=_joined(
                 [[-1] * n + [place[name] for name in each.versions] for n, each in pairs], np.int32
             ),
-            logprobs=_joined([[0.0] * n + each.logprobs for n, each in pairs], np.float32),
+            logprobs=_joined([(*[0.0] * n, *each.logprobs) for n, each in pairs], np.float32),
             turn_rewards=_joined([[0.0] * n + each.rewards for n, each in pairs], np.float32),
             masks=_joined_masks(completions),
             expert_sizes=sizes,
@@ -430,16 +430,16 @@ class SampleGroup:
         return None
 
 
-def _joined_masks(completions: Sequence[Completions]) -> SampledMasks | None:
+def _joined_masks(completions: Sequence[Completion]) -> SampledMasks | None:
     """Join the sampling masks of all tokens, if any was recorded."""
     masks = SampledMasks()
     for each in completions:
         masks.skip(len(each.prompt))
-        masks.extend(each.masks)
+        masks.extend(each.sampled_masks())
     return masks if masks.ids else None
 
 
-def _joined_experts(completions: Sequence[Completions]) -> tuple[Array | None, Array | None]:
+def _joined_experts(completions: Sequence[Completion]) -> tuple[Array | None, Array | None]:
     """Sizes and experts, if any were recorded."""
     rows = [each.routes() for each in completions]
     if not any(row.size for row in rows):

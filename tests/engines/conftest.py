@@ -23,8 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import (
-    Completion,
     GenerationOptions,
     GenerationRequest,
     RolloutEngine,

@@ -21,7 +21,8 @@ from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import read_values
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.instances import Instances

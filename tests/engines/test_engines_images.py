@@ -22,7 +22,8 @@ from slurmrl.models.families import STRAY
 from slurmrl.models.hf import read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_files import complete
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving

@@ -21,7 +21,7 @@ from slurmrl.algorithms.rollout_calls import add_experts
 from slurmrl.config.schema.roles import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_client import ServerClient
 from slurmrl.rollouts.generation.sglang import SglangServer

@@ -17,8 +17,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import GenerateEngine, ServingOptions
 from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.models.decoder import Decoder
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import (
-    Completion,
     Decode,
     GenerationOptions,
     GenerationRequest,

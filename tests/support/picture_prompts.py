@@ -18,7 +18,8 @@ from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
-from slurmrl.rollouts.generation.base import Completion, GenerationOptions, GenerationRequest
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.tensors.pictures import read
 from tests.support.datasets import prepared, write_rows
 from tests.support.picture_models import draw, write_processor

@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    WeightVersion,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationRequest, RolloutEngine, WeightVersion
 
 Answer = Callable[[GenerationRequest], tuple[int, ...]]
 

@@ -11,16 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import UsageError
-from slurmrl.tensors.layout import Array
+from slurmrl.rollouts.completions import Completion
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
-Finish: TypeAlias = Literal["stop", "length", "aborted"]
-"""Why a completion ended: a stop token or string, a limit of tokens, or `RolloutEngine.abort`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,28 +91,7 @@ class GenerationRequest:
         return cls(**{**values, **tokens, "options": GenerationOptions(**options)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """The tokens sampled for one key of a request."""
-
-    tokens: tuple[int, ...]
-    """New token ids, a stop token included."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each token under the sampling distribution: after temperature, top-k and
-    top-p."""
-    versions: tuple[str, ...]
-    """The weight version that sampled each token."""
-    finish: Finish
-    masks: SampledMasks | None = None
-    """Tokens that top-k and top-p kept, for each token; None unless `GenerationOptions.masks`
-    asks for them."""
-    experts: Array | None = None
-    """The experts that processed each token, prompt included: int16 [tokens, experts of all
-    blocks], -1 for the last token, which was not processed. None unless `GenerationOptions.experts`
-    requests them, and for an aborted request."""
-
-
-ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
+ABORTED = Completion(finish="aborted")
 """Completion of a request that was aborted before its first token."""
 
 

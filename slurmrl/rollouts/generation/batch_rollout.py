@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    WeightVersion,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationRequest, RolloutEngine, WeightVersion
 from slurmrl.rollouts.generation.native.sequence import Sequence
 
 Answer = asyncio.Future[tuple[Completion, ...]]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.fp8_weights import fp8_folder
 from slurmrl.rollouts.generation.image_requests import PromptImage, ServedPrompt

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import (
     ABORTED,
-    Completion,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,
@@ -23,7 +23,7 @@ from slurmrl.rollouts.generation.server_instance import Connect, Instance, Patie
 MOST_ATTEMPTS = 8
 """Number of instances that a request may lose before it fails, because it may be the cause."""
 
-Completions = tuple[Completion, ...]
+Answer = tuple[Completion, ...]
 BLOCK = 16
 """Tokens by which prefixes are compared."""
 MOST_BLOCKS = 2**17
@@ -37,11 +37,11 @@ class _Waiting:
     priority: int
     order: int
     request: GenerationRequest = field(compare=False)
-    future: asyncio.Future[Completions] = field(compare=False)
+    future: asyncio.Future[Answer] = field(compare=False)
     attempts: int = field(compare=False, default=0)
     at: int | None = field(compare=False, default=None)
     """The instance that works on it."""
-    answer: asyncio.Future[Completions] | None = field(compare=False, default=None)
+    answer: asyncio.Future[Answer] | None = field(compare=False, default=None)
     aborted: bool = field(compare=False, default=False)
 
     @property
@@ -127,8 +127,8 @@ class Instances(RolloutEngine):
     def version(self) -> str | None:
         return None if self._wanted is None else self._wanted.name
 
-    def submit(self, request: GenerationRequest) -> asyncio.Future[Completions]:
-        future: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
+    def submit(self, request: GenerationRequest) -> asyncio.Future[Answer]:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self._closed:
             future.set_exception(RunFailedError("the engine was closed"))
         elif (lost := self._given_up()) is not None:
@@ -291,7 +291,7 @@ class Instances(RolloutEngine):
         job.answer = instance.engine.submit(job.request)
         job.answer.add_done_callback(lambda answer: self._ended(job, index, answer))
 
-    def _ended(self, job: _Waiting, index: int, answer: asyncio.Future[Completions]) -> None:
+    def _ended(self, job: _Waiting, index: int, answer: asyncio.Future[Answer]) -> None:
         instance = self._instances[index]
         instance.sequences -= len(job.request.keys)
         instance.load -= job.cost
@@ -316,8 +316,8 @@ class Instances(RolloutEngine):
         else:
             heapq.heappush(self._queue, job)
 
-    def _remember(self, job: _Waiting, index: int, completions: Completions) -> None:
-        """Return the next turn of an episode begins with a completion of this one."""
+    def _remember(self, job: _Waiting, index: int, completions: Answer) -> None:
+        """Remember an answer's prefixes: the next turn of an episode begins with the answer."""
         if self._instances[index].engine is not None:
             for completion in completions:
                 self._prefixes.remember(job.request.prompt + completion.tokens, index)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from slurmrl.backoff import Backoff
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import (
     ABORTED,
-    Completion,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,

@@ -32,7 +32,7 @@ from slurmrl import package
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.plan.estimates.worker_memory import computing
-from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.dialect import CONTROL_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient

@@ -32,7 +32,8 @@ from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
-from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
+from slurmrl.rollouts.completions import Completion, Finish
+from slurmrl.rollouts.generation.base import ABORTED
 from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.image_requests import PromptImage
 from slurmrl.rollouts.generation.launch_sglang import ARRAYS

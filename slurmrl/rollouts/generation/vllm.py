@@ -35,7 +35,8 @@ from slurmrl.fsio.calls import REAL, explain
 from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import LM_HEAD, embedding_tensor
 from slurmrl.plan.engine_rules import VLLM_FLAGS, VLLM_IMAGE_FLAGS
-from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
+from slurmrl.rollouts.completions import Completion, Finish
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of
 from slurmrl.rollouts.generation.image_requests import image_features

@@ -13,11 +13,8 @@ import torch.distributed as dist
 
 from slurmrl.engines import hf_batch
 from slurmrl.engines.base import ServingOptions
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    RolloutEngine,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, RolloutEngine
 from tests.distributed.engines.cases import Setup, batch, make, prompts
 from tests.distributed.engines.test_engines_hf_tensor import ALONE, setup
 from tests.pool import RankError, RankPool

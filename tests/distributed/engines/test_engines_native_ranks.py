@@ -20,11 +20,8 @@ from slurmrl.engines.base import ServingOptions
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.paged import PagedDecoder
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    WeightVersion,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.native import batch as batch_module
 from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import model_runner as runner_module

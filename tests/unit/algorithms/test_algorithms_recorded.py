@@ -19,8 +19,7 @@ from slurmrl.algorithms.rollout_calls import StoredInterface
 from slurmrl.config.schema import Config
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledMasks
 from slurmrl.data.sample import SequenceSample
-from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.completions import Completion, Completions
 from slurmrl.rollouts.sample_files import SampleGroup
 from tests.unit.algorithms.test_algorithms_episodes import SEVERAL, context_of, generated
 from tests.unit.engines.test_engines_waits import ARCHITECTURE, engine

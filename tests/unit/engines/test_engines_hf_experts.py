@@ -18,7 +18,8 @@ from slurmrl.errors import UsageError
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_routers import HFRouters, refusal
-from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
 from tests.support.families import tiny
 from tests.unit.engines.test_engines_hf_joins import CHANGES, request, steps
 from tests.unit.engines.test_engines_waits import engine

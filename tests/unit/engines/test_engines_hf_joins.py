@@ -13,12 +13,8 @@ from slurmrl.engines.hf_batch import CHECK_TOKENS, HFRollout
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    GenerationRequest,
-    WeightVersion,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, WeightVersion
 from tests.support.families import tiny
 
 CHANGES = {"vocab_size": 40, "max_position_embeddings": 128}

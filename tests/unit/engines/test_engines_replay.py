@@ -17,12 +17,8 @@ from slurmrl.engines import microbatch
 from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.errors import UsageError
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    GenerationRequest,
-    RolloutEngine,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, RolloutEngine
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from tests.support.generated import GenerationOutput, generated

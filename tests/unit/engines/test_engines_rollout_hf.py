@@ -16,12 +16,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.hf_batch import CHECK_TOKENS, HFBatch
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    GenerationRequest,
-    RolloutEngine,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, RolloutEngine
 from tests.support.generated import GenerationOutput, generated
 from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample

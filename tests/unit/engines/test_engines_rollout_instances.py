@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from slurmrl.engines.server_engine import DistantEngine
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import (
     ABORTED,
-    Completion,
     GenerationOptions,
     GenerationRequest,
     RolloutEngine,

@@ -19,12 +19,8 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.paged import PagedCache, PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    GenerationRequest,
-    WeightVersion,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.native import native_rollout as rollout_module
 from slurmrl.rollouts.generation.native.batch import bounded
 from slurmrl.rollouts.generation.native.batch_schedule import Limits

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
+from slurmrl.rollouts.completions import Completion, Finish
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.sglang_requests import PiecewiseSampling, SampledPiece
 

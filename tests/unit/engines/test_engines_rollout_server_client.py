@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import RunFailedError
-from slurmrl.rollouts.generation.base import (
-    Completion,
-    GenerationOptions,
-    GenerationRequest,
-    WeightVersion,
-)
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect, SamplingRequest
 from slurmrl.rollouts.generation.server_client import ServerClient
 

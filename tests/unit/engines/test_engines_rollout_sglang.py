@@ -21,7 +21,8 @@ from slurmrl.config.schema.rollout import Address
 from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient

@@ -15,7 +15,8 @@ import pytest
 from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.rollouts.generation.base import Completion, WeightVersion
+from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_kinds import weights_config

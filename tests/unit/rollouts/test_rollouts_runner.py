@@ -158,9 +158,9 @@ def test_sampled_tokens_are_kept_if_their_text_tokenizes_differently(tokenizer: 
     message = [2, 6, 1, 3]  # <user> ab <end> <bot>; the policy wrote the <end> before it
     assert engine.requests[1].prompt == (2, 4, 1, 3, 4, 5, STOP, *message)
     completions = outcome
-    assert completions.tokens == [4, 5, STOP, *message, 4, 5, STOP]
+    assert completions.tokens == (4, 5, STOP, *message, 4, 5, STOP)
     assert completions.written == [True] * 3 + [False] * 4 + [True] * 3
-    assert completions.logprobs == [-0.5, -1.5, -2.5, 0, 0, 0, 0, -0.5, -1.5, -2.5]
+    assert completions.logprobs == (-0.5, -1.5, -2.5, 0, 0, 0, 0, -0.5, -1.5, -2.5)
     assert completions.finished
 
 
@@ -193,7 +193,7 @@ def test_turn_text_includes_its_stop_string(
     assert engine.requests[0].options.stop_strings == ("b",)
     assert [(turn.text, turn.stopped) for turn in turns] == [(text, True)]
     assert outcome.finished
-    assert outcome.tokens == list(drawn)
+    assert outcome.tokens == tuple(drawn)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,10 @@ def failing(policy: Policy, item: EpisodeItem, how: str) -> Any:
             return asyncio.sleep(3600)
         case "returns None":
             return asyncio.sleep(0)
+        case "returns a turn":
+            return policy(Completions(item.prompt))
+        case "has no prompt":
+            return policy(Completions([]))
         case "writes nothing":
             return asyncio.sleep(0, Completions(item.prompt))
         case "reads nonsense":
@@ -251,8 +255,8 @@ def failing(policy: Policy, item: EpisodeItem, how: str) -> Any:
 
 
 WAYS = (
-    "raises", "exits", "hangs", "returns None", "writes nothing", "reads nonsense",
-    "reads another vocabulary", "earns before its first turn",
+    "raises", "exits", "hangs", "returns None", "returns a turn", "has no prompt", "writes nothing",
+    "reads nonsense", "reads another vocabulary", "earns before its first turn",
 )  # fmt: skip
 
 
@@ -296,7 +300,7 @@ def test_failed_episode_does_not_affect_others(
     with caplog.at_level(logging.WARNING):
         outcomes = run(episode, engine, tokenizer, items(3), timeout_s=limit)
     assert [bool(outcome.failure) for outcome in outcomes] == [False, True, False]
-    assert [outcome.tokens for outcome in outcomes] == [[4, STOP], [], [4, STOP]]
+    assert [outcome.tokens for outcome in outcomes] == [(4, STOP), (), (4, STOP)]
     assert outcomes[1].sequence == (4,)
     assert "s1@0" in caplog.text
 

@@ -18,8 +18,7 @@ from safetensors.numpy import load
 
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
-from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.completions import Completion, Completions
 from slurmrl.rollouts.sample_files import (
     PER_COMPLETION,
     PER_TOKEN,
@@ -102,8 +101,8 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
         before = [-1] * len(each.prompt)
         assert found.input_ids[start:stop].tolist() == list(each.sequence)
         drawn = [found.versions[number] if number >= 0 else "" for number in found.drawn_by]
-        assert drawn[start:stop] == [""] * len(before) + each.versions
-        assert found.logprobs[start:stop].tolist() == [0] * len(before) + each.logprobs
+        assert drawn[start:stop] == [*[""] * len(before), *each.versions]
+        assert found.logprobs[start:stop].tolist() == [*[0] * len(before), *each.logprobs]
         assert found.turn_rewards[start:stop].tolist() == [0] * len(before) + each.rewards
         assert found.finished[place] == each.finished
         assert found.failed[place] == (not each.turns)

@@ -73,7 +73,7 @@ def test_verifiers_environment_runs_as_an_episode(environment: ModuleType, token
     messages = [2, 6, 1, 2, 5, 1, 3]  # <user> ab <end> <user> b <end> <bot>
     assert engine.requests[1].prompt == (2, 4, 1, 3, 4, 5, STOP, *messages)
     completions = outcome
-    assert completions.tokens == [4, 5, STOP, *messages, 4, STOP, *messages, 7, STOP]
+    assert completions.tokens == (4, 5, STOP, *messages, 4, STOP, *messages, 7, STOP)
     assert completions.finished
     assert sum(completions.rewards) == completions.rewards[-1] == 3.0
 

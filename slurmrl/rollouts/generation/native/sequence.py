@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import UsageError
-from slurmrl.rollouts.generation.base import Completion, Decode, Finish, GenerationRequest
+from slurmrl.rollouts.completions import Completion, Finish
+from slurmrl.rollouts.generation.base import Decode, GenerationRequest
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.ops.sampling import stream
 
