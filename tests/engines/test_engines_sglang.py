@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
-from slurmrl.rollouts.generation.dialect import SamplingRequest
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer, on_gpu
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import DEADLINE_S, EXACT, PROMPT, VOCABULARY, Loop, logprobs, request
@@ -102,8 +101,14 @@ def test_request_bodies_match_sglang_classes(versions: dict[str, Path]) -> None:
             {"top_p": 0.5, "temperature": 0.3},
         ):
             settings = GenerationOptions(max_new_tokens=4, **options)  # type: ignore[arg-type]
-            draw = SamplingRequest(
-                name="n", prompt=(1, 2), seed=2**63 - 1, options=settings, priority=-1
+            draw = GenerationRequest(
+                request_id="n",
+                prompt=(1, 2),
+                keys=(7,),
+                seed=2**63 - 1,
+                step=1,
+                options=settings,
+                priority=-1,
             )
             await speaker.sample(draw)
         await speaker.abort("n")

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.errors import RunFailedError
 from slurmrl.rollouts.generation import vllm
-from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.vllm import VllmServer, request_body
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import DEADLINE_S, EXACT, PROMPT, Loop, logprobs, request
@@ -128,7 +128,7 @@ def test_request_bodies_match_vllm_classes() -> None:
         request(stop_token_ids=(3, 4), stop_strings=("ab", "c")),
     )
     draws = (
-        SamplingRequest(name="r", prompt=PROMPT, seed=2**63 - 1, options=asked.options, priority=-1)
+        replace(asked, request_id="r", prompt=PROMPT, keys=(7,), seed=2**63 - 1, priority=-1)
         for asked in requests
     )
     subprocess.run(

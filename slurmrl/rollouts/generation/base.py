@@ -15,6 +15,8 @@ from typing import Any
 
 from slurmrl.errors import UsageError
 from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.generation.image_requests import PromptImage
+from slurmrl.tensors.ops.splitmix import start
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
@@ -80,6 +82,14 @@ class GenerationRequest:
     """Requests with a lower number begin first."""
     pictures: str = ""
     """Path of the prompt's prepared pictures (`tensors.pictures`); "" for none."""
+    images: tuple[PromptImage, ...] = ()
+    """The content of ``pictures``, once the client of a server has read it."""
+
+    @property
+    def server_seed(self) -> int:
+        """The random stream of the only completion on a server: 0 to 2**63 - 1."""
+        (key,) = self.keys
+        return start(self.seed, self.step, key) & (2**63 - 1)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:

@@ -6,16 +6,16 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.completions import Completion
-from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
+from slurmrl.rollouts.generation.base import GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.fp8_weights import fp8_folder
-from slurmrl.rollouts.generation.image_requests import PromptImage, ServedPrompt
+from slurmrl.rollouts.generation.image_requests import ServedPrompt
 from slurmrl.rollouts.generation.weight_checks import Digest, Held, ServerCheck, WeightChecks
 
 if TYPE_CHECKING:
@@ -27,24 +27,6 @@ CONTROL_S: Final = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
 FIRST_S: Final = 600.0
 """Time limit of the first token, before which a server may compile."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingRequest:
-    """A request for one completion."""
-
-    name: str
-    """Unique among the requests of the server."""
-    prompt: tuple[int, ...]
-    seed: int
-    """0 to 2**63 - 1; its random stream."""
-    options: GenerationOptions
-    priority: int
-    """Lower begins first."""
-    pictures: str = ""
-    """As in `GenerationRequest`."""
-    images: tuple[PromptImage, ...] = ()
-    """The content of ``pictures``, once it is read."""
 
 
 class Dialect(ABC):
@@ -66,8 +48,11 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    async def sample(self, sampling: SamplingRequest) -> Completion:
-        """Return the completion when it has ended, without a time limit: servers may be paused."""
+    async def sample(self, sampling: GenerationRequest) -> Completion:
+        """Return the completion of a request with one key when it has ended.
+
+        There is no time limit, because servers may be paused.
+        """
 
     @abstractmethod
     async def abort(self, name: str) -> None:
@@ -185,7 +170,7 @@ class HttpDialect(Dialect):
             return False
         return True
 
-    async def _with_images(self, sampling: SamplingRequest) -> SamplingRequest:
+    async def _with_images(self, sampling: GenerationRequest) -> GenerationRequest:
         """Return a request with its images, if the model reads images.
 
         A sampled placeholder ends a completion: the server would read it as another token than

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurmrl.backoff import Backoff
 from slurmrl.errors import RunFailedError, UsageError
@@ -18,9 +18,8 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.dialect import Dialect, SamplingRequest
+from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.fitness import check_context
-from slurmrl.tensors.ops.splitmix import start
 
 
 @dataclass
@@ -99,38 +98,33 @@ class ServerClient(RolloutEngine):
         # A new number, because the server may still sample for a cancelled request with this id.
         number = next(self._numbers)
         for index, key in enumerate(request.keys):
-            sampling = SamplingRequest(
-                name=f"{request.request_id}-{number}-{index}",
-                prompt=request.prompt,
-                seed=start(request.seed, request.step, key) & (2**63 - 1),
-                options=request.options,
-                priority=request.priority,
-                pictures=request.pictures,
-            )
-            task = asyncio.create_task(self._sample(job, sampling))
-            job.samplings[sampling.name] = task
+            name = f"{request.request_id}-{number}-{index}"
+            sampling = replace(request, request_id=name, keys=(key,))
+            job.samplings[name] = task = asyncio.create_task(self._sample(job, sampling))
             task.add_done_callback(lambda _: self._settle(request.request_id))
         future.add_done_callback(lambda _: self._forget(request.request_id))
         return future
 
-    async def _sample(self, job: _InFlight, sampling: SamplingRequest) -> Completion:
+    async def _sample(self, job: _InFlight, sampling: GenerationRequest) -> Completion:
         async with self._free:
             await self._installed.wait()
-            job.sent.add(sampling.name)
+            job.sent.add(sampling.request_id)
             completion = await self._dialect.sample(sampling)
+        where = f"{sampling.request_id}: {self._dialect.where}"
         if others := set(completion.versions) - self._held:
             raise RunFailedError(
-                f"{sampling.name}: {self._dialect.where} has sampled with weights {min(others)}, "
-                "which this run has not installed: the server was restarted, or another run uses it"
+                f"{where} has sampled with weights {min(others)}, which "
+                "this run has not installed: the server was restarted, or another run uses it"
             )
         if not all(map(math.isfinite, completion.logprobs)):
             raise RunFailedError(
-                f"{sampling.name}: {self._dialect.where} has sampled tokens with log-probabilities "
+                f"{where} has sampled tokens with log-probabilities "
                 "that are not finite numbers; have the weights diverged?"
             )
         if completion.finish == "aborted" and job.aborting is None:
             raise RunFailedError(
-                f"{sampling.name}: the server aborted the request, perhaps because it shuts down"
+                f"{sampling.request_id}: the server aborted the request, "
+                "perhaps because it shuts down"
             )
         return completion
 

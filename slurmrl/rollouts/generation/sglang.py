@@ -33,14 +33,14 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.plan.estimates.worker_memory import computing
 from slurmrl.rollouts.completions import Completion
-from slurmrl.rollouts.generation.dialect import CONTROL_S, HttpDialect, SamplingRequest
+from slurmrl.rollouts.generation.base import GenerationRequest
+from slurmrl.rollouts.generation.dialect import CONTROL_S, HttpDialect
 from slurmrl.rollouts.generation.fitness import examine, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving, cache_flags
 from slurmrl.rollouts.generation.sglang_requests import (
     PiecewiseSampling,
     RoutedLayers,
-    SampledPiece,
     read_reply,
     request_body,
 )
@@ -88,26 +88,27 @@ class SglangDialect(HttpDialect):
     def _first(self) -> dict[str, Any]:
         return {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
 
-    async def sample(self, sampling: SamplingRequest) -> Completion:
+    async def sample(self, sampling: GenerationRequest) -> Completion:
+        name = sampling.request_id
         if sampling.options.experts and self._routed is None:
-            raise UsageError(f"{sampling.name}: the model has no experts to record")
+            raise UsageError(f"{name}: the model has no experts to record")
         token, size = max(sampling.prompt), self._model.vocabulary
         if token >= size:  # SGLang would compute with an unknown token
-            raise UsageError(f"{sampling.name}: token {token} is not in the vocabulary of {size}")
-        piecewise = self._samplings[sampling.name] = PiecewiseSampling(
+            raise UsageError(f"{name}: token {token} is not in the vocabulary of {size}")
+        piecewise = self._samplings[name] = PiecewiseSampling(
             self._within_context(await self._with_images(sampling))
         )
         try:
             while await self._running_before(piecewise.aborted):
                 pauses = self._pauses
-                finish = piecewise.add(await self._piece(piecewise.rest()))
+                finish = piecewise.add(*await self._piece(piecewise.rest()))
                 if finish is not None and (finish != "aborted" or pauses == self._pauses):
                     return piecewise.completion(finish)
             return piecewise.completion("aborted")
         finally:
-            del self._samplings[sampling.name]
+            del self._samplings[name]
 
-    def _within_context(self, sampling: SamplingRequest) -> SamplingRequest:
+    def _within_context(self, sampling: GenerationRequest) -> GenerationRequest:
         options, most = sampling.options, self._context - len(sampling.prompt)
         cut = replace(
             options,
@@ -126,8 +127,11 @@ class SglangDialect(HttpDialect):
                 wait.cancel()
         return not aborted.is_set()
 
-    async def _piece(self, sampling: SamplingRequest) -> SampledPiece:
-        """Return tokens until the completion ends or is aborted, or the server pauses."""
+    async def _piece(self, sampling: GenerationRequest) -> tuple[Completion, str]:
+        """Return tokens until the completion ends or is aborted, or the server pauses.
+
+        The string is the stop string that ended them, or "".
+        """
         body = request_body(sampling, cache=self._cache)
         reply = await self._client.post(self.GENERATE, body, timeout_s=None)
         return read_reply(self.where + self.GENERATE, reply, sampling, routed=self._routed)

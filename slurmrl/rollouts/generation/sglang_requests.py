@@ -33,8 +33,7 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.completions import Completion, Finish
-from slurmrl.rollouts.generation.base import ABORTED
-from slurmrl.rollouts.generation.dialect import SamplingRequest
+from slurmrl.rollouts.generation.base import ABORTED, GenerationRequest
 from slurmrl.rollouts.generation.image_requests import PromptImage
 from slurmrl.rollouts.generation.launch_sglang import ARRAYS
 from slurmrl.tensors.layout import Array
@@ -82,7 +81,7 @@ REPLY = TypeAdapter(_SglangReply)
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict[str, Any]:
+def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
     With ``cache``, prompts share the server's cache only with requests of this name; with None,
@@ -90,7 +89,8 @@ def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict
     """
     options = sampling.options
     return {
-        "rid": sampling.name + "/",  # an abort also ends requests whose names begin with its own
+        # An abort also ends requests whose names begin with its own.
+        "rid": f"{sampling.request_id}/",
         "input_ids": list(sampling.prompt),
         "sampling_params": {
             "max_new_tokens": options.max_new_tokens,
@@ -101,7 +101,7 @@ def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict
             **NEUTRAL,
             "stop_token_ids": list(options.stop_token_ids),
             "stop": list(options.stop_strings),
-            "sampling_seed": sampling.seed,
+            "sampling_seed": sampling.server_seed,
             "skip_special_tokens": False,  # stop strings may contain special tokens
             "no_stop_trim": True,
         },
@@ -130,9 +130,11 @@ def image_data(images: Sequence[PromptImage]) -> dict[str, Any]:
 
 
 def read_reply(
-    where: str, reply: object, sampling: SamplingRequest, *, routed: RoutedLayers | None = None
-) -> SampledPiece:
-    """Return the content of a reply. Raises RunFailedError if it does not fit the request.
+    where: str, reply: object, sampling: GenerationRequest, *, routed: RoutedLayers | None = None
+) -> tuple[Completion, str]:
+    """Return the completion of a reply, with its text, and the stop string that ended it.
+
+    Raises RunFailedError if it does not fit the request.
 
     Log-probabilities are under the distribution over all tokens, or under the sampling masks if the
     request asks for it. ``routed``: the model's blocks of experts.
@@ -145,7 +147,7 @@ def read_reply(
     finish, options = meta.finish_reason, sampling.options
     if finish.type == "abort" and options.masks and meta.output_token_sampling_mask is None:
         # It was aborted while it waited for its (repeated) prefill.
-        return SampledPiece(completion=replace(ABORTED, masks=SampledMasks()))
+        return replace(ABORTED, masks=SampledMasks()), ""
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
     if options.masks:
         logprobs = meta.output_token_sampling_logprobs or []
@@ -181,9 +183,9 @@ def read_reply(
         finish=FINISH[finish.type],
         masks=masks,
         experts=experts,
+        text=read.text or "",
     )
-    stop = finish.matched if isinstance(finish.matched, str) else ""
-    return SampledPiece(completion=completion, text=read.text or "", stop=stop)
+    return completion, finish.matched if isinstance(finish.matched, str) else ""
 
 
 def _read_masks(where: str, tokens: list[int], masks: list[list[int]]) -> SampledMasks:
@@ -255,29 +257,22 @@ INCOMPLETE = "\ufffd"
 """Character that stands in a string for incomplete UTF-8."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampledPiece:
-    """Tokens of one request. Its text is used only to find stop strings."""
-
-    completion: Completion
-    text: str = ""
-    stop: str = ""
-    """The stop string that ended it."""
-
-
 @dataclass
 class PiecewiseSampling:
-    """The tokens of a completion so far, from several requests."""
+    """The tokens of a completion so far, from several requests.
 
-    sampling: SamplingRequest
-    pieces: list[SampledPiece] = field(default_factory=list)
+    The texts of the pieces are used only to find stop strings.
+    """
+
+    sampling: GenerationRequest
+    pieces: list[Completion] = field(default_factory=list)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(token for piece in self.pieces for token in piece.completion.tokens)
+        return tuple(token for piece in self.pieces for token in piece.tokens)
 
-    def rest(self) -> SamplingRequest:
+    def rest(self) -> GenerationRequest:
         """Return the request for the missing tokens.
 
         If the last piece was aborted within a character that a stop string may have, sampling
@@ -285,7 +280,7 @@ class PiecewiseSampling:
         continues, and may miss a stop string with that character.
         """
         stops = self.sampling.options.stop_strings
-        aborted = bool(self.pieces) and self.pieces[-1].completion.finish == "aborted"
+        aborted = bool(self.pieces) and self.pieces[-1].finish == "aborted"
         if stops and aborted and self._text.endswith(INCOMPLETE):
             self.pieces.clear()
         options, tokens = self.sampling.options, self.tokens
@@ -297,34 +292,35 @@ class PiecewiseSampling:
         )
         return replace(self.sampling, prompt=self.sampling.prompt + tokens, options=left)
 
-    def add(self, piece: SampledPiece) -> Finish | None:
-        """Add a piece; return the completion's finish reason, "aborted" if only the piece ended.
+    def add(self, piece: Completion, stop: str = "") -> Finish | None:
+        """Add a piece, which may have ended at a stop string; return why the completion ended.
 
-        None: the piece ended at a stop string before the minimum number of tokens, or at a suffix
-        of a stop string without its prefix, so the completion continues.
+        "aborted": only the piece ended. None: the completion continues, because the piece ended at
+        a stop string before the minimum number of tokens, or at a suffix of a stop string without
+        its prefix.
         """
         self.pieces.append(piece)
-        if self._is_stopped(piece):
+        if self._is_stopped(piece, stop):
             return "stop"
         if len(self.tokens) >= self.sampling.options.max_new_tokens:
             return "length"
-        return None if piece.stop else piece.completion.finish
+        return None if stop else piece.finish
 
-    def _is_stopped(self, piece: SampledPiece) -> bool:
+    def _is_stopped(self, piece: Completion, stop: str) -> bool:
         """Return whether the last token of the piece ends the completion.
 
         A server names one reason of several to stop, or none if it has aborted the piece.
         """
         options, tokens, text = self.sampling.options, self.tokens, self._text
-        if piece.completion.finish == "stop" and not piece.stop:
+        if piece.finish == "stop" and not stop:
             return True  # it ended at a stop token
-        if not piece.completion.tokens or len(tokens) <= options.min_new_tokens:
+        if not piece.tokens or len(tokens) <= options.min_new_tokens:
             return False
         before, stops = len(text) - len(piece.text), options.stop_strings
         return (
-            piece.stop in stops
+            stop in stops
             or tokens[-1] in options.stop_token_ids
-            or any(stop in text[max(before - len(stop) + 1, 0) :] for stop in stops)
+            or any(each in text[max(before - len(each) + 1, 0) :] for each in stops)
         )
 
     @property
@@ -338,17 +334,18 @@ class PiecewiseSampling:
         return sorted({stop[cut:] for stop, cut in cuts if text.endswith(stop[:cut])} - {*stops})
 
     def completion(self, finish: Finish) -> Completion:
-        pieces = [piece.completion for piece in self.pieces]
         read = self.sampling.options.experts and finish != "aborted"
-        experts = pieces[-1].experts if read else None
+        experts = self.pieces[-1].experts if read else None
         if read and experts is None:
-            raise RunFailedError(f"{self.sampling.name}: aborted, and its experts are not reported")
+            raise RunFailedError(
+                f"{self.sampling.request_id}: aborted, and its experts are not reported"
+            )
         return Completion(
             tokens=self.tokens,
-            logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
-            versions=tuple(version for piece in pieces for version in piece.versions),
+            logprobs=tuple(logprob for piece in self.pieces for logprob in piece.logprobs),
+            versions=tuple(version for piece in self.pieces for version in piece.versions),
             finish=finish,
-            masks=_joined_masks(pieces) if self.sampling.options.masks else None,
+            masks=_joined_masks(self.pieces) if self.sampling.options.masks else None,
             experts=experts,
         )
 

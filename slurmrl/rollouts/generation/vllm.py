@@ -36,8 +36,8 @@ from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import LM_HEAD, embedding_tensor
 from slurmrl.plan.engine_rules import VLLM_FLAGS, VLLM_IMAGE_FLAGS
 from slurmrl.rollouts.completions import Completion, Finish
-from slurmrl.rollouts.generation.base import GenerationOptions
-from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect, SamplingRequest
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
+from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect
 from slurmrl.rollouts.generation.fitness import examine, field_of
 from slurmrl.rollouts.generation.image_requests import image_features
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving, cache_flags
@@ -54,12 +54,13 @@ from slurmrl.tensors.layout import Box
 if TYPE_CHECKING:
     from slurmrl.rollouts.generation.http import HttpClient
 
-FIRST = SamplingRequest(
-    name="first",
+FIRST = GenerationRequest(
+    request_id="first",
     prompt=(0,),
+    keys=(0,),
     seed=0,
+    step=0,
     options=GenerationOptions(max_new_tokens=1, greedy=True),
-    priority=0,
 )
 """Request that tests a server."""
 WITHOUT_HEAD = ("gemma2", "gemma3n", "gemma3n_text")
@@ -111,17 +112,17 @@ PREFIX = "generate-tokens-"
 """Prefix that the server puts before the id of a request."""
 
 
-def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict[str, Any]:
+def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
     With ``cache``, prompts share the server's cache only with requests of this name; with None,
     with all requests without a name.
     """
     return {
-        "request_id": sampling.name,
+        "request_id": sampling.request_id,
         "token_ids": list(sampling.prompt),
         "priority": sampling.priority,
-        "sampling_params": _sampling(sampling.options, sampling.seed),
+        "sampling_params": _sampling(sampling.options, sampling.server_seed),
         "cache_salt": cache,
         **image_features(sampling.images, cache),
     }
@@ -199,7 +200,7 @@ class VllmDialect(HttpDialect):
     def _first(self) -> dict[str, Any]:
         return request_body(FIRST)
 
-    async def sample(self, sampling: SamplingRequest) -> Completion:
+    async def sample(self, sampling: GenerationRequest) -> Completion:
         if sampling.options.experts:
             raise UsageError(
                 f"{self.where}: experts of vLLM's tokens are not recorded; use native or sglang, "

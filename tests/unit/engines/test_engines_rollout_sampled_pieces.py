@@ -6,9 +6,8 @@ import random
 from collections.abc import Sequence
 
 from slurmrl.rollouts.completions import Completion, Finish
-from slurmrl.rollouts.generation.base import GenerationOptions
-from slurmrl.rollouts.generation.dialect import SamplingRequest
-from slurmrl.rollouts.generation.sglang_requests import PiecewiseSampling, SampledPiece
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
+from slurmrl.rollouts.generation.sglang_requests import PiecewiseSampling
 
 WORDS = (b"a", b"b", b"ab", b"ba", b"aab", b"c", b"bc", b"b\xe2\x80")
 """The last one ends within a character."""
@@ -35,7 +34,7 @@ def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[in
 
 def answer(
     rest: Sequence[int], options: GenerationOptions, pause: int | None, chance: random.Random
-) -> SampledPiece:
+) -> tuple[Completion, str]:
     """What SGLang draws of the stream for one request: strings end it whatever the minimum, and a
     pause after one more token, which is not looked at.
     """
@@ -56,9 +55,13 @@ def answer(
             finish = "length"
     drawn = tuple(tokens)
     made = Completion(
-        tokens=drawn, logprobs=(0.0,) * len(drawn), versions=("1.1",) * len(drawn), finish=finish
+        tokens=drawn,
+        logprobs=(0.0,) * len(drawn),
+        versions=("1.1",) * len(drawn),
+        finish=finish,
+        text=text(drawn),
     )
-    return SampledPiece(completion=made, text=text(drawn), stop=stop)
+    return made, stop
 
 
 def test_segments_combine_to_the_result_of_one_request() -> None:
@@ -79,7 +82,9 @@ def test_segments_combine_to_the_result_of_one_request() -> None:
         )
         stream = [chance.randrange(len(WORDS)) for _ in range(20)]
         drawing = PiecewiseSampling(
-            SamplingRequest(name=str(seed), prompt=(1,), seed=1, options=options, priority=0)
+            GenerationRequest(
+                request_id=str(seed), prompt=(1,), keys=(0,), seed=1, step=1, options=options
+            )
         )
         pauses = chance.choice([[None], PAUSES, PAUSES])
         finish: Finish | None = None
@@ -87,7 +92,7 @@ def test_segments_combine_to_the_result_of_one_request() -> None:
         while finish in (None, "aborted"):
             rest = drawing.rest()
             left = stream[len(drawing.tokens) :]
-            finish = drawing.add(answer(left, rest.options, chance.choice(pauses), chance))
+            finish = drawing.add(*answer(left, rest.options, chance.choice(pauses), chance))
             uncut = 0 if finish == "aborted" else uncut + 1
             assert uncut <= most, seed
         assert (len(drawing.tokens), finish) == uninterrupted(stream, options), seed

@@ -12,7 +12,7 @@ import pytest
 from slurmrl.errors import RunFailedError
 from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, WeightVersion
-from slurmrl.rollouts.generation.dialect import Dialect, SamplingRequest
+from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.server_client import ServerClient
 
 CONTEXT = 16
@@ -38,15 +38,15 @@ class ScriptedDialect(Dialect):
     async def connect(self) -> int:
         return CONTEXT
 
-    async def sample(self, draw: SamplingRequest) -> Completion:
-        self.calls.append(f"draw {draw.name}")
-        self.seeds[draw.name] = draw.seed
-        self.draws[draw.name] = asyncio.get_running_loop().create_future()
+    async def sample(self, draw: GenerationRequest) -> Completion:
+        self.calls.append(f"draw {draw.request_id}")
+        self.seeds[draw.request_id] = draw.server_seed
+        self.draws[draw.request_id] = asyncio.get_running_loop().create_future()
         self.most = max(self.most, len(self.draws))
         try:
-            return await self.draws[draw.name]
+            return await self.draws[draw.request_id]
         finally:
-            del self.draws[draw.name]
+            del self.draws[draw.request_id]
 
     async def abort(self, name: str) -> None:
         self.calls.append(f"abort {name}")

@@ -22,8 +22,7 @@ from slurmrl.data.meta import SampledMasks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.completions import Completion
-from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
-from slurmrl.rollouts.generation.dialect import SamplingRequest
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.launch_sglang import tell_grids_apart
@@ -38,7 +37,6 @@ from slurmrl.rollouts.generation.sglang import (
 from slurmrl.rollouts.generation.sglang_requests import (
     PiecewiseSampling,
     RoutedLayers,
-    SampledPiece,
 )
 from slurmrl.rollouts.generation.weight_checks import Held, TensorPart
 from tests.support.trials import ARCHITECTURE
@@ -56,9 +54,11 @@ VOCABULARY = 50
 MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
-def draw(**options: Any) -> SamplingRequest:
+def draw(**options: Any) -> GenerationRequest:
     settings = GenerationOptions(**{"max_new_tokens": 6, **options})
-    return SamplingRequest(name="r", prompt=(1, 2), seed=7, options=settings, priority=0)
+    return GenerationRequest(
+        request_id="r", prompt=(1, 2), keys=(3,), seed=7, step=1, options=settings
+    )
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -131,7 +131,7 @@ class ScriptedServer(HttpClient):
         return reply(tokens, "length", self.version)
 
 
-async def paused(settings: SamplingRequest) -> tuple[ScriptedServer, Completion]:
+async def paused(settings: GenerationRequest) -> tuple[ScriptedServer, Completion]:
     """A draw that an update interrupts after two tokens."""
     server = ScriptedServer()
     dialect = SglangDialect(server, model=MODEL)
@@ -187,7 +187,7 @@ def test_last_token_before_a_pause_may_end_a_completion(
     """A server draws once more before it aborts a request, and does not look at what it drew."""
     drawing = PiecewiseSampling(draw(**options))
     made = read_reply("server", reply([3, 4], "abort"), drawing.rest())
-    ended = drawing.add(made)
+    ended = drawing.add(*made)
     assert ended == (finish or "aborted")
     if finish is None:
         assert drawing.rest().options.max_new_tokens == 4
@@ -197,7 +197,7 @@ def test_stop_string_is_found_in_the_last_token_before_a_second_pause() -> None:
     drawing = PiecewiseSampling(draw(stop_strings=("ef",)))
     for tokens, finish in (([3, 4], "aborted"), ([5], "stop")):
         piece = read_reply("server", reply(tokens, "abort"), drawing.rest())
-        assert drawing.add(piece) == finish
+        assert drawing.add(*piece) == finish
 
 
 def test_completion_paused_at_the_context_length_ends() -> None:
@@ -250,7 +250,7 @@ def test_completion_cut_inside_a_character_begins_again() -> None:
     """A stop string may begin with it."""
     drawing = PiecewiseSampling(draw(stop_strings=("é",)))
     made = Completion(tokens=(3,), logprobs=(-1.0,), versions=("1.1",), finish="aborted")
-    assert drawing.add(SampledPiece(completion=made, text="a\ufffd")) == "aborted"
+    assert drawing.add(replace(made, text="a\ufffd")) == "aborted"
     assert drawing.completion("aborted").tokens == (3,)
     assert drawing.rest() == drawing.sampling
 
@@ -301,11 +301,11 @@ def test_sampling_masks_are_requested_and_read_with_masked_probabilities() -> No
     asked = draw(top_k=3, masks=True)
     body = request_body(asked)
     assert body["return_sampling_mask"]
-    made = read_reply("server", masked([[9, 3, 5], [4]]), asked).completion
+    made = read_reply("server", masked([[9, 3, 5], [4]]), asked)[0]
     assert made.masks == SampledMasks(array("i", [3, 1]), array("i", [3, 5, 9, 4]))
     assert made.logprobs == (-0.1, -0.2)
     plain = draw(top_k=3)
-    assert read_reply("server", masked([]), plain).completion.masks is None
+    assert read_reply("server", masked([]), plain)[0].masks is None
 
 
 @pytest.mark.parametrize("masks", [[], [[3]], [[3], [5, 6]], [[3], [4], [5]]])
@@ -318,7 +318,7 @@ def test_segments_of_a_completion_join_their_sampling_masks() -> None:
     drawing = PiecewiseSampling(draw(top_k=3, masks=True))
     for masks in ([[3, 9], [4]], [[5, 3], [4, 2]]):
         piece = read_reply("server", masked(masks), drawing.rest())
-        drawing.add(piece)
+        drawing.add(*piece)
     masks = drawing.completion("length").masks
     assert masks == SampledMasks(array("i", [2, 1, 2, 2]), array("i", [3, 9, 4, 3, 5, 2, 4]))
 
@@ -335,7 +335,7 @@ def routed(rows: object, answer: dict[str, Any] | None = None) -> dict[str, Any]
 
 def experts_of(answer: dict[str, Any]) -> Any:
     asked = draw(experts=True)
-    return read_reply("server", answer, asked, routed=ROUTED).completion.experts
+    return read_reply("server", answer, asked, routed=ROUTED)[0].experts
 
 
 def test_experts_are_read_only_for_layers_with_experts() -> None:
@@ -346,7 +346,7 @@ def test_experts_are_read_only_for_layers_with_experts() -> None:
     assert found.dtype == np.int16
     assert found.tolist() == [[0, 1, 4, 2], [3, 1, 0, 4], [1, 0, 2, 3], [-1, -1, -1, -1]]
     assert experts_of(reply([3], "abort")) is None
-    plain = read_reply("server", routed(rows), draw()).completion
+    plain = read_reply("server", routed(rows), draw())[0]
     assert plain.experts is None
 
 
@@ -384,7 +384,7 @@ def test_completion_takes_the_experts_of_its_last_segment() -> None:
     drawing = PiecewiseSampling(draw(experts=True))
     rows = np.full((5, 3, 2), [0, 1])
     for answer in (reply([3, 4], "abort"), routed(rows, reply([3, 4], "length"))):
-        drawing.add(read_reply("server", answer, drawing.rest(), routed=ROUTED))
+        drawing.add(*read_reply("server", answer, drawing.rest(), routed=ROUTED))
     experts = drawing.completion("length").experts
     assert experts is not None
     assert experts.shape == (6, 4)
@@ -396,7 +396,7 @@ def test_experts_are_recorded_for_an_aborted_sample_with_stop_token() -> None:
     rows = np.full((3, 3, 2), [0, 1])
     for answer in (routed(rows, reply([3, 4], "abort")), reply([3, 4], "abort")):
         drawing = PiecewiseSampling(asked)
-        finish = drawing.add(read_reply("server", answer, asked, routed=ROUTED))
+        finish = drawing.add(*read_reply("server", answer, asked, routed=ROUTED))
         assert finish == "stop"
         lacks = answer["meta_info"].get("routed_experts") is None
         with pytest.raises(RunFailedError, match="are not reported") if lacks else nullcontext():
@@ -552,11 +552,11 @@ def test_pause_mode_depends_on_server_version_and_requests(
 def test_request_aborted_while_waiting_has_no_masks(masks: bool) -> None:
     """Its tokens cannot be used without their probabilities."""
     answer = reply([3, 4], "abort", message="Abort in waiting queue")
-    made = read_reply("server", answer, draw(top_k=3, masks=masks))
-    tokens = made.completion.tokens
+    made, _ = read_reply("server", answer, draw(top_k=3, masks=masks))
+    tokens = made.tokens
     assert tokens == (() if masks else (3, 4))
-    assert made.completion.finish == "aborted"
-    assert (made.completion.masks is not None) == masks
+    assert made.finish == "aborted"
+    assert (made.masks is not None) == masks
 
 
 @pytest.mark.parametrize("busy", [False, True])
