@@ -1,6 +1,7 @@
-"""Atomic whole-file operations: readers see no partial file; one exclusive create succeeds.
+"""Atomic operations on whole files: readers see no partial file; one exclusive create succeeds.
 
-Anyone who can write to a run directory can run code as its user, so ownership is checked here, too.
+The module also checks ownership, because anyone who can write to a run directory can run code as
+its user.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from slurmrl.fsio.calls import (
 
 DIRECTORY_MODE = 0o700
 LIMIT_BYTES = 64 << 20
-"""Limit for files that are read whole; plans of thousands of hosts have a few MB."""
+"""Default limit of `read`. The largest files, plans of thousands of hosts, have a few MB."""
 
 
 def exclusive_create(
@@ -44,8 +45,8 @@ def exclusive_create(
     """Create ``path`` with ``data``; return True if this call created it, False if it exists.
 
     The caller makes ``data`` unique with a nonce. After EEXIST or an error with an unclear outcome,
-    only the content of ``path`` shows who created it (cached link counts may be wrong). ``durable``
-    syncs content and name to disk before True is returned. Raises EnvironmentFailure.
+    only the content of ``path`` shows who created it (cached link counts may be wrong). With
+    ``durable``, content and name are on disk when True is returned. Raises EnvironmentFailure.
     """
     for last in _attempts(calls):
         try:
@@ -64,9 +65,9 @@ def exclusive_create(
 
 
 def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls = REAL) -> None:
-    """Replace the content of ``path``: readers see the old content or the new one.
+    """Replace the content of ``path``: readers see either the old or the new content.
 
-    Raises EnvironmentFailure; the new content may or may not be in place then.
+    Raises EnvironmentFailure; ``path`` then has either the old or the new content.
     """
     for last in _attempts(calls):
         try:
@@ -97,9 +98,9 @@ def replace_by_parts(path: Path, parts: Iterable[bytes], *, calls: SystemCalls =
 
 
 def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTES) -> bytes:
-    """Read a whole file.
+    """Return the content of a file.
 
-    ESTALE (the file was replaced on the server while we held an old handle) is retried.
+    After ESTALE, try again: the file was replaced on the server while this process held its handle.
     Raises FileNotFoundError, CorruptFileError if it is not a regular file or is larger than
     ``limit_bytes``, EnvironmentFailure for other errors.
     """
@@ -121,7 +122,7 @@ def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTE
 
 
 def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
-    """`read` a file that must exist: raises CorruptFileError if it is missing."""
+    """Return the content of a file. Raises CorruptFileError if it is missing, else as `read`."""
     try:
         return read(path, calls=calls)
     except FileNotFoundError as error:
@@ -147,7 +148,7 @@ def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> int:
 
 
 def truncate(path: Path, size: int, *, calls: SystemCalls = REAL) -> None:
-    """Truncate a file durably; after a crash it has the old size or the new one.
+    """Truncate a file durably; after a crash it has either the old or the new size.
 
     Raises EnvironmentFailure.
     """
@@ -173,8 +174,8 @@ def remove(path: Path, *, calls: SystemCalls = REAL) -> bool:
 def remove_exactly(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> bool:
     """Remove a file only if it holds ``data``; return whether it was removed.
 
-    The file is renamed before its content is compared for the last time, and put back if another
-    writer has replaced it. Raises EnvironmentFailure.
+    Rename the file, compare its content again, and put the file back if another writer has
+    replaced it. Raises EnvironmentFailure.
     """
     if _read_if_there(path, calls) != data:
         return False
@@ -202,10 +203,9 @@ def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:
 
 
 def known_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str] | None:
-    """Return the names in a directory; None if they are unknown.
+    """Return the names in a directory; None if it cannot be listed or is empty.
 
-    They are unknown if the directory cannot be listed, or if it is empty: it may be a mount point
-    whose file system is not mounted.
+    An empty directory may be a mount point whose file system is not mounted.
     """
     try:
         return list(calls.listdir(directory)) or None
@@ -214,7 +214,7 @@ def known_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str] | No
 
 
 def is_absent(path: Path, *, calls: SystemCalls = REAL) -> bool:
-    """Return whether a path certainly does not exist: its directory's `known_names` lack it."""
+    """Return whether a path certainly does not exist: `known_names` of its directory lack it."""
     names = known_names(path.parent, calls=calls)
     return names is not None and path.name not in names
 
@@ -233,14 +233,14 @@ def sync_directory(directory: Path, *, calls: SystemCalls = REAL) -> None:
     try:
         calls.fsync_directory(directory)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system cannot sync a directory
+        if error.errno != errno.EINVAL:  # EINVAL: this file system cannot sync a directory.
             raise explain(error, "sync", directory) from error
 
 
 def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCalls = REAL) -> None:
     """Create a directory and its missing ``parents`` with mode 0700, whatever the umask.
 
-    New directories are on disk when this returns; existing ones are left as they are.
+    New directories are on disk when the function returns. Existing directories keep their mode.
     Raises EnvironmentFailure.
     """
     try:
@@ -251,17 +251,18 @@ def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCal
         make_private_directory(path.parent, calls=calls)
         try:
             _make_one(path, calls)
-        except FileNotFoundError as error:  # automounters report unknown names in this way
+        except FileNotFoundError as error:  # An automounter reports an unknown name in this way.
             raise explain(error, "make directory", path) from error
 
 
 def _make_one(path: Path, calls: SystemCalls) -> None:
-    """Make one directory. Raises FileNotFoundError without its parent, else EnvironmentFailure."""
+    """Make one directory. Raises FileNotFoundError if its parent is missing, EnvironmentFailure."""
     try:
         calls.mkdir(path, DIRECTORY_MODE)
         mode = S_IMODE(calls.stat(path).st_mode)
         if mode & 0o777 != DIRECTORY_MODE:
-            calls.chmod(path, DIRECTORY_MODE | mode & S_ISGID)  # quotas depend on setgid
+            # Keep the setgid bit: group quotas depend on it.
+            calls.chmod(path, DIRECTORY_MODE | mode & S_ISGID)
         sync_directory(path.parent, calls=calls)
     except FileExistsError as error:
         if not path.is_dir():
@@ -285,10 +286,10 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def sweep_temporaries(directory: Path, *, calls: SystemCalls = REAL) -> int:
-    """Remove temporary files that killed writers left; return how many.
+    """Remove temporary files that killed writers left; return their number.
 
-    This is safe at any time: a writer that loses its temporary file writes another one. (File ages
-    are not considered, because they depend on the clocks of other machines.)
+    This is safe at any time: a writer that loses its temporary file writes another one. The age of
+    a file does not matter, because it depends on the clock of another machine.
     """
     leftovers = [name for name in _listing(directory, calls) if is_temporary(name)]
     return sum(remove(directory / name, calls=calls) for name in leftovers)
@@ -308,7 +309,7 @@ def probe_link(directory: Path, *, calls: SystemCalls = REAL) -> None:
 
 
 def _attempts(calls: SystemCalls) -> Iterator[bool]:
-    """Yield attempts at an operation that may fail briefly or whose outcome may be unclear."""
+    """Yield, for each attempt at an operation that may fail briefly, whether it is the last."""
     return attempts(UNCLEAR_PAUSES_S, lambda pause_s: calls.sleep(pause_s))
 
 
@@ -358,10 +359,8 @@ def _raise_if_final(
 def _directory_is_there(directory: Path, calls: SystemCalls) -> bool:
     try:
         calls.stat(directory)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return True
 
 
@@ -376,7 +375,7 @@ def check_ownership(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
     too. Directories that a group or another user can write to only cause a warning, because many
     clusters have such project directories.
 
-    Raises OwnershipError with the reason, EnvironmentFailure if the directory does not answer.
+    Raises OwnershipError with the reason, EnvironmentFailure if the file system does not answer.
     """
     warnings: list[str] = []
     try:
@@ -393,7 +392,7 @@ def check_ownership(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
 def check_file_ownership(path: Path, *, calls: SystemCalls = REAL) -> list[str]:
     """Check that only the user and root can change a file of settings; return warnings.
 
-    Others may read it.
+    Other users may read the file.
 
     Raises OwnershipError with the reason, EnvironmentFailure if the file system does not answer.
     """
@@ -402,7 +401,9 @@ def check_file_ownership(path: Path, *, calls: SystemCalls = REAL) -> list[str]:
         found = calls.stat(path)
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid not in (ROOT_UID, os.geteuid()):
-            raise OwnershipError(f"{path} belongs to user {found.st_uid}, not to you; not read")
+            raise OwnershipError(
+                f"{path} was not read: it belongs to user {found.st_uid}, not to you or root"
+            )
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise OwnershipError(
                 f"{path} has mode {mode:04o}, so other users can change what runs in your name; "
@@ -419,10 +420,12 @@ def check_file_ownership(path: Path, *, calls: SystemCalls = REAL) -> list[str]:
 
 def _check_own(run: Path, found: os.stat_result) -> None:
     if not stat.S_ISDIR(found.st_mode):
-        raise OwnershipError(f"{run} is {_kind(found)}, not a directory; not used")
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "a file"
+        raise OwnershipError(f"{run} is {kind}, not a directory, so no run can use it")
     if found.st_uid != os.geteuid():
         raise OwnershipError(
-            f"{run} belongs to user {found.st_uid}, not to you ({os.geteuid()}); not used"
+            f"{run} belongs to user {found.st_uid}, not to you (user {os.geteuid()}); choose "
+            "another directory"
         )
     mode = stat.S_IMODE(found.st_mode) & 0o777
     if mode != DIRECTORY_MODE:
@@ -442,21 +445,24 @@ def _ancestors(run: Path) -> Iterator[Path]:
 def _check_ancestor(directory: Path, calls: SystemCalls) -> list[str]:
     name = calls.lstat(directory)
     if stat.S_ISLNK(name.st_mode) and name.st_uid not in (ROOT_UID, os.geteuid()):
-        raise OwnershipError(f"{directory} is a symbolic link of user {name.st_uid}; not followed")
+        raise OwnershipError(
+            f"{directory} is a symbolic link of user {name.st_uid}, who could change its target; "
+            "choose another path"
+        )
     found = calls.stat(directory)
     sticky = bool(found.st_mode & stat.S_ISVTX)
     if found.st_mode & stat.S_IWOTH and not sticky:
         raise OwnershipError(
             f"{directory} is world-writable (mode {stat.S_IMODE(found.st_mode):04o}): any user "
-            "could replace what is in it; choose another one"
+            "could replace what is in it; choose another directory"
         )
     warnings = []
     if found.st_mode & stat.S_IWGRP and not sticky:
-        warnings.append(f"{directory} is writable by group {found.st_gid}: its members are trusted")
+        warnings.append(
+            f"{directory} is writable by group {found.st_gid}: its members can replace your files"
+        )
     if found.st_uid not in (ROOT_UID, os.geteuid()):
-        warnings.append(f"{directory} belongs to user {found.st_uid}, who is trusted")
+        warnings.append(
+            f"{directory} belongs to user {found.st_uid}, who can replace your files in it"
+        )
     return warnings
-
-
-def _kind(found: os.stat_result) -> str:
-    return "a symbolic link" if stat.S_ISLNK(found.st_mode) else "a file"

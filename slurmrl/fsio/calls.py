@@ -1,7 +1,8 @@
-"""Access to the operating system: one thin method per file system operation, and whole files.
+"""Access to the file system: one thin method per operation, and functions for whole files.
 
 All access to the shared directory goes through a `SystemCalls`, so that tests can replace it with
-layers that record, fail, delay or show a stale view. Errors become exceptions and messages here.
+layers that record, fail, delay or show a stale view. The module also makes the exceptions, with
+messages, for errors of the operating system.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ LOCAL_MAGIC = frozenset(
         0xCA451A4E,  # bcachefs
     }
 )
-"""File system types (statfs(2)) on which the kernel sees every change. All others count as shared:
-NFS, Lustre, GPFS, BeeGFS, CephFS, FUSE, SMB and unknown types."""
+"""File system types (statfs(2)) on which the kernel sees every change. All other types count as
+shared: NFS, Lustre, GPFS, BeeGFS, CephFS, FUSE, SMB and unknown types."""
 
 _STRUCT_BYTES = 512
-"""Size of a buffer for any struct statfs, whose first field is the type, as a long."""
+"""Size of a buffer for any struct statfs; its first field is a long, the type."""
 
 
 def is_local(directory: Path) -> bool:
-    """Return whether a directory is on a local file system; False if that is unknown."""
-    import ctypes  # slow to import, and few commands need it
+    """Return whether a directory is on a local file system; False if its type is unknown."""
+    import ctypes  # ctypes is slow to import, and few commands need it.
 
     buffer = (ctypes.c_long * (_STRUCT_BYTES // ctypes.sizeof(ctypes.c_long)))()
     library = ctypes.CDLL(None, use_errno=True)
@@ -66,10 +67,7 @@ class SystemCalls:
         return descriptor
 
     def caches(self, directory: Path) -> bool:
-        """Return whether this machine may see a stale state of a directory.
-
-        This is impossible on a local file system.
-        """
+        """Return whether this machine may see a stale directory; False on a local file system."""
         return not is_local(directory)
 
     def close(self, descriptor: int) -> None:
@@ -94,7 +92,7 @@ class SystemCalls:
         os.fsync(descriptor)
 
     def mode(self, descriptor: int) -> int:
-        """Permission bits of an open file."""
+        """Return the permission bits of an open file."""
         return os.fstat(descriptor).st_mode & 0o777
 
     def chmod(self, target: int | Path, mode: int) -> None:
@@ -134,7 +132,7 @@ class SystemCalls:
 
 
 REAL = SystemCalls()
-"""The default of all functions of this package; it has no state."""
+"""System calls that all functions of this package use by default; the object has no state."""
 
 
 TEMPORARY_PREFIX = ".tmp."
@@ -145,7 +143,10 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 @contextmanager
 def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
-    """Open a file and close it at the end. Errors of close are raised: NFS reports writes there."""
+    """Open a file and close it at the end.
+
+    Raises OSError, also from closing: NFS may report a failed write only then.
+    """
     descriptor = calls.open(path, flags, FILE_MODE)
     try:
         yield descriptor
@@ -157,7 +158,7 @@ def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
 
 
 def read_all(descriptor: int, calls: SystemCalls, limit_bytes: int) -> bytes | None:
-    """Read to the end of the file; None if that exceeds ``limit_bytes``."""
+    """Return the content up to the end of the file; None if it exceeds ``limit_bytes``."""
     chunks, size = [], 0
     while chunk := calls.read(descriptor, READ_BYTES):
         chunks.append(chunk)
@@ -175,7 +176,7 @@ def pwrite_all(descriptor: int, data: bytes | memoryview, offset: int, calls: Sy
 
 
 def make_private(descriptor: int, calls: SystemCalls) -> None:
-    """Set mode 0600, because the umask may have removed bits that the owner needs."""
+    """Set mode 0600. The umask may have removed bits that the owner needs."""
     if calls.mode(descriptor) != FILE_MODE:
         calls.chmod(descriptor, FILE_MODE)
 
@@ -195,7 +196,7 @@ def write_new(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> Non
 
 
 def write_new_parts(path: Path, parts: Iterable[bytes], durable: bool, calls: SystemCalls) -> None:
-    """`write_new` a file that need not fit into memory."""
+    """Create a file as `write_new` does, from parts that together need not fit into memory."""
     offset = 0
     with opened(path, _CREATE, calls) as descriptor:
         make_private(descriptor, calls)
@@ -221,7 +222,7 @@ def set_private_umask() -> None:
 
 
 LEAST_BYTES = 64 << 20
-"""Minimum free space to start a run, which writes logs and events at once."""
+"""Minimum free space for starting a run, which writes logs and events at its start."""
 PROBE_BYTES = 1 << 20
 
 
@@ -234,9 +235,10 @@ def free_bytes(directory: Path) -> int | None:
 
 
 def require_space(directory: Path, *, calls: SystemCalls = REAL) -> None:
-    """Raise EnvironmentFailure if a directory, which need not exist yet, lacks the space to start.
+    """Raise EnvironmentFailure if a directory lacks the space for starting a run.
 
-    If the directory exists, write a probe file, because only a write reveals an exhausted quota.
+    The directory need not exist. If it exists, write a probe file, because only a write reveals an
+    exhausted quota.
     """
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = free_bytes(existing)
@@ -274,9 +276,9 @@ DEFINITE = frozenset(
         errno.ELOOP,
     }
 )
-"""Errors after which a link or rename has certainly not happened. After any other error (EIO,
-ESTALE, ETIMEDOUT, but also EEXIST and ENOENT: a client resends a request whose reply was lost)
-it may have happened, so the outcome has to be checked."""
+"""Errors after which a link or rename has certainly not happened. After any other error, callers
+check the outcome. EEXIST and ENOENT are among the other errors: a client resends a request whose
+reply was lost, and gets the answer to the second request."""
 
 
 def cause(failure: EnvironmentFailure) -> int:

@@ -4,9 +4,9 @@ The module also reads and appends files of one document per line.
 
 Every reader of a document checks its fields once and can rely on them afterwards.
 
-A document may be a frozen dataclass: the annotation of a field decides which values it accepts:
-``int``, ``float``, ``str``, ``bool`` or, with other bounds, ``Annotated[int, COUNT]``; ``tuple``,
-``Mapping`` and dataclasses of these; ``Any``. A field with a default may be missing. Unknown
+A frozen dataclass can describe a document. The annotation of a field decides which values the field
+accepts: ``int``, ``float``, ``str``, ``bool``, ``Annotated[int, COUNT]`` for other bounds, ``Any``,
+or a ``tuple``, ``Mapping`` or dataclass of these. A field with a default may be missing. Unknown
 fields, such as fields of a newer version, are ignored.
 """
 
@@ -41,7 +41,7 @@ from slurmrl.fsio.calls import opened as opened_file
 
 SHOWN_CHARACTERS = 80
 FILE_NAME_BYTES = 255
-"""The longest file name that Linux file systems take."""
+"""Maximum size of a file name on Linux file systems."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FieldType:
     """The values that a field may hold."""
 
     expected: str
-    """``a number``"""
+    """Description of the values in messages, for example ``a number``."""
     accepts: Callable[[Any], bool]
 
 
@@ -70,22 +70,22 @@ def _file_name(value: Any) -> bool:
         return False
     try:
         return len(os.fsencode(value)) <= FILE_NAME_BYTES
-    except UnicodeEncodeError:  # a lone surrogate
+    except UnicodeEncodeError:  # The name has a lone surrogate.
         return False
 
 
 MOST_COUNT = 10**7
 """Larger than any number of hosts, ranks or array elements, and small enough to loop over."""
 LONGEST_S = 1e11
-"""Maximum of a duration, and of a time since the epoch: 3,000 years."""
+"""Maximum of a duration and of a time since the epoch: about 3,000 years."""
 
-INTEGER = FieldType("a whole number", lambda value: _integer(value, -(2**53), 2**53))
-COUNT = FieldType(f"a whole number from 0 to {MOST_COUNT}", lambda v: _integer(v, 0, MOST_COUNT))
-SIZE = FieldType("a whole number that is not negative", lambda value: _integer(value, 0, 2**63))
+INTEGER = FieldType("an integer", lambda value: _integer(value, -(2**53), 2**53))
+COUNT = FieldType(f"an integer from 0 to {MOST_COUNT}", lambda v: _integer(v, 0, MOST_COUNT))
+SIZE = FieldType("an integer that is not negative", lambda value: _integer(value, 0, 2**63))
 NUMBER = FieldType("a number", lambda value: _number(value, -1e300, 1e300))
 SECONDS = FieldType("a number of seconds", lambda value: _number(value, -LONGEST_S, LONGEST_S))
-TEXT = FieldType("a text", lambda value: isinstance(value, str))
-FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
+TEXT = FieldType("a string", lambda value: isinstance(value, str))
+FLAG = FieldType("a boolean", lambda value: isinstance(value, bool))
 FILE_NAME = FieldType("the name of a file or directory", _file_name)
 
 
@@ -114,7 +114,7 @@ def items(*kinds: FieldType) -> FieldType:
 
 
 def table(fields: Fields, required: Collection[str] = ()) -> FieldType:
-    """An object with these fields."""
+    """Return the type of an object with these fields."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, dict) and wrong(value, fields, required) is None
@@ -123,7 +123,7 @@ def table(fields: Fields, required: Collection[str] = ()) -> FieldType:
 
 
 def each(kind: FieldType) -> FieldType:
-    """An object with any keys whose values have one type."""
+    """Return the type of an object with any keys whose values all have type ``kind``."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, dict) and all(map(kind.accepts, value.values()))
@@ -132,7 +132,7 @@ def each(kind: FieldType) -> FieldType:
 
 
 def wrong(values: Mapping[str, Any], fields: Fields, required: Collection[str] = ()) -> str | None:
-    """Describe the first invalid field; None if all are valid."""
+    """Return a description of the first invalid field; None if all are valid."""
     for name, kind in fields.items():
         value = values.get(name)
         if value is None:
@@ -158,15 +158,15 @@ def check(
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it, shortened."""
+    """Return the text of a value for a message, at most `SHOWN_CHARACTERS` long."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
 
 
 MOST_DEPTH = 64
-"""Levels of lists and objects; our documents have at most ten."""
+"""Maximum number of nested lists and objects; documents of slurmrl have at most ten levels."""
 MOST_DIGITS = 20
-"""Digits of an integer: 64 bits and a sign."""
+"""Maximum number of characters of an integer: 64 bits and a sign."""
 
 
 def parse(
@@ -177,7 +177,7 @@ def parse(
     *,
     remedy: str = REMEDY,
 ) -> dict[str, Any]:
-    """Parse a JSON object with these ``fields`` (see `FieldType`); ``required`` ones must be there.
+    """Return the JSON object in ``text``, with checked ``fields``; ``required`` ones must exist.
 
     Raises CorruptFileError that names ``where``.
     """
@@ -206,10 +206,7 @@ def read(
 
 @contextmanager
 def expecting(where: object) -> Iterator[None]:
-    """Turn errors about missing fields or wrong types in the block into CorruptFileError.
-
-    The error names ``where``.
-    """
+    """Turn errors about missing fields or wrong types in the block into CorruptFileError."""
     try:
         yield
     except SlurmrlError:
@@ -257,11 +254,11 @@ D = TypeVar("D", bound=Dataclass)
 
 
 class _Form(NamedTuple):
-    """How values of one type look in JSON."""
+    """Description of the values of one type in JSON."""
 
     accepted: FieldType
     read: Callable[[Any], Any]
-    """Make the value from accepted JSON."""
+    """Function that makes the value from accepted JSON."""
 
 
 def to_json(value: Dataclass) -> dict[str, Any]:
@@ -287,8 +284,8 @@ def from_json(
 def shape(kind: type[Dataclass]) -> FieldType:
     """Return the type of a field whose value is an object of this dataclass.
 
-    The annotations are read at the first check: it takes a while, and many documents lack the
-    field.
+    The annotations are read at the first check, because reading them is slow and many documents
+    lack the field.
     """
     names = ", ".join(field.name for field in fields(kind))
     return FieldType(f"an object with {names}", lambda value: _form(kind).accepted.accepts(value))
@@ -309,10 +306,10 @@ def _accepted(kind: type[Dataclass]) -> Fields:
 
 
 def _plain(value: Any) -> Any:
-    """Convert the dataclasses in a value; the items of a tuple have one type."""
+    """Return a value with dataclasses converted to JSON objects."""
     if is_dataclass(value) and not isinstance(value, type):
         return to_json(value)
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):  # Items have one type.
         return [_plain(item) for item in value]
     return value
 
@@ -339,12 +336,12 @@ def _form(hint: Any) -> _Form:
         return _Form(_SCALARS[hint], _same)
     if is_dataclass(hint) and isinstance(hint, type):
         return _Form(table(_accepted(hint), _required(hint)), partial(_read, hint))
-    if origin in (Union, UnionType):  # None is allowed and counts as missing
+    if origin in (Union, UnionType):  # The other type is None, which counts as missing.
         return _form(next(option for option in arguments if option is not type(None)))
     if origin is tuple and arguments[-1] is Ellipsis:
         item = _form(arguments[0])
         return _Form(list_of(item.accepted), lambda values: tuple(map(item.read, values)))
-    if origin is tuple:  # items are scalars
+    if origin is tuple:  # The items are scalars.
         return _Form(items(*(_form(argument).accepted for argument in arguments)), tuple)
     if origin is Mapping:
         content = _form(arguments[1])
@@ -369,7 +366,7 @@ _SCALARS: Mapping[Any, FieldType] = {
 
 
 FIRST_BYTES = 64 << 10
-"""Size of the first chunk read from the end; it often suffices."""
+"""Size of the first chunk that `LineFile.backward` reads; this chunk often suffices."""
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 8 << 20
 
@@ -380,7 +377,7 @@ class LineFile:
     def __init__(self, descriptor: int, calls: SystemCalls) -> None:
         self.size = os.fstat(descriptor).st_size
         self.offset = 0
-        """Start of the first line that `forward` has not yielded."""
+        """Offset of the first line that `forward` has not yielded."""
         self._descriptor = descriptor
         self._calls = calls
 
@@ -389,7 +386,8 @@ class LineFile:
     ) -> Iterator[bytes]:
         """Yield the complete lines between two offsets.
 
-        ``torn`` also yields an incomplete last line and the parts of overlong lines.
+        With ``torn``, also yield an incomplete last line and the parts of lines that are longer
+        than `LINE_BYTES`. Otherwise skip them.
         """
         stop = self.size if stop is None else min(stop, self.size)
         self.offset = start
@@ -411,12 +409,9 @@ class LineFile:
         return self._read(0, min(count, self.size))
 
     def backward(self, stop: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield the complete lines from the last one back to the offset ``stop``.
-
-        Each item is the offset at which a line begins, and the line.
-        """
+        """Yield (offset, line) of the complete lines from the last one back to offset ``stop``."""
         start, rest, chunk = self.size, b"", min(FIRST_BYTES, CHUNK_BYTES)
-        skip = True  # text after the last line end: an incomplete line
+        skip = True  # The text after the last line end is an incomplete line.
         while start > stop:
             end = start + len(rest)
             start = max(stop, start - chunk)
@@ -438,9 +433,9 @@ class LineFile:
 
 
 class LineWriter:
-    """A writer that appends to a file that no other process writes.
+    """Appends lines to a file that no other process writes.
 
-    It closes the file after each write, so that other hosts see the lines.
+    Each write closes the file, so that other hosts see the lines.
     """
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:

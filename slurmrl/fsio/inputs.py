@@ -1,7 +1,7 @@
 """Reading the user's files that a configuration names: models, tokenizers, files of variables.
 
-Libraries treat a file that they cannot read like one that does not exist: they fail with another
-error or fall back to a default. These functions distinguish the two cases.
+Libraries treat an unreadable file like a missing file: they fail with another error or fall back to
+a default. The functions of this module distinguish the two cases.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ def missing(path: Path, message: str) -> UnreadableInputError:
 
 
 def require(paths: Iterable[Path]) -> None:
-    """Raise UnreadableInputError for a path that does not exist on this host.
-
-    All paths existed when the trial was submitted.
-    """
+    """Raise UnreadableInputError if a path, which existed at submission, is not on this host."""
     for path in paths:
         if not path.exists():
             host = socket.gethostname()
@@ -51,7 +48,7 @@ def require(paths: Iterable[Path]) -> None:
 
 
 def list_names(folder: Path) -> set[str]:
-    """Return the entries of a folder. Raises UnreadableInputError."""
+    """Return the names in a folder. Raises UnreadableInputError."""
     try:
         return set(os.listdir(folder))
     except OSError as error:
@@ -74,8 +71,8 @@ def read(path: Path) -> bytes:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file.
 
-    Reject anything else at once: a pipe without a writer would block, and a device has no end.
-    Raises UsageError, OSError.
+    Raises OSError, and UsageError for anything else without reading it: a pipe without a writer
+    would block, and a device has no end.
     """
     with open(path, "rb", buffering=0, opener=_without_waiting) as file:
         mode = os.fstat(file.fileno()).st_mode
@@ -125,13 +122,10 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UnreadableInputError if a folder is empty or a file in it cannot be read.
-
-    Check only the files that libraries look for.
-    """
+    """Raise UnreadableInputError if a folder is empty or libraries cannot read a file in it."""
     names = list_names(folder)
-    if not names:  # perhaps a mount point whose file system is not mounted
-        raise UnreadableInputError(f"{folder} is empty")
+    if not names:
+        raise UnreadableInputError(f"{folder} is empty; is its file system mounted?")
     for name in sorted(names):
         if name.endswith(READ_BY_LIBRARIES):
             check_file(folder / name)
@@ -155,7 +149,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the error of the system that caused an exception, if any."""
+    """Return the OSError that caused an exception; None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error
@@ -173,9 +167,9 @@ def read_variables(path: Path) -> dict[str, str]:
     Quotes, comments and ``export`` are allowed; nothing is expanded.
 
     Raises:
-    - OwnershipError unless the file belongs to the user with mode 0600 or less;
-    - UsageError if it is not a regular file, and for any other line, which is not quoted because it
-      may be secret;
+    - OwnershipError unless the file belongs to the user and has mode 0600 or less;
+    - UsageError if it is not a regular file or has another line, which the message does not quote,
+      because it may be secret;
     - EnvironmentFailure.
     """
     try:
@@ -202,7 +196,9 @@ def read_variables(path: Path) -> dict[str, str]:
 
 def _check_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise OwnershipError(f"{path} belongs to user {found.st_uid}, not to you; not read")
+        raise OwnershipError(
+            f"{path} was not read: it belongs to user {found.st_uid}, not to you; make a copy"
+        )
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise OwnershipError(
@@ -219,11 +215,11 @@ def _shell_words(path: Path, number: int, line: str) -> list[str]:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file is a tar archive; no configuration looks like one."""
+    """Return whether a file is a tar archive, which no configuration file looks like."""
     try:
         with calls.opened(path, os.O_RDONLY, calls.REAL) as descriptor:
             head = calls.REAL.read(descriptor, HEADER_BYTES)
     except OSError:
-        return False  # the reader of the file reports this
+        return False  # The code that reads the file reports the error.
     offset, magic = TAR_MAGIC
     return head[offset : offset + len(magic)] == magic or path.suffix == ".tar"

@@ -76,7 +76,7 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
         if value is None and name in values and name in never_null:
             problems.append(f"{name} is null, must be a number; leave it out for its default")
         elif value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-            rule = "a whole number" if name in counts else "a number"
+            rule = "an integer" if name in counts else "a number"
             problems.append(f"{name} is {value!r}, must be {rule}")
         elif value is not None:
             most = LARGEST.get(name, LARGEST_SIZE) if name in counts else LARGEST_NUMBER

@@ -55,15 +55,15 @@ def test_null_counts_as_missing_and_unknown_fields_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"name": None}, "a cart has no 'name' (a text)"),
-        ({"name": 3}, "a cart has 3 in 'name', expected a text"),
+        ({"name": None}, "a cart has no 'name' (a string)"),
+        ({"name": 3}, "a cart has 3 in 'name', expected a string"),
         ({"wheels": [{"size": "3"}]}, "in 'wheels', expected a list, each item an object with"),
         ({"wheels": [{"worn": True}]}, "in 'wheels'"),
         ({"wheels": {"size": 3}}, "in 'wheels'"),
-        ({"place": [1]}, "has [1] in 'place', expected a list of a whole number, a text"),
+        ({"place": [1]}, "has [1] in 'place', expected a list of an integer, a string"),
         ({"loads": {"hay": [1.0, 2, 3]}}, "in 'loads'"),
         ({"spare": {"size": -1}}, "has {'size': -1} in 'spare'"),
-        ({"limit": True}, "has True in 'limit', expected a whole number from 0 to"),
+        ({"limit": True}, "has True in 'limit', expected an integer from 0 to"),
         ({"speed": "fast"}, "has 'fast' in 'speed', expected a number"),
     ],
 )

@@ -122,7 +122,7 @@ def test_non_finite_metrics_are_transmitted() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"rank": "1"}, "has '1' in 'rank', expected a whole number from 0"),
+        ({"rank": "1"}, "has '1' in 'rank', expected an integer from 0"),
         ({"rank": None}, "has no 'rank'"),
         ({"seq": -1}, "has -1 in 'seq'"),
         ({"stats": {"loss": [1.0]}}, "in 'stats', expected an object, each value a list of"),
