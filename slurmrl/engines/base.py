@@ -2,9 +2,10 @@
 
 One engine may fulfill both. Algorithms do not depend on the engine.
 
-T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is log
-p(x_t | x_<t) and ``entropy[t]`` the entropy of the distribution from which x_t was sampled, both 0
-at the first token of a sequence; ``values[t]`` is the value after reading token t.
+Shapes: T packed tokens. Per-token outputs are aligned with the tokens: ``logp[t]`` is log
+p(x_t | x_<t), ``entropy[t]`` is the entropy of the distribution from which x_t was sampled, and
+``values[t]`` is the value after reading token t. At the first token of a sequence, ``logp`` and
+``entropy`` are 0.
 """
 
 from __future__ import annotations
@@ -33,46 +34,47 @@ Outputs = dict[str, Tensor]
 """``{logp, entropy}`` of a language model, ``{values}`` of a value model; each [T] float32."""
 OUTPUTS: dict[Head, tuple[str, ...]] = {"lm": ("logp", "entropy"), "value": ("values",)}
 LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
-"""Maps (outputs of whole sequences, micro-batch) to (SUM of losses, sums of statistics), scalars.
-Statistics whose name ends in `MAXIMUM` are maxima instead of sums."""
+"""Function from (outputs of whole sequences, micro-batch) to (sum of losses, sums of statistics),
+all scalars. Statistics whose names end in `MAXIMUM` are maxima instead of sums."""
 MAXIMUM = "_max"
 Veto = Callable[[Mapping[str, float]], bool]
-"""Returns whether to skip a step's update, from the sums of its statistics over all ranks."""
+"""Function from the sums of a step's statistics over all ranks to whether to skip its update."""
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]
-"""Maps (outputs of whole sequences, micro-batch) to per-token results, each [T]."""
+"""Function from (outputs of whole sequences, micro-batch) to per-token results, each [T]."""
 
 Served = RolloutEngine | None
-"""Engine to which a rank submits requests; None if it submits none."""
+"""Engine to which a rank submits requests; None for a rank that submits none."""
 
 TOKENS = "input_ids"
 
 
 def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
     """Return equally spaced elements of each tensor, at most about ``most`` in all."""
-    every = sum(each.numel() for each in tensors) // most | 1  # odd, to avoid a single column
+    # An even step could select only some columns of the matrices.
+    every = sum(each.numel() for each in tensors) // most | 1
     return [each.detach().reshape(-1)[::every] for each in tensors]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """How an engine of the trainers' world serves requests. Servers have their own options."""
+    """Options of an engine of the trainers' world for serving requests, which servers ignore."""
 
     rows: int = 256
-    """Maximum number of sequences that are extended at a time; further ones wait."""
+    """Maximum number of sequences that are generated at a time; further sequences wait."""
     cache_bytes: int | None = None
     """Maximum memory of a rank for keys and values. Default: most of the free memory on a GPU, else
     as much as the sequences need."""
     decode: Decode | None = None
-    """Turns token ids into text, for stop strings."""
+    """Function from token ids to text, for stop strings."""
     turns: bool = True
     """Whether a request may continue the sequence of an earlier one. Without turns all requests
     are submitted at once."""
     masked: bool = True
-    """Whether log-probabilities are under the tokens that top-k and top-p leave, instead of under
-    the whole distribution, as training computes them."""
+    """Whether log-probabilities are those of the distribution after top-k and top-p, instead of the
+    whole distribution."""
     settled: Callable[[], Awaitable[None]] | None = None
-    """Function that returns when no request will be submitted before an earlier one is answered.
-    Engines that compute requests in rounds wait for it. Default: return at once."""
+    """Function that returns when no further request will be submitted before an earlier request is
+    answered. Engines that compute requests in rounds await it. Default: return at once."""
 
 
 class Engine(ABC):
@@ -92,31 +94,31 @@ class Engine(ABC):
 
     @abstractmethod
     def layout(self) -> Layout:
-        """The placement of the weights on the model's ranks."""
+        """Return the placement of the weights on the model's ranks."""
 
     @abstractmethod
     def storages(self) -> Mapping[str, Tensor]:
         """Return this rank's tensors by the storage names of ``layout``. Collective.
 
-        The tensors are contiguous and not copied. With adapters, they are merged copies that are
-        made when they are read. After a call of the engine, they may be other tensors.
+        The tensors are contiguous and not copied. With adapters, a tensor is a merged copy that is
+        made when it is read. After a call of the engine, the names may have other tensors.
         """
 
     def trained_layout(self) -> Layout:
         """Return the layout of the tensors in a weight version.
 
-        They are the trained tensors of a model with adapters, and all weights of any other model.
+        A version has the trained tensors of a model with adapters, or all weights of another model.
         """
         return self.layout()
 
     def trained_storages(self) -> Mapping[str, Tensor]:
-        """This rank's tensors of `trained_layout`, as `storages`. Collective."""
+        """Return this rank's tensors by the storage names of `trained_layout`. Collective."""
         return self.storages()
 
     def updated(self, most: int) -> list[Tensor]:
         """Return about ``most`` equally spaced float32 values of the weights this rank updates.
 
-        With adapters, they are values of the sums of weights and adapters. Collective.
+        With adapters, the values are taken from the merged weights. Collective.
         """
         held = self.storages().values()
         return spaced([each for each in held if each.dtype == torch.float32], most)
@@ -132,12 +134,12 @@ class Engine(ABC):
     def onload(self) -> None:
         """Undo ``offload``."""
 
-    def wait_until_up(self, report: Callable[[], None]) -> None:  # noqa: B027 - most are at once
-        """Wait until the engine can compute; ``report`` is called periodically."""
+    def wait_until_up(self, report: Callable[[], None]) -> None:  # noqa: B027 - most need no wait
+        """Wait until the engine can compute, and call ``report`` periodically."""
 
     @property
     def served_types(self) -> Collection[str] | None:
-        """Types in which existing servers compute; None on a rank without a connection to one."""
+        """Data types in which the servers compute; None on a rank without a connection to one."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing else
@@ -167,7 +169,7 @@ class TrainEngine(Engine):
         return tensor
 
     def vetoed(self, veto: Veto | None, stats: Mapping[str, float]) -> bool:
-        """Whether ``veto`` skips the update.
+        """Return whether ``veto`` skips the update.
 
         All ranks get the same answer, even if rounding differs between ranks that work on the same
         samples. Collective.
@@ -219,9 +221,9 @@ class TrainEngine(Engine):
         """
 
     def base(self) -> AbstractContextManager[None]:
-        """While entered, the model computes with its frozen weights, without its adapters.
+        """Compute with the frozen weights only, without adapters, while the context is entered.
 
-        Raises UsageError if it has none.
+        Raises UsageError if the model has no adapters.
         """
         raise UsageError(f"{self.role} has no adapters, so it cannot be its own reference")
 
@@ -251,13 +253,13 @@ class GenerateEngine(Engine):
 
     @abstractmethod
     def serving(self, version: str, options: ServingOptions) -> AbstractContextManager[Served]:
-        """Serve requests with the current weights, whose name is ``version``, while entered.
+        """Serve requests with the current weights, named ``version``, while entered.
 
-        Collective: every rank of the model enters and leaves, with requests or without.
+        Collective: every rank of the model enters and leaves, with or without requests.
 
-        Among ranks with the same samples, the leader gets the engine. The others get None, and
+        Among ranks with the same samples, the leader gets the engine. The other ranks get None, and
         compute the leader's requests until it leaves. Without ``options.turns``, they may get an
-        engine too; then all of them submit the same requests.
+        engine too; then all of these ranks submit the same requests.
 
         Raises UsageError for options that the model does not support.
         """

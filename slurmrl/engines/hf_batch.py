@@ -1,8 +1,8 @@
-"""Completions that a model of transformers samples together, and the requests for them.
+"""Generation of completions with a model of transformers, in one batch.
 
-Rows join and leave between checks.
+Rows join and leave the batch between checks.
 
-S rows in the batch, V vocabulary.
+Shapes: S rows in the batch, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 KEEP_FRACTION: Final = 0.75
-"""Ended rows leave the batch when at most this fraction of it is alive."""
+"""Ended rows leave the batch when at most this fraction of its rows is unfinished."""
 CHECK_TOKENS: Final = {"cpu": 1, "cuda": 8}
-"""Tokens, by type of device, between two checks of which rows have ended. Each makes the host wait
-for a GPU. Rows that end in between sample further tokens, which are cut off."""
+"""Number of tokens per row between two checks for ended rows, by type of device. A check makes the
+host wait for the GPU. Tokens that a row samples after its end are discarded."""
 WIDEST: Final = 2
-"""If rows join and the cache has more columns than this times its longest row, it is computed
-again, because the other columns are padding."""
+"""Maximum ratio of a cache's columns to the tokens of its longest row. If rows join a wider cache,
+it is computed again, because the other columns are padding."""
 
 
 class HFBatch:
-    """Rows with one cache. Each row that is alive has a sampled token that was not processed."""
+    """Rows that share a cache. It lacks the last sampled token of each unfinished row."""
 
     def __init__(
         self,
@@ -57,32 +57,32 @@ class HFBatch:
         most_rows: int | None,
         joins: bool,
     ) -> None:
-        """``prefill_tokens``: see `HFModel.session`; ``masked``: see `ServingOptions`.
+        """Make an empty batch of at most ``most_rows`` unfinished rows (None: no limit).
 
-        With ``most_rows`` None, there is no limit. Without ``joins``, rows wait until all others
-        have ended.
+        Without ``joins``, rows wait until all other rows have ended. ``prefill_tokens``: see
+        `HFModel.session`; ``masked``: see `ServingOptions`.
         """
         self._model, self._prefill_tokens = model, prefill_tokens
         self._most_rows, self._joins = most_rows, joins
         self._waiting: list[Sequence] = []
         self._arrivals = count()
         self._version = ""
-        """Name of the weight version that samples."""
+        """Name of the weight version that samples tokens."""
         self.sampled = 0
         """Total number of sampled tokens."""
         self.checksum = 0
-        """Checksum of these tokens, in their order."""
+        """CRC-32 of all sampled tokens, in their order."""
         self._decode, self._masked = decode, masked
         self._device = next(model.inner.parameters()).device
         self._experts = False
-        """Whether experts are recorded, as rows have asked for them."""
+        """Whether experts are recorded, because a request has asked for them."""
         self._rows: list[Sequence] = []
         self._session: HFSession | None = None
-        """The cache of ``_rows``; None if it must be read again."""
+        """The cache of ``_rows``; None if it must be computed again."""
         self._unread: list[tuple[list[Sequence], Sampled]] = []
-        """Samples since the last check, each of some rows."""
+        """Samples since the last check, each with its rows."""
         self._living = 0
-        """Rows that were alive when the tensors below were made."""
+        """Number of unfinished rows when the tensors below were made."""
         self._streams = self._limits = self._last = torch.zeros(0, dtype=torch.int64)
         """[S]: random streams, maximum lengths of sequences, and last sampled tokens."""
         self._stops = torch.zeros((0, 0), dtype=torch.int64)
@@ -91,7 +91,7 @@ class HFBatch:
 
     @property
     def living(self) -> int:
-        """Number of rows that have not ended."""
+        """Number of unfinished rows."""
         return sum(row.finish is None for row in self._rows)
 
     @property
@@ -121,7 +121,7 @@ class HFBatch:
         self._waiting = [row for row in self._waiting if row.finish is None]
 
     def renew(self, version: str, *, stale_cache: bool = False) -> None:
-        """Continue with changed weights, and compute the cache again without ``stale_cache``."""
+        """Continue with changed weights. Compute the cache again unless ``stale_cache`` is true."""
         self._version = version
         if not stale_cache:
             self._session = None
@@ -129,7 +129,7 @@ class HFBatch:
     def step(self) -> list[Sequence]:
         """Let rows join, and sample some tokens of each row. Return the rows that have ended.
 
-        Raises RunFailedError if logits were not finite.
+        Raises RunFailedError if logits are not finite.
         """
         living = self.living
         if self._waiting and (self._joins or not living):
@@ -142,7 +142,7 @@ class HFBatch:
 
     @torch.no_grad()
     def _join(self, rows: Items[Sequence]) -> None:
-        """Read the prompts of rows, and sample their first tokens."""
+        """Prefill the prompts of rows, and sample their first tokens."""
         self._remove_ended(fraction=1.0)
         if not self._experts and any(row.request.options.experts for row in rows):
             self._experts, self._session = True, None
@@ -173,7 +173,7 @@ class HFBatch:
                 break
             if self._session is not None and self._session.full:
                 if self._unread:
-                    break  # the host does not know these tokens yet
+                    break  # A new session needs tokens that the host does not know yet.
                 self._session = None
             if self._session is None:
                 self._session, _ = self._read(self._rows)
@@ -183,7 +183,8 @@ class HFBatch:
     def _remove_ended(self, *, fraction: float) -> None:
         """Update the tensors if rows have ended.
 
-        Ended rows leave, which copies the cache, if at most a ``fraction`` of all rows is alive.
+        If at most a ``fraction`` of the rows is unfinished, remove the others, which copies the
+        cache.
         """
         left = [place for place, row in enumerate(self._rows) if row.finish is None]
         if len(left) == self._living and fraction < 1.0:
@@ -212,10 +213,10 @@ class HFBatch:
         self._alive = alive.bool()
 
     def _read(self, rows: Items[Sequence], width: int = 0) -> tuple[HFSession, Tensor]:
-        """Return a session of rows, and the logits [S, V] after the tokens that it has read.
+        """Return a session that has prefilled rows, and the logits [S, V] after these tokens.
 
-        It has read the prompts of new rows, and all tokens except the last one of the others. It
-        reads equal tokens with equal pictures once. ``width``: see `HFModel.session`.
+        It prefills the prompt of a new row, and all tokens except the last of any other row. Rows
+        with equal tokens and pictures are prefilled once. ``width``: see `HFModel.session`.
         """
         texts: dict[tuple[str, tuple[int, ...]], int] = {}
         order = [
@@ -253,7 +254,7 @@ class HFBatch:
         self._last = torch.cat((self._last[:first], drawn.tokens))
 
     def _drawn(self, rows: Items[Sequence], logits: Tensor, uniforms: Tensor) -> Sampled:
-        """Sample a token for each row. One call samples all rows with equal options."""
+        """Sample a token for each row, in one call for all rows with equal options."""
         parts: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):
             parts.setdefault((row.sampling_key, row.banned), []).append(place)
@@ -285,7 +286,7 @@ class HFBatch:
         return joined(drawn).each(lambda values: values[order])
 
     def _check(self) -> list[Sequence]:
-        """Read all samples. Return the rows that have ended."""
+        """Copy all unread samples to the host. Return the rows that have ended."""
         unread, self._unread = self._unread, []
         tensors = [each for _, drawn in unread for each in drawn if each is not None]
         values = iter(torch.cat([each.double().flatten() for each in tensors]).tolist())
@@ -311,13 +312,14 @@ class HFBatch:
         return ended
 
     def _record_experts(self, ended: Items[Sequence]) -> None:
-        """Give rows the experts of their tokens, if their requests ask for them."""
+        """Store the experts of each token in the ended rows whose requests ask for them."""
         wanted = {id(row) for row in ended if row.request.options.experts}
         for place, row in enumerate(self._rows):
             if id(row) in wanted:
                 assert self._session is not None, "it has sampled"
                 read = self._session.experts(place, len(row.tokens) - 1)
-                last = read.new_full((1, read.shape[1]), UNKNOWN)  # this token was not processed
+                # The model has not processed the last token.
+                last = read.new_full((1, read.shape[1]), UNKNOWN)
                 row.experts = torch.cat((read, last)).cpu().numpy()
 
 
@@ -326,10 +328,10 @@ async def _at_once() -> None:
 
 
 class HFRollout(SplitRollout):
-    """Serves requests in rounds, or continuously.
+    """Serves requests in rounds, or continuously with ``joins``.
 
-    A round computes the requests that wait at its beginning. With ``joins``, requests join running
-    ones as soon as there is room.
+    A round computes the requests that wait at its beginning. With ``joins``, a request joins the
+    batch as soon as there is room.
     """
 
     def __init__(
@@ -347,7 +349,7 @@ class HFRollout(SplitRollout):
         peers: SplitRanks | None = None,
         turns: bool = True,
     ) -> None:
-        """``rows`` is the maximum number of completions at a time; None for no limit.
+        """Serve requests with ``model``, at most ``rows`` completions at a time (None: no limit).
 
         ``version``, ``stale_cache``: see `BatchRollout`. ``decode``, ``masked``, ``settled``: see
         `ServingOptions`. Rounds begin after ``settled`` returns. ``peers``, ``turns``: see
@@ -370,5 +372,5 @@ class HFRollout(SplitRollout):
         read_weights(self._model, folder)
 
     def _check_own(self) -> None:
-        # A task that cannot generate has failed at its start, before it asks for prompts.
+        # A task that cannot generate must fail at its start, before it asks for prompts.
         self._model.require_generation()

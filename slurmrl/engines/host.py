@@ -43,22 +43,22 @@ Specs: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def lock_sizes_as_they_are() -> None:
-    """Keep torch's allocator of page-locked memory from rounding sizes above 1 MiB up.
+    """Stop torch's allocator of page-locked memory from rounding up sizes above 1 MiB.
 
-    By default, it rounds them to powers of two. FSDP allocates the weights and gradients of
-    ``cpu_offload`` with it. Before torch 2.13, it always rounds up, and ``plan`` accounts for that.
+    By default, the allocator rounds sizes up to powers of two. FSDP allocates the weights and
+    gradients of ``cpu_offload`` with it. Before torch 2.13, rounding cannot be stopped; ``plan``
+    accounts for it.
     """
     if torch.__version__ >= ROUNDS_BEFORE:
         torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
 class HostBuffer:
-    """``size`` bytes of host memory, page-locked if ``locked``, as long as this object exists.
+    """``size`` bytes of host memory, page-locked if ``locked`` until this object is deleted.
 
-    Tensors that view ``bytes`` stay valid after that.
-
-    torch's allocator of page-locked memory rounds each allocation up to a power of two, which
-    nearly doubles the memory of large models.
+    Tensors that view ``bytes`` stay valid after the deletion. torch's allocator of page-locked
+    memory is not used, because it rounds each allocation up to a power of two, which nearly doubles
+    the memory of large models.
     """
 
     def __init__(self, size: int, *, locked: bool) -> None:
@@ -70,7 +70,7 @@ class HostBuffer:
         if locked:
             address = self.bytes.data_ptr()
             _lock(address, len(memory))
-            # The memory is an argument: it must be unlocked before it is unmapped.
+            # As an argument, the memory is unmapped only after it has been unlocked.
             weakref.finalize(self, _unlock, address, memory).atexit = False
 
 
@@ -94,7 +94,7 @@ def _cudart() -> Any:
 
 
 class HostTensors(dict[str, Tensor]):
-    """Tensors of given shapes and types, by name, in one buffer: zeros at first."""
+    """Tensors of given shapes and types, by name, in one buffer, which is zero at first."""
 
     def __init__(self, specs: Specs, *, locked: bool) -> None:
         sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in specs.items()}
@@ -143,7 +143,7 @@ class Offload:
         self._host = HostCopies()
         self._kept: list[tuple[torch.UntypedStorage, int]] = []
         self._copies: dict[str, Tensor] = {}
-        """Copies by position in ``_kept``."""
+        """Copies in host memory, by position in ``_kept``."""
 
     def check(self) -> None:
         """Raise UsageError between ``take`` and ``give``."""
@@ -153,9 +153,9 @@ class Offload:
             )
 
     def take(self, kept: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
-        """Free the storages of these tensors.
+        """Copy ``kept`` to host memory and free the storages of ``kept`` and ``scratch``.
 
-        ``scratch`` loses its contents and is restored as zeros. No-op if already taken.
+        `give` restores ``scratch`` as zeros. Do nothing after an earlier ``take``.
         """
         if self._taken:
             return
@@ -165,7 +165,7 @@ class Offload:
         for tensors, copied in ((kept, True), (scratch, False)):
             for tensor in tensors:
                 storage = tensor.untyped_storage()
-                # host memory that numpy uses cannot be freed, and need not be
+                # Host memory that numpy uses cannot be freed, and need not be freed.
                 if storage.data_ptr() in seen or not storage.nbytes() or not storage.resizable():
                     continue
                 seen.add(storage.data_ptr())
@@ -176,7 +176,7 @@ class Offload:
         for storage, _ in self._kept:
             storage.resize_(0)
         if any(storage.device.type == "cuda" for storage, _ in self._kept):
-            torch.cuda.empty_cache()  # make the memory available to other processes on the GPU
+            torch.cuda.empty_cache()  # Other processes on the GPU may need the memory.
 
     def give(self) -> None:
         """Undo ``take``."""
@@ -198,7 +198,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class OwnedTensors:
-    """One rank's tensors of a version. All ranks of the model make it, with equal arguments."""
+    """One rank's tensors of a weight version. All ranks make this object, with equal arguments."""
 
     def __init__(
         self,
@@ -216,9 +216,9 @@ class OwnedTensors:
 
         ``source`` is the layout of the model's parameters, which ``storage`` maps to tensors of
         files. Floating-point tensors become ``dtype``, except for `EXACT` ones. ``hosts`` gives the
-        host of each global rank. ``staging_bytes`` bounds the bytes that a rank sends and receives
-        at a time.
-        ``copies`` results of `take` are valid at the same time.
+        host of each global rank. ``staging_bytes`` is the maximum number of bytes that a rank sends
+        and receives at a time. ``copies`` is the number of results of `take` that are valid at the
+        same time.
         """
         self._group, self._device = group, device
         files = file_tensors(source.layout.tensors.items(), storage)
@@ -240,10 +240,9 @@ class OwnedTensors:
         self._box_copies = BoxCopies(device)
 
     def take(self, storages: Storages) -> list[TensorEntry]:
-        """Return the tensors that this rank owns, copied from the current weights.
+        """Return copies of the current weights that this rank owns; any thread may write them.
 
-        Any thread can write them. ``storages`` are this rank's tensors of the source. Collective
-        over the group.
+        ``storages`` are this rank's tensors of the source. Collective over the group.
         """
         tensors, rank = next(self._copies), dist.get_rank()
         Mover(
@@ -295,7 +294,7 @@ def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]
 def _whole(
     files: Mapping[str, FileTensor], owners: Mapping[str, int], source: Layout, dtype: str
 ) -> Layout:
-    """Return the layout in which owners have the files' tensors as a whole."""
+    """Return the layout in which the owner of each tensor of the files has the whole tensor."""
     parts: dict[str, list[HeldBox]] = {name: [] for name in source.tensors}
     for tensor, file in files.items():
         for name, spec, cut in file.shards:
@@ -309,6 +308,6 @@ def _whole(
 
 
 def _part(owner: int, tensor: str, file: FileTensor, spec: TensorSpec, cut: TensorSlice) -> HeldBox:
-    """Return the place of a parameter's box in a tensor of the files."""
+    """Return the place in the owner's tensor of the parameter box that ``cut`` selects."""
     offset, strides = cut.offset_and_strides(file.spec.shape, len(spec.shape))
     return HeldBox((owner,), cut.of(spec.shape), f"/{tensor}", offset, strides)

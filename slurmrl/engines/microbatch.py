@@ -1,9 +1,9 @@
 """Micro-batches within a token budget, with one schedule for all data-parallel ranks.
 
-The module also handles generation's records of tokens and the prefixes that adjacent sequences
-share.
+The module also handles records of generation (experts, sampling masks) and the prefixes that
+adjacent sequences share.
 
-T tokens of a sample, N tokens of its pieces without repeated prefixes, S sequences.
+Shapes: T tokens of a sample, N tokens of its pieces without repeated prefixes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import distributed as dist
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, repeated
 from slurmrl.data.order import row_microbatches
 from slurmrl.data.sample import SequenceSample, pictures_of
-from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
+from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, OutputFn, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.base import PackedModel, RowKind
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """Statistics of `Engine.train_batch` itself, in addition to the loss function's."""
 SHORTEST = 16
-"""Minimum length of a shared prefix, in tokens: shorter ones cost more than they save."""
+"""Minimum length of a shared prefix, in tokens: a shorter prefix costs more than it saves."""
 MOST = 64
-"""Maximum number of sequences that share a prefix; for further ones, it is processed again."""
+"""Maximum number of sequences that share a prefix; for further sequences it is processed again."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class MicrobatchSchedule:
     """
 
     parts: tuple[tuple[int, ...], ...]
-    """Item indices of this rank's micro-batches; further micro-batches, up to ``count``, are empty.
-    """
+    """Item indices of this rank's micro-batches. Micro-batches beyond these, up to ``count``, are
+    empty."""
     count: int
     denominator: float
     """Sum of the denominators over the ranks."""
@@ -88,10 +88,10 @@ def agree(
     rows: RowKind | None = None,
     shared: bool = False,
 ) -> MicrobatchSchedule:
-    """Cut the sample into micro-batches and exchange their numbers with the other ranks.
+    """Cut the sample into micro-batches and exchange the number of them with the other ranks.
 
     With ``rows``, padding counts as tokens, and sequences with pictures do not share rows. With
-    ``shared``, equal adjacent prefixes count once.
+    ``shared``, a prefix that adjacent sequences share counts once.
     """
     if shared:
         cut = shared_microbatches(sample, max_tokens)
@@ -113,19 +113,25 @@ def item_tokens(sample: SequenceSample) -> list[int]:
 
 
 def longest(sample: SequenceSample) -> int:
-    """Number of tokens of the longest sequence."""
+    """Return the number of tokens of the longest sequence."""
     return max(max(lengths) for lengths in sample.lengths[TOKENS])
 
 
-def no_outputs(head: Head, device: torch.device) -> Outputs:
-    """Empty outputs, for a sample without tokens."""
-    return {name: torch.empty(0, device=device) for name in OUTPUTS[head]}
-
-
 def in_order(
-    sample: SequenceSample, parts: Sequence[Sequence[int]], results: Sequence[Outputs]
+    sample: SequenceSample,
+    parts: Sequence[Sequence[int]],
+    results: Sequence[Outputs],
+    head: Head,
+    output_fn: OutputFn | None,
 ) -> Outputs:
-    """Return the per-token results of micro-batches in the order of the sample."""
+    """Return the per-token results of micro-batches in the order of the sample.
+
+    Without micro-batches, they are the results of ``output_fn`` on empty outputs of ``head``.
+    """
+    if not results:
+        device = sample.tensor(TOKENS).device
+        nothing = {name: torch.empty(0, device=device) for name in OUTPUTS[head]}
+        return nothing if output_fn is None else output_fn(nothing, sample)
     tokens = item_tokens(sample)
     by_name: dict[str, list[Tensor]] = {name: [torch.empty(0)] * sample.bs for name in results[0]}
     for part, outputs in zip(parts, results, strict=True):
@@ -139,7 +145,7 @@ def in_order(
 class Sums:
     """Sums of scalars over micro-batches, then over ranks, in float64.
 
-    For names that end in `MAXIMUM`, these are maxima.
+    Scalars whose names end in `MAXIMUM` are not summed: their maximum is taken.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,7 +166,7 @@ class Sums:
     ) -> Tensor:
         """Add a micro-batch's statistics, loss and number of tokens. Return the loss.
 
-        Raises UsageError for statistics with the names of the engine's own.
+        Raises UsageError if a statistic has a name of `OWN_STATS`.
         """
         clash = sorted(set(stats) & set(OWN_STATS))
         if clash:
@@ -197,7 +203,7 @@ class Sums:
 
 
 def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
-    """The values of all data-parallel ranks, in rank order."""
+    """Return the values of all data-parallel ranks, in rank order."""
     if context.dp_size == 1:
         return [values]
     own = torch.tensor(values, dtype=torch.float64, device=context.device)
@@ -207,9 +213,9 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
 
 
 def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
-    """Return the names, from the ranks that have some.
+    """Return the names of the ranks that have some.
 
-    (Ranks without names contribute zeros to a maximum.)
+    (The other ranks contribute zeros to a maximum over the encoded names.)
 
     Raises UsageError if ranks have different names.
     """
@@ -242,7 +248,7 @@ def replaying(decoder: PackedModel, sample: SequenceSample | None) -> AbstractCo
 
 
 def showing(decoder: PackedModel, sample: SequenceSample) -> AbstractContextManager[None]:
-    """While entered, a model of transformers reads a micro-batch with its pictures."""
+    """Let a model of transformers read a micro-batch with its pictures, while entered."""
     paths = pictures_of(sample)
     if not any(paths):
         return nullcontext()
@@ -260,8 +266,8 @@ def masks_of(sample: SequenceSample | None) -> SamplingMasks | None:
 def experts_of(sample: SequenceSample, model: ModelConfig | HFRouters) -> Tensor:
     """Return the recorded experts [T, L, K] of a sample's tokens.
 
-    L is the number of blocks of ``model`` that have experts, K the number of experts of a token.
-    Tokens without a record have `UNKNOWN`.
+    L is the number of blocks of ``model`` that have experts, K the number of experts per token.
+    Tokens without a record have `UNKNOWN`. Raises UsageError if a record has another size.
     """
     if isinstance(model, ModelConfig):
         blocks = 0 if model.moe is None else len(model.moe.layers)
@@ -284,27 +290,27 @@ def experts_of(sample: SequenceSample, model: ModelConfig | HFRouters) -> Tensor
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """A prefix of adjacent sequences."""
+    """A prefix of ``length`` tokens that ``count`` adjacent sequences share."""
 
     first: int
-    """The first of the sequences."""
+    """Index of the first of these sequences."""
     count: int
     length: int
 
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """A sample's tokens as pieces of its sequences."""
+    """A sample's tokens as pieces of its sequences: shared prefixes and suffixes."""
 
     taken: Tensor
-    """[N]: index, in the sample, of each token of the pieces."""
+    """[N]: index in the sample of each token of the pieces."""
     pieces: Pieces
     places: Tensor
-    """[T]: the place of each token of the sample among the tokens of the pieces."""
+    """[T]: index in the pieces of each token of the sample."""
 
 
 def shared_tokens(sample: SequenceSample) -> SharedTokens | None:
-    """The pieces of a sample on the CPU; None if its sequences share no prefix."""
+    """Return the pieces of a sample on the CPU; None if its sequences share no prefix."""
     found = shared_prefixes(sample)
     if not found:
         return None
@@ -340,16 +346,16 @@ def shared_tokens(sample: SequenceSample) -> SharedTokens | None:
 
 
 def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
-    """The prefixes of at least `SHORTEST` tokens, in order.
+    """Return the shared prefixes that save the most tokens, in order.
 
-    They save the maximum number of tokens that prefixes of up to `MOST` sequences can save. Each
-    sequence has at most one prefix, and a token after it.
+    A prefix has at least `SHORTEST` tokens and up to `MOST` sequences. Each sequence has at most
+    one prefix, and at least one token after it.
     """
     common = _common_tokens(sample)
     saved = [0] * (len(common) + 2)
     """For each sequence, the maximum number of tokens that it and later sequences can save."""
     choices = [(1, 0)] * (len(common) + 1)
-    """For each sequence, how many sequences from it on share a prefix, and the prefix length."""
+    """For each sequence, the number of sequences that share a prefix from it on, and its length."""
     for first in reversed(range(len(common))):
         saved[first], length = saved[first + 1], common[first]
         for count, tokens in enumerate(common[first : first + MOST - 1], 2):
@@ -370,9 +376,9 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
 
 
 def _common_tokens(sample: SequenceSample) -> list[int]:
-    """Return how many first tokens each sequence has in common with the next one.
+    """Return the number of initial tokens that each sequence has in common with the next one.
 
-    The last token of either sequence does not count.
+    The last tokens of both sequences do not count.
     """
     cu_seqlens, ids = sample.cu_seqlens(TOKENS).long(), sample.tensor(TOKENS)
     lengths = cu_seqlens.diff()
@@ -386,12 +392,12 @@ def _common_tokens(sample: SequenceSample) -> list[int]:
 
 
 def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[int]]:
-    """Cut a sample on the CPU as `best_fit` does.
+    """Cut a sample on the CPU into micro-batches in which a shared prefix counts once.
 
-    A prefix counts once, and the items that share it stay together as far as ``max_tokens`` allows.
+    Items that share a prefix stay together as far as ``max_tokens`` allows.
     """
     again = [0] * sum(sample.sequence_counts(TOKENS))
-    """The tokens that each sequence shares with the previous one."""
+    """Number of tokens that each sequence shares with the previous one."""
     for prefix in shared_prefixes(sample):
         again[prefix.first + 1 : prefix.first + prefix.count] = [prefix.length] * (prefix.count - 1)
     groups: list[list[int]] = []
@@ -413,6 +419,6 @@ def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[in
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the tokens of spans, each given by a first token and a number of tokens."""
+    """Return the token indices of spans (first token, number of tokens)."""
     starts, lengths = torch.tensor(spans).unbind(1)
     return ranges(starts, lengths)

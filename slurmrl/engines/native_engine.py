@@ -1,6 +1,6 @@
-"""Generation by a decoder whose shards are gathered on each rank, and the native engine.
+"""Generation by a model whose shards are gathered on each rank, and the native engine.
 
-The native engine only generates. It has whole copies of a model, split over tensor ranks.
+The native engine only generates. It has a copy of the model for each group of tensor ranks.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ class GatheredGeneration(GenerateEngine):
 
     @contextmanager
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
-        """See `GenerateEngine`.
+        """Serve requests as `GenerateEngine.serving` does, with gathered weights.
 
-        The weights remain gathered during this time, so no rank may call another method. Without
-        turns, each rank gets an engine.
+        No rank may call another method of the engine until it leaves. Without turns, each rank gets
+        an engine.
         """
         self._offload.check()
         with torch.no_grad(), self._shards.gathered() as decoder:
-            peers = self._peers()
+            group = self.context.groups.get("data")
+            peers = None if group is None else SplitRanks(group, self.context.device)
             rollout = self._rollout(decoder, version, options, peers)
             if peers is not None and options.turns and not peers.is_leader:
                 rollout.follow()
@@ -75,7 +76,7 @@ class GatheredGeneration(GenerateEngine):
         options: ServingOptions,
         peers: SplitRanks | None,
     ) -> SplitRollout:
-        """This rank's engine of a model with gathered weights."""
+        """Return this rank's engine of a model with gathered weights."""
         if not isinstance(decoder, Decoder):
             return HFRollout(
                 cast("HFModel", decoder),
@@ -103,13 +104,6 @@ class GatheredGeneration(GenerateEngine):
             turns=options.turns,
             masked=options.masked,
         )
-
-    def _peers(self) -> SplitRanks | None:
-        """Return the ranks with the same samples as this one; None if there are no others."""
-        context = self.context
-        if "data" not in context.groups:
-            return None
-        return SplitRanks(context.group("data"), context.device)
 
 
 class NativeEngine(GatheredGeneration):
@@ -161,7 +155,7 @@ class NativeEngine(GatheredGeneration):
         return self._shards.local() | self._shards.decoder.constants()
 
     def offload(self) -> None:
-        """Free the weights without a copy: after ``onload`` they are zero, until the next move."""
+        """Free the weights without a copy. They are zero from ``onload`` until the next move."""
         self._offload.take((), self.storages().values())
 
     def onload(self) -> None:

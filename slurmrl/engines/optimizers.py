@@ -70,11 +70,11 @@ class ShardOptimizer(ABC):
         moments: list[list[Tensor]],
         decay: float,
     ) -> None:
-        """Update a parameter; ``moments`` are in the order of ``names``."""
+        """Update parameters and moments in place; ``moments`` are in the order of ``names``."""
 
 
 class AdamW(ShardOptimizer):
-    """Loshchilov & Hutter 2019."""
+    """AdamW (Loshchilov & Hutter 2019): decay is decoupled from the gradient."""
 
     _kernel: ClassVar[Callable[..., None]] = staticmethod(adamw)
 
@@ -107,7 +107,7 @@ class AdamW(ShardOptimizer):
 
 
 class Adam(AdamW):
-    """Kingma & Ba 2015; decay is a part of the gradient."""
+    """Adam (Kingma & Ba 2015): decay is a part of the gradient."""
 
     _kernel = staticmethod(adam)
 

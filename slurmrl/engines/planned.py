@@ -1,11 +1,8 @@
 """The layouts of a plan's models, computed without building a model, and the costs of their moves.
 
-Costs are bytes by link and rank, their minimum, memory and messages.
-
-Torch-free.
-
-Tensor ranks split a dim that depends on the parameter. Data- and context-parallel ranks split each
-of these parts into ceil-chunks of dim 0, as FSDP2 does, or have copies of it.
+Costs are bytes by link and rank, their lower bound, memory and messages. Tensor ranks split a dim
+that depends on the parameter. Data- and context-parallel ranks split each of these parts into
+ceil-chunks of dim 0, as FSDP2 does, or have copies of it. The module is torch-free.
 """
 
 from __future__ import annotations
@@ -63,13 +60,13 @@ class Placing:
     constants: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Tensors of the model that are not parameters; whole on every rank."""
     still: frozenset[str] = frozenset()
-    """Parameters of a trained model that no step changes: the optimizer has no state for them."""
+    """Frozen parameters of a trained model, for which the optimizer has no state."""
     sharded: bool = True
     """Whether data- and context-parallel ranks have chunks; otherwise each has the whole part."""
 
     @cached_property
     def _chunks(self) -> dict[int, tuple[int, int]]:
-        """Return the number of chunks into which a group divides a part, and this rank's chunk."""
+        """(number of chunks of the rank's part, index of its chunk), by rank."""
         if not self.sharded:
             return dict.fromkeys(range(self.topology.world_size), (1, 0))
         return {
@@ -95,21 +92,20 @@ class Placing:
         return Box((whole.start[0] + part.start[0], *whole.start[1:]), part.size)
 
     def own_boxes(self) -> dict[str, Box]:
-        """The boxes that this rank stores."""
+        """Return the boxes that this rank stores, by parameter."""
         rank = self.rank
         tensor_rank = self._tensor_ranks[rank]
         return {name: self._chunk(self._part(name, tensor_rank), rank) for name in self.shapes}
 
     def copies(self, name: str) -> int:
-        """The number of tensor ranks that store each element."""
+        """Return the number of tensor ranks that store each element."""
         return 1 if self.tensor is None else self.tensor.copies(name)
 
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
-        """The layout of every parameter, once for each prefix of its name, and of the constants.
+        """Return the layout of the constants and, for each prefix of its name, of each parameter.
 
-        Parameters that no step changes have only the empty prefix.
-
-        Without ``copies`` only the first rank that stores an element lists it.
+        Frozen parameters have only the empty prefix. Without ``copies``, only the first rank that
+        stores an element lists it.
         """
         own = self._holders(copies=copies)
         ranks = tuple(range(self.topology.world_size if copies else 1))
@@ -133,7 +129,7 @@ class Placing:
         )
 
     def _holders(self, *, copies: bool) -> dict[str, Holders]:
-        """Return the holders of each parameter; parameters that are split equally share them."""
+        """Return the holders of each parameter, one object for all with equal holders."""
         tensor_ranks = range(1 if self.tensor is None else self.tensor.ranks)
         made: dict[tuple[tuple[Box, ...], int], Holders] = {}
         found = {}
@@ -146,7 +142,7 @@ class Placing:
         return found
 
     def _spread(self, wholes: Sequence[Box], every: int) -> Holders:
-        """Return the chunks of each tensor rank's box; of ``every`` equal boxes, only the first."""
+        """Return the chunks of the first of each ``every`` tensor ranks, whose boxes are equal."""
         ranks: dict[Box, list[int]] = {}
         for rank, tensor_rank in enumerate(self._tensor_ranks):
             box = self._chunk(wholes[tensor_rank], rank)
@@ -165,9 +161,9 @@ class PlannedModel(Folded, Protocol):
 
 
 def moves(settings: Settings, plan: Plan) -> Iterator[dict[str, Any]]:
-    """The costs of every reallocation of a plan, as plain values.
+    """Yield the costs of each reallocation of a plan, as JSON values.
 
-    Raises UsageError if the layout of a model is known only when it is built.
+    Raises UsageError for a model of transformers, whose layout is not known before it is built.
     """
     budget = settings.config.transfer.staging_mib << 20
     calls: dict[Reallocation, list[CallPlan]] = defaultdict(list)
@@ -202,9 +198,9 @@ def _placed(settings: Settings, model: ModelPlan) -> PlacedLayout:
 
 
 def planned_layout(plan: PlannedModel, model: Model, config: ModelConfig) -> Layout:
-    """The layout that the engine of a model of the plan will have.
+    """Return the layout that the engine of a planned model will have.
 
-    ``model`` is its section of the configuration.
+    ``model`` is the section of the model in the configuration.
     """
     return LAYOUTS[plan.engine](plan, model, config)
 
@@ -261,11 +257,11 @@ class RankCosts:
     sent_bytes: int
     received_bytes: int
     lacking_bytes: int
-    """Bytes that the rank needs and lacks: the minimum that it can receive."""
+    """Bytes that the rank needs and does not have: the lower bound of ``received_bytes``."""
     copied_bytes: int
-    """Bytes that it copies from its own source to its own target."""
+    """Bytes that the rank copies from its source to its target tensors."""
     staging_bytes: int
-    """Maximum memory that it uses in addition to both models."""
+    """Maximum memory of the rank in addition to both models."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +321,7 @@ def costs(
             hosts[rank],
             sent[rank],
             received[rank],
-            lacking.get(rank, 0),
+            lacking[rank],
             sum(cargo.bytes for cargo in plan.local.get(rank, ())),
             staging.get(rank, 0),
         )
@@ -345,16 +341,11 @@ def costs(
 
 
 def _lacking(source: PlacedLayout, target: PlacedLayout) -> dict[int, int]:
-    """Return the bytes that each rank needs and does not hold, computed from the layouts."""
+    """Return the bytes that each rank needs and does not have, computed from the layouts."""
     found: dict[int, int] = defaultdict(int)
-    for rank, count in _needs(source, target):
-        found[rank] += count
-    return dict(found)
-
-
-def _needs(source: PlacedLayout, target: PlacedLayout) -> Iterator[tuple[int, int]]:
     for region in regions(source, target):
         specs = (side.layout.tensors[region.name] for side in (source, target))
         count = region.box.count * ITEM_BYTES[wire_dtype(region.name, *specs)]
         for rank in set(region.takers).difference(region.holders):
-            yield rank, count
+            found[rank] += count
+    return found

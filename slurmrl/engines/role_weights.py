@@ -40,7 +40,10 @@ class BoxReader(Protocol):
 
 
 def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
-    """The architecture of the source folder, or else of the run's config."""
+    """Return the architecture of the ``source`` folder, or else of the configuration.
+
+    Raises UsageError if there is neither.
+    """
     kind = HFConfig if model.implementation == "hf" else ModelConfig
     if source is not None:
         return kind.from_hf(model.marked(read_values(source)))
@@ -50,7 +53,7 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
 
 
 def served_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
-    """Return `model_config` with the servers' fields. Raises UsageError for an unknown family."""
+    """Return `model_config`, complete for servers. Raises UsageError for an unknown family."""
     config = model_config(role, model, source)
     if not isinstance(config, HFConfig):
         return config
@@ -88,10 +91,10 @@ def initial_weights(
 
 
 def init_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """The initial float32 value of a parameter: the same for a (seed, name) on every rank.
+    """Return the initial float32 value of a parameter, which depends only on (seed, name).
 
-    As in transformers, norms are the identity, biases zero, and all others normal with standard
-    deviation ``initializer_range``.
+    As in transformers, norms are the identity and biases zero. All other parameters are normally
+    distributed with standard deviation ``initializer_range``.
     """
     if name.endswith("norm.weight"):
         return torch.zeros(shape) if config.family.norm_offset else torch.ones(shape)
@@ -102,7 +105,7 @@ def init_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, seed: in
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:
-    """The generator of a parameter's initial values."""
+    """Return the random generator of a parameter's initial values."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
 
@@ -146,16 +149,16 @@ def fill_saved(target: Tensor, checkpoint: RoleCheckpoint, name: str, box: Box) 
 
 
 class Fingerprint:
-    """See `slurmrl.models.adapters`."""
+    """Fingerprint of tensors, as a sum over boxes and ranks (see `slurmrl.models.adapters`)."""
 
     def __init__(self, shapes: Mapping[str, Index], device: torch.device) -> None:
-        """``shapes`` are of whole parameters. It computes on ``device``, block by block."""
+        """Start at zero. ``shapes`` has whole shapes; ``device`` computes block by block."""
         self._shapes = shapes
         self._total = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def add(self, name: str, box: Box, values: Tensor) -> None:
-        """Include a box of a parameter, once; ``values`` has the box's size."""
+        """Add the ``values`` of a parameter's box. Add each element only once."""
         device = self._total.device
         count = partial(torch.arange, device=device)
         for block in blocks(Box.whole(box.size), BLOCK):
@@ -166,7 +169,7 @@ class Fingerprint:
             self._total += summand(name, self._shapes[name], place, bits, count)
 
     def add_up(self, group: dist.ProcessGroup) -> None:
-        """Sum over the ranks of a group. Collective."""
+        """Replace the sum of this rank by the sum over the ranks of a group. Collective."""
         dist.all_reduce(self._total, group=group)
 
     def __str__(self) -> str:

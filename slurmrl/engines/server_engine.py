@@ -50,8 +50,8 @@ REPORT_S = 5.0
 class DistantEngine(RolloutEngine):
     """An engine whose asyncio loop runs in another thread.
 
-    Its requests get a prefix, which distinguishes them from requests of other incarnations and runs
-    on the same server.
+    Ids of requests get a prefix that distinguishes them from requests of other incarnations and
+    runs on the same server.
     """
 
     def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop, prefix: str) -> None:
@@ -103,8 +103,8 @@ class ServerEngine(GenerateEngine):
     Each rank has its own server, or all ranks use existing servers.
 
     Moves fill tensors of this process. Before the next generation, the leader of each copy writes
-    them, with the tensors of its tensor ranks, into a folder. The servers read them from there, and
-    all these ranks free the tensors. Then the leader sends the requests.
+    the tensors of all tensor ranks into a folder, from which the servers read them. These ranks
+    free their tensors. Then the leader sends the requests.
     """
 
     kind: type[ServerKind]
@@ -173,7 +173,7 @@ class ServerEngine(GenerateEngine):
         )
 
     def _visible_devices(self) -> str:
-        """The GPUs of all ranks of this copy. Collective over them."""
+        """Return the GPUs of all ranks of this copy. Collective over these ranks."""
         own = os.environ.get(VISIBLE, "")
         if self.tensor_ranks == 1:
             return own
@@ -185,9 +185,9 @@ class ServerEngine(GenerateEngine):
         return ",".join(content.decode() for content in contents)
 
     def wait_until_up(self, report: Callable[[], None]) -> None:
-        """Start the server, and wait as in the contract.
+        """Start the server, and wait until it can generate; call ``report`` periodically.
 
-        Raises RunFailedError if it does not start, UsageError if it cannot be used.
+        Raises RunFailedError if it does not start, UsageError if slurmrl cannot use it.
         """
         if self.context.is_leader:
             self._servers = self._run(self._start())
@@ -220,7 +220,7 @@ class ServerEngine(GenerateEngine):
         return self._placing.layout()
 
     def storages(self) -> Mapping[str, Tensor]:
-        """Tensors that a move fills; the servers get them before they sample again."""
+        """Return tensors for a move to fill, which servers get before they sample again."""
         self._moved = True
         if not self._tensors:
             layout = self.layout()
@@ -245,10 +245,10 @@ class ServerEngine(GenerateEngine):
             self.context.activity.phase(f"waiting for the {self.kind.name} server to sleep")
             self._run(self._servers.engine.sleep())
             self._remove_installed()
-        self._meet()  # the GPUs of all ranks are free now
+        self._meet()  # After this, the GPUs of all ranks are free.
 
     def onload(self) -> None:
-        """No-op: the server wakes once the weights have moved."""
+        """Do nothing, because the server wakes once the weights have moved."""
 
     def _meet(self) -> None:
         """Wait until all ranks of the copy have called this."""
@@ -258,14 +258,14 @@ class ServerEngine(GenerateEngine):
             here.item()
 
     def close(self) -> None:
-        """End the server and remove its folder."""
+        """Stop the server and remove its folder."""
         if self._servers is not None:
             self._run(self._servers.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     @contextmanager
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
-        """See `GenerateEngine`; the servers decode text by themselves.
+        """Serve requests as `GenerateEngine.serving` does; servers decode text themselves.
 
         Only the leader of a copy gets an engine, and no rank waits for another rank.
         """
@@ -296,7 +296,7 @@ class ServerEngine(GenerateEngine):
         self._installed = folder
 
     async def _serve(self, servers: Servers, version: WeightVersion) -> None:
-        """Serve ``version`` after the return. Raises UsageError if servers reject it."""
+        """Make the servers load ``version``. Raises UsageError if they reject it."""
         try:
             await servers.engine.update_weights(version)
         except UsageError as error:
@@ -304,7 +304,7 @@ class ServerEngine(GenerateEngine):
                 raise
             raise UsageError(
                 f"{error}; do the servers see {version.folder}? If not, set "
-                "rollout.server_weights to a folder that they do"
+                "rollout.server_weights to a folder that they can read"
             ) from error
 
     def _remove_installed(self) -> None:

@@ -36,10 +36,10 @@ from slurmrl.engines.fsdp.parameters import (
     whole_shapes,
 )
 from slurmrl.engines.fsdp.sharding import (
+    ShardPlan,
     Shards,
     clip,
     global_norm,
-    shard_plan,
     sum_copies,
     take_first_copies,
 )
@@ -51,7 +51,6 @@ from slurmrl.engines.microbatch import (
     in_order,
     longest,
     masks_of,
-    no_outputs,
     replaying,
     shared_tokens,
     showing,
@@ -134,13 +133,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             self._trained_placing = replace(
                 self._placing, shapes=trained_specs(decoder, lora), dtype="float32", constants={}
             )
-        plan = shard_plan(
-            decoder,
-            context,
-            mixed=self._dtype != model.dtype,
-            small_bytes=small_bytes,
-            offload=model.cpu_offload,
-        )
+        mixed, offload = self._dtype != model.dtype, model.cpu_offload
+        small = 4 * sum(p.numel() for p in decoder.parameters()) <= small_bytes
+        plan = ShardPlan(self._spread or mixed or offload, small, mixed, offload)
         if plan.offload and context.device.type == "cuda":
             lock_sizes_as_they_are()
         self._shards = Shards(decoder, plan, context)
@@ -158,7 +153,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     def _fill(self, local: Mapping[str, Tensor], source: Path | None) -> None:
         """Write the initial weights and adapters into this rank's chunks.
 
-        A model of transformers has its weights.
+        A model of transformers already has its weights.
         """
         weights = {n: chunk for n, chunk in local.items() if adapted_weight(n) is None}
         if isinstance(self.config, ModelConfig):
@@ -175,7 +170,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     def _fingerprint(self, local: Mapping[str, Tensor], source: Path | None) -> str:
         """Return the fingerprint of the frozen weights of all ranks. Collective.
 
-        It covers the files of a model of transformers.
+        For a model of transformers, it is the fingerprint of the files.
         """
         if not isinstance(self.config, ModelConfig):
             return file_fingerprint(source, self.context)
@@ -226,20 +221,20 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         )
 
     def _shares(self, sample: SequenceSample) -> bool:
-        """Whether the model processes a prefix only once that several sequences share."""
+        """Return whether the model processes prefixes that sequences share only once."""
         if not self._may_share or not isinstance(self.config, ModelConfig):
             return False
-        if EXPERTS in sample.keys:  # equal tokens may have had different experts
+        if EXPERTS in sample.keys:  # Equal tokens may have had different experts.
             return False
         seen = min((window for window in self.config.windows if window is not None), default=inf)
         return all(length <= seen for row in sample.lengths[TOKENS] for length in row)
 
     @property
     def _may_share(self) -> bool:
-        """Whether the engine can compute a prefix once for several sequences.
+        """Whether the engine can process a prefix once for several sequences.
 
-        It cannot with sinks, with a load-balancing loss, which counts a token in each of its
-        sequences, or with dropout, which differs between sequences.
+        Attention sinks are not supported. A load-balancing loss counts a token in each of its
+        sequences, and dropout differs between sequences.
         """
         return (
             self.context.device.type == "cpu"
@@ -349,10 +344,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                 with replaying(self._shards.decoder, micro):
                     outputs = self._outputs(micro, temperature)
                 results.append(outputs if output_fn is None else output_fn(outputs, micro))
-        if results:
-            return in_order(sample, schedule.parts, results)
-        nothing = no_outputs(self.head, self.context.device)
-        return nothing if output_fn is None else output_fn(nothing, sample)
+        return in_order(sample, schedule.parts, results, self.head, output_fn)
 
     def _outputs(self, sample: SequenceSample, temperature: float) -> Outputs:
         shared = shared_tokens(sample) if self._shares(sample) else None
@@ -361,7 +353,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             with showing(self._shards.decoder, sample):
                 return self._run(*self._tokens(sample), temperature, masks)
         ids = sample.tensor(TOKENS)[shared.taken]
-        if masks is not None:  # equal tokens may have had different sampling masks
+        if masks is not None:  # Equal tokens may have had different sampling masks.
             hidden = self._features(ids, shared.pieces, longest(sample))[shared.places]
             whole = (sample.tensor(TOKENS), sample.cu_seqlens(TOKENS))
             return self._ends(hidden, *whole, temperature, masks)
@@ -371,7 +363,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     def _tokens(self, sample: SequenceSample | None) -> tuple[Tensor, Tensor, int]:
         """Return the decoder's inputs for a micro-batch: tokens, ``cu_seqlens``, maximum length.
 
-        A rank without a further micro-batch joins the others' collectives with two tokens.
+        Without a sample, return two tokens, with which a rank joins the collectives of the others.
         """
         if sample is not None:
             return sample.tensor(TOKENS), sample.cu_seqlens(TOKENS), longest(sample)
@@ -452,7 +444,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return ("", *(f"{moment}/" for moment in self._optimizer.names))
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's chunks of trained tensors and their moments, and the model's constants."""
+        """Return this rank's chunks of trained tensors and moments, and the model's constants."""
         assert self._optimizer is not None
         own = self._shards.local() if self._adapters is None else self._shards.trained()
         tensors = own | self._shards.decoder.constants()
@@ -491,7 +483,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return super().updated(most)
 
     def offload(self) -> None:
-        if not self._shards.plan.offload:  # cpu_offload has moved them to host memory already
+        if not self._shards.plan.offload:  # With cpu_offload, the state is in host memory already.
             parameters = {} if self._optimizer is None else self._state()
             self._offload.take([*self._shards.local().values(), *parameters.values()])
 

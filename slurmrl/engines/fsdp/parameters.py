@@ -1,9 +1,9 @@
 """Parameters of a model: construction, split over ranks, filling, saving and loading.
 
-Parameters are filled box by box. An engine saves and loads its shards, moments, step count and
-random state. A decoder may have low-rank adapters: initial values, dropout keys, merged weights.
+Parameters are filled box by box. A checkpoint has an engine's shards, moments, step count and
+random state. For low-rank adapters, the module has initial values, dropout keys and merged weights.
 
-T packed tokens, S sequences.
+Shapes: T packed tokens.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
 
 DEVICE_BLOCK = 2**24
-"""Number of elements of a weight that a GPU merges at a time: this takes few launches, and 128 MiB
-in float32 in addition to the elements in the weight's type."""
+"""Number of elements of a weight that a GPU merges at a time. They need few launches, and 128 MiB
+for float32 values in addition to their copy in the weight's type."""
 
 
 def new_model(
@@ -103,7 +103,7 @@ def whole_shapes(model: PackedModel) -> dict[str, Index]:
 
 
 def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
-    """The model's constants, by name.
+    """Return the specs of the model's constants, by name.
 
     Raises UsageError if a checkpoint of a trained model cannot store them.
     """
@@ -182,7 +182,7 @@ def load(
 def split_of(
     role: str, config: ModelConfig | HFConfig, context: ParallelContext, *, sequence: bool
 ) -> Split:
-    """This rank's split. Raises UsageError if the model cannot be split that way."""
+    """Return this rank's split. Raises UsageError if the model cannot be split that way."""
     for axis in ("pp", "ep"):
         if context.axis_size(axis) > 1:
             raise UsageError(f"{role}: the fsdp engine does not split along {axis}")
@@ -238,10 +238,10 @@ def attached(
 
 
 def frozen_tower(model: PackedModel, settings: Model) -> frozenset[str]:
-    """Freeze the image encoder of a trained model, if it has one, unless it is to be trained.
+    """Freeze the image encoder of a trained model unless ``settings.train_vision`` is true.
 
-    Parts that no batch uses are frozen too: an optimizer would decay their weights. Return the
-    names of frozen parameters.
+    Also freeze parts that no batch uses, because an optimizer would decay their weights. Return the
+    names of the frozen parameters.
     """
     reader = None if isinstance(model, Decoder) else cast("HFModel", model).pictures
     if reader is None:
@@ -261,14 +261,14 @@ def trained_specs(model: PackedModel, lora: Lora) -> dict[str, Index]:
 
 
 def is_transposed(config: ModelConfig | HFConfig) -> bool:
-    """Whether linear layers store the transposed weight (see `models.hf_targets`)."""
+    """Return whether linear layers store the transposed weight (see `models.hf_targets`)."""
     return isinstance(config, HFConfig) and config.model_type in TRANSPOSED
 
 
 def file_fingerprint(source: Path | None, context: ParallelContext) -> str:
-    """Return the fingerprint of a folder's tensors as its files store them.
+    """Return the fingerprint of the tensors in a folder's files.
 
-    Each rank reads some of the tensors. Collective.
+    Collective: each rank reads some of the tensors.
     """
     assert source is not None, "adapters without a path are refused at submission"
     files, group = open_folder(source), context.groups.get("shard")
@@ -288,9 +288,9 @@ def initial_matrix(
 ) -> Tensor:
     """Return a box of an adapter matrix's initial float32 values.
 
-    They are the same for a (seed, name) on every rank. As in PEFT, B is zero, so that training
-    starts with the frozen model. A is uniform with magnitude 1 / sqrt(inputs). If the weights are
-    ``transposed``, the matrices are too (see `models.hf_targets`).
+    The values depend only on ``seed``, ``name`` and ``box``. As in PEFT, B is zero, so that
+    training starts with the frozen model. A is uniform in +-1 / sqrt(inputs). If the weights are
+    ``transposed``, so are the matrices (see `models.hf_targets`).
     """
     if name.endswith(LORA_A if transposed else LORA_B):
         return torch.zeros(box.size)
@@ -300,10 +300,10 @@ def initial_matrix(
 
 
 def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Tensor:
-    """Return a number for each token, [T] int64, on the host.
+    """Return a dropout key for each token, [T] int64 in host memory.
 
-    It depends on the token's sample, sequence and position, and on the number of optimizer steps
-    before it.
+    A key depends on the token's sample, sequence and position, and on the number of earlier
+    optimizer ``steps``.
     """
     states = [
         start(hash64(role), seed, steps, hash64(name), sequence)
@@ -318,9 +318,9 @@ def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Te
 class MergedWeights(Mapping[str, Tensor]):
     """This rank's chunks of a decoder's weights, each merged with its adapter: W + scale * B A.
 
-    They are rounded to the type of W (see `models.adapters`). They are computed when they are read,
-    always from the frozen W; only the last one is kept. All ranks of the model must make the object
-    together.
+    A merged weight is rounded to the type of W (see `models.adapters`). It is computed from the
+    frozen W when it is read, and only the last merged weight is kept. The constructor is
+    collective.
     """
 
     def __init__(
@@ -345,16 +345,16 @@ class MergedWeights(Mapping[str, Tensor]):
         if name not in self._rows:
             return weight
         if self._last is None or self._last[0] != name:
-            self._last = None  # free it before the next one is allocated
+            self._last = None  # Free the last weight before the next weight is allocated.
             merged = merged_weight(weight, self._rows[name], self._inner[name], self._scale)
             self._last = name, merged
         return self._last[1]
 
     @torch.no_grad()
     def sample(self, most: int) -> list[Tensor]:
-        """Return equally spaced rows of adapted weights, as flat float32 values without rounding.
+        """Return equally spaced rows of each adapted weight, flat, in float32 without rounding.
 
-        There are about ``most`` values in all, and at least one row of each weight.
+        The result has about ``most`` values in all, and at least one row of each weight.
         """
         every = sum(self._weights[name].numel() for name in self._rows) // most | 1
         sampled = []
@@ -376,7 +376,7 @@ class MergedWeights(Mapping[str, Tensor]):
 def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     """Return ``weight`` + scale * b a, in the type and on the device of ``weight``.
 
-    It is computed on the device of ``a``, block by block (see `models.adapters`).
+    The sum is computed on the device of ``a``, block by block (see `models.adapters`).
     """
     device, merged = a.device, torch.empty_like(weight)
     block = BLOCK if device.type == "cpu" else DEVICE_BLOCK
@@ -392,9 +392,9 @@ def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 def _gathered_rows(
     chunks: Mapping[str, Tensor], rows: int, context: ParallelContext
 ) -> dict[str, Tensor]:
-    """Gather all ``rows`` of each matrix from data- and context-parallel ranks' ceil-chunks.
+    """Gather all ``rows`` of each matrix in one collective.
 
-    One collective.
+    Data- and context-parallel ranks have ceil-chunks of the rows.
     """
     ranks = context.axis_size("dp") * context.axis_size("cp")
     if ranks == 1:

@@ -1,7 +1,6 @@
 """FSDP2 sharding of a decoder over data- and context-parallel ranks.
 
-The module handles the local shards and their gradients: sums over copies, the global norm and
-clipping.
+The module also sums gradients over copies, computes their global norm and clips them.
 """
 
 from __future__ import annotations
@@ -52,24 +51,11 @@ class ShardPlan:
     """
 
 
-def shard_plan(
-    decoder: PackedModel,
-    context: ParallelContext,
-    *,
-    mixed: bool,
-    small_bytes: int,
-    offload: bool = False,
-) -> ShardPlan:
-    total_bytes = 4 * sum(p.numel() for p in decoder.parameters())
-    sharded = context.axis_size("dp") * context.axis_size("cp") > 1
-    return ShardPlan(sharded or mixed or offload, total_bytes <= small_bytes, mixed, offload)
-
-
 class Shards:
     """A decoder and this rank's chunks of its parameters, sharded between calls."""
 
     def __init__(self, decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> None:
-        """Allocates the parameters of a ``decoder`` on the meta device, uninitialized."""
+        """Shard ``decoder``. If it is on the meta device, allocate uninitialized parameters."""
         self.decoder = decoder
         self.plan = plan
         self._stuck = False
@@ -81,16 +67,16 @@ class Shards:
             decoder.to_empty(device=self._home)
         else:
             decoder.to(self._home)
-        for module in decoder.modules():  # FSDP moves only parameters of units to the device
+        for module in decoder.modules():  # FSDP moves only parameters to the device.
             for name, values in module.named_buffers(recurse=False):
                 setattr(module, name, values.to(context.device))
 
     def local(self) -> dict[str, Tensor]:
-        """This rank's chunk of every parameter, by name; writing to it changes the parameter."""
+        """Return this rank's chunk of each parameter; writing to it changes the parameter."""
         return {name: _local(p.detach()) for name, p in self.decoder.named_parameters()}
 
     def trained(self) -> dict[str, Tensor]:
-        """This rank's chunks of the parameters that have gradients, as ``local``."""
+        """Return the chunks in `local` whose parameters are trained."""
         return {
             name: _local(p.detach())
             for name, p in self.decoder.named_parameters()
@@ -98,7 +84,7 @@ class Shards:
         }
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """This rank's chunk of every gradient, summed over ranks; the decoder's are cleared."""
+        """Return this rank's chunk of each gradient, summed over ranks; clear the decoder's."""
         gradients = {
             name: _local(p.grad)
             for name, p in self.decoder.named_parameters()
@@ -108,9 +94,9 @@ class Shards:
         return gradients
 
     def set_last_micro_batch(self, last: bool) -> None:
-        """Set whether the next backward is the step's last.
+        """Set whether the next backward pass is the last of the step.
 
-        Only then does a small model reduce its gradients and free its gathered parameters.
+        A small model reduces its gradients and frees its gathered parameters only in the last pass.
         """
         if self.plan.wrapped and self.plan.small:
             root = cast(FSDPModule, self.decoder)
@@ -131,7 +117,7 @@ class Shards:
 
     @contextmanager
     def cleared_on_error(self) -> Iterator[None]:
-        """After an exception in forward or backward passes, drop gathered parameters and gradients.
+        """Drop gathered parameters and gradients after an exception in the block.
 
         Raises RunFailedError if an earlier step failed and this torch cannot reset FSDP.
         """
@@ -161,14 +147,15 @@ class Shards:
                     unit.set_reshard_after_forward(again, recurse=False)
 
     def _clear(self) -> None:
-        self.decoder.zero_grad()  # gradients of gathered parameters
+        self.decoder.zero_grad()  # This clears gradients of gathered parameters.
         root = cast(FSDPModule, self.decoder)
-        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # the first forward sets this
-            self._stuck = not hasattr(root, "reset_iter_state")  # torch before 2.13
+        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # The first forward sets this.
+            self._stuck = not hasattr(root, "reset_iter_state")  # Only torch 2.13 and newer has it.
             if not self._stuck:
                 root.reset_iter_state()
-            self.decoder.zero_grad()  # gradients of the shards
-        for unit in self._units():  # torch 2.13 keeps these despite its documentation
+            self.decoder.zero_grad()  # This clears gradients of the shards.
+        # The function of torch 2.13 does not clear these gradients, contrary to its documentation.
+        for unit in self._units():
             group = unit._get_fsdp_state()._fsdp_param_group
             for parameter in group.fsdp_params if group else ():
                 parameter.unsharded_accumulated_grad = None
@@ -199,9 +186,10 @@ def _wrap(decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> No
 
 
 def _kept_after_forward(decoder: PackedModel) -> tuple[nn.Module | None, ...]:
-    """Return the units that stay gathered until backward: the root and the projection.
+    """Return the units that stay gathered until their backward pass: the root and the projection.
 
-    The root's head is used after the root's forward. The projection's backward comes first.
+    The root's head is used after the root's forward pass. The projection's backward pass comes
+    first, so freeing it would only cause another gather.
     """
     return decoder, decoder.projection
 
@@ -216,7 +204,7 @@ def sum_copies(
 ) -> None:
     """Sum, in place, the partial gradients of parameters that are on several tensor ranks.
 
-    Collective over these ranks, on ``device``; all of them have gradients of the same names.
+    Collective over the tensor ranks, on ``device``; all of them have gradients of the same names.
     """
     names = [name for name in gradients if split.sums(name)]
     everywhere = [gradients[name] for name in names if split.copies(name) == split.ranks]
@@ -232,10 +220,11 @@ def take_first_copies(
 ) -> None:
     """Replace whole gradients, in place, by the gradients of the first tensor rank.
 
-    Each rank computes them from the same inputs. Some GPU kernels, such as the backward pass of
-    flash attention, sum in varying orders, so the copies of a parameter would slowly drift apart.
+    Each tensor rank computes these gradients from the same inputs. Some GPU kernels, such as the
+    backward pass of flash attention, sum in varying orders, so the copies of a parameter would
+    slowly drift apart.
 
-    Collective over these ranks, on ``device``; all of them have gradients of the same names.
+    Collective over the tensor ranks, on ``device``; all of them have gradients of the same names.
     """
     for name, gradient in gradients.items():
         if split.copies(name) == split.ranks and not split.sums(name) and gradient.numel():
@@ -266,10 +255,10 @@ def global_norm(
     copies: Callable[[str], int] = lambda name: 1,
     device: torch.device | None = None,
 ) -> float:
-    """The 2-norm of gradients whose chunks are on the ranks of ``groups`` (the axes of a grid).
+    """Return the 2-norm of gradients whose chunks are on the ranks of ``groups`` (axes of a grid).
 
-    Each parameter has ``copies`` copies. Squares are summed in float64, over the ranks on
-    ``device`` (None: the device of the gradients).
+    ``copies`` returns how many ranks have each element of a parameter. Squares are summed in
+    float64, over ranks on ``device`` (None: the device of the gradients).
     """
     norms = torch._foreach_norm(list(gradients.values()))
     squares = torch.stack(norms).double().square()

@@ -39,7 +39,6 @@ from slurmrl.engines.megatron.layers import (
 )
 from slurmrl.engines.megatron.megatron_config import RandomStates, collection, transformer_config
 from slurmrl.engines.megatron.parts import (
-    Parts,
     Place,
     check,
     layout_of,
@@ -58,7 +57,6 @@ from slurmrl.engines.microbatch import (
     in_order,
     longest,
     masks_of,
-    no_outputs,
 )
 from slurmrl.engines.role_weights import initial_weights, model_config, restore_random
 from slurmrl.errors import UsageError
@@ -109,12 +107,7 @@ class MegatronEngine(TrainEngine):
         self._vocabulary = padded(config.vocab_size, context.axis_size("tp") * multiple)
         self._place = self._place_of(context.rank)
         trains_whole = trained and not context.sequence_parallel
-        problems = misfits(
-            config,
-            self._place,
-            self._vocabulary,
-            trains_whole=trains_whole,
-        )
+        problems = misfits(config, self._place, self._vocabulary, trains_whole=trains_whole)
         if text := "; ".join(problems):
             raise UsageError(f"{role}: {text}")
         self._groups = collection(context)
@@ -144,11 +137,11 @@ class MegatronEngine(TrainEngine):
         self._random = RandomStates(seed, self._place)
         assert config.rope is not None, "checked"
         self._rotary = RotaryTable(config.rope, config.rotary_dims)
-        self._parts = self._parts_of(self._place)
+        self._parts = parts_of(config, head, self._place, self._vocabulary, grouped=self._te)
         self._host, self._offload = HostCopies(), Offload(role)
-        with self._random.used():  # TransformerEngine reads them while it makes modules
+        with self._random.used():  # TransformerEngine reads random states while it makes modules.
             self._chunks: list[Any] = [*self._new_chunks()]
-        """Model chunks; of a trained model, inside megatron's gradient buffers."""
+        """Model chunks, which megatron's gradient buffers wrap if the model is trained."""
         self._optimizer: ShardedOptimizer | None = None
         if trained:
             self._chunks = [self._with_buffers(chunk) for chunk in self._chunks]
@@ -163,9 +156,6 @@ class MegatronEngine(TrainEngine):
     def _place_of(self, rank: int) -> Place:
         context = self.context
         return place_of(context.topology, context.experts, context.virtual_pipeline, rank)
-
-    def _parts_of(self, place: Place) -> Parts:
-        return parts_of(self.config, self.head, place, self._vocabulary, grouped=self._te)
 
     def _new_chunks(self) -> Iterator[Chunk]:
         for stage in self._place.stages(self.config.num_layers):
@@ -267,10 +257,7 @@ class MegatronEngine(TrainEngine):
             items = sample.take(part)
             outputs = self._everywhere(made.get(number), items)
             results.append(outputs if output_fn is None else output_fn(outputs, items))
-        if results:
-            return in_order(sample, schedule.parts, results)
-        nothing = no_outputs(self.head, self.context.device)
-        return nothing if output_fn is None else output_fn(nothing, sample)
+        return in_order(sample, schedule.parts, results, self.head, output_fn)
 
     def _everywhere(self, outputs: Outputs | None, items: SequenceSample) -> Outputs:
         """Return the last stage's outputs on all stages."""
@@ -281,7 +268,7 @@ class MegatronEngine(TrainEngine):
         return dict(zip(names, self._pipeline.broadcast_from_last(rows).unbind(), strict=True))
 
     def _budget(self, sample: SequenceSample) -> int:
-        """Return the tokens of a micro-batch: few enough that every pipeline stage has one."""
+        """Return the token budget of a micro-batch, so that there are enough for the pipeline."""
         tokens = sum(map(sum, sample.lengths[TOKENS]))
         return max(1, min(self._max_tokens, -(-tokens // self._place.pp)))
 
@@ -300,9 +287,9 @@ class MegatronEngine(TrainEngine):
             self._pipeline.run(count, micro, use, backward=backward)
 
     def _micro(self, sample: SequenceSample | None) -> Micro:
-        """A micro-batch.
+        """Return a micro-batch.
 
-        A rank with no micro-batch left joins the others' collectives with two tokens.
+        Without a sample, it has two tokens, with which a rank joins the collectives of the others.
         """
         device = self.context.device
         if sample is None:

@@ -1,6 +1,6 @@
-"""megatron-core's GPTModel with our own outputs (no logits, value heads), and its pipeline.
+"""megatron-core's GPTModel with slurmrl's outputs (no logits, value heads), and its pipeline.
 
-T packed tokens, c ranks along the context axis, h hidden size.
+Shapes: T packed tokens, c ranks along the context axis, h hidden size.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 class Chunk(GPTModel):  # type: ignore[misc]
-    """One chunk of a pipeline stage. Attention applies the rotation."""
+    """One chunk of a pipeline stage. Its attention, not its embedding, applies the rotation."""
 
     def __init__(
         self,
@@ -112,11 +112,11 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 _mark(module.bias, 0)
         for name, parameter in self.named_parameters():
             if ".mlp.experts." in name:
-                # They are replicated along the experts' own data axis, whatever the sizes are.
+                # This tells megatron that experts are replicated along their own data axis.
                 vars(parameter)["allreduce"] = False
 
     def share(self, micro: Micro) -> dict[str, Tensor | None]:
-        """The arguments for this context-parallel rank's tokens of a micro-batch."""
+        """Return the forward arguments for this context-parallel rank's tokens of a micro-batch."""
         cp, moe = self.pg_collection.cp, self.model_config.moe
 
         def own(tokens: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
     def _preprocess(
         self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Split the mask [1, T/c, …] as tokens are split; megatron would use its global groups."""
+        """Split the mask [1, T/c, …] like the tokens, because megatron would use global groups."""
         hidden, *more, _ = super()._preprocess(*args, **kwargs)
         if self.pre_process and self.model_config.family.scaled_embedding:
             scale = torch.tensor(
@@ -145,14 +145,11 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return hidden, *more, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return hidden states [T/c, 1, h] after the last layer of the chunk.
-
-        Sequence parallelism splits them further.
-        """
+        """Return hidden states [T/c, 1, h], which sequence parallelism splits further."""
         return hidden_states
 
     def outputs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
-        """Per-token outputs [T] in the sample's order, the same on ranks that share a sample."""
+        """Return per-token outputs [T] in the sample's order, equal on ranks with one sample."""
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         hidden = hidden.squeeze(1)
         if self.head == "value":
@@ -197,7 +194,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
 
 
 def _mark(parameter: nn.Parameter | None, dim: int) -> None:
-    """Mark the parameter as split along ``dim``, so that the norm counts it on every rank."""
+    """Mark a parameter as split along ``dim``, so that the norm counts its part on every rank."""
     if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
@@ -205,17 +202,18 @@ def _mark(parameter: nn.Parameter | None, dim: int) -> None:
 def _forget(experts: MoELayer, *_: Any) -> None:
     """Free the dispatcher's routing weights, which keep the graph of the last micro-batch.
 
-    Through megatron's hooks, the nodes of that graph hold the model until the process exits.
+    Through megatron's hooks, nodes of the graph keep the model until the process exits.
     """
     experts.token_dispatcher.probs = None
 
 
 Use = Callable[[int, Tensor, Micro, Chunk], Tensor]
-"""(number of the micro-batch, hidden states, micro-batch, chunk) -> a loss; on the last stage."""
+"""Function from (number of the micro-batch, hidden states, micro-batch, chunk) to a loss, which the
+last stage calls."""
 
 
 class PipelineSchedule:
-    """The pipeline of one model: 1F1B or interleaved, or micro-batch after micro-batch."""
+    """The pipeline of one model: 1F1B, interleaved, or with one stage one micro-batch at a time."""
 
     def __init__(
         self,
@@ -232,7 +230,7 @@ class PipelineSchedule:
         self._hidden = settings.hidden_size
 
     def micro_batches(self, wanted: int) -> int:
-        """Number of micro-batches to run for ``wanted`` ones: interleaving needs whole groups."""
+        """Return ``wanted``, rounded up to whole groups of micro-batches for interleaving."""
         group = self.groups.pp.size() if self._virtual else 1
         return -(-wanted // group) * group
 
@@ -246,7 +244,7 @@ class PipelineSchedule:
             data_iterator=[iter(range(count)) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=count,
-            seq_length=0,  # sizes vary and are sent first
+            seq_length=0,  # Sizes vary and are sent before the tensors.
             micro_batch_size=1,
             forward_only=not backward,
             p2p_communicator=self._peers,
@@ -272,7 +270,7 @@ class PipelineSchedule:
         )
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-            # Megatron would divide by this number of tokens; the engine has divided already.
+            # megatron would divide by this number of tokens, but the engine has divided already.
             counted = torch.zeros((), dtype=torch.int, device=hidden.device)
             return use(number, hidden, batch, chunk), counted, None
 
@@ -284,7 +282,7 @@ class PipelineSchedule:
         return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
 
     def broadcast_from_last(self, tensor: Tensor) -> Tensor:
-        """Return the last stage's tensor on all stages, of this shape and type on each."""
+        """Return the last stage's tensor on all stages; every stage passes the same shape."""
         if self.groups.pp.size() > 1:
             tensor = tensor.contiguous()
             dist.broadcast(tensor, group=self.groups.pp, group_src=self.groups.pp.size() - 1)
@@ -309,5 +307,5 @@ def _finalize(
     pg_collection: ProcessGroupCollection | None = None,
     **_: Any,
 ) -> None:
-    """Reduce gradients without scaling: the engine has divided the losses already."""
+    """Reduce gradients without scaling, because the engine has divided the losses already."""
     finalize_model_grads(chunks, None, pg_collection=pg_collection)

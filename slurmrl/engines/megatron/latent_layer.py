@@ -1,9 +1,10 @@
-"""Latent attention of megatron's layers (see `models.latent_attention`).
+"""Latent attention in megatron's layers (see `models.latent_attention`).
 
-megatron-core's own form computes rotations itself, from other settings than `models.layer_parts`,
-and knows neither our packing nor our rings. This one calls the attention of all other layers.
+megatron-core's own module computes rotations from other settings than `models.layer_parts`, and
+supports neither slurmrl's packing nor its ring attention. This module calls the same attention as
+all other layers.
 
-T packed tokens, c ranks along the context axis, h hidden size.
+Shapes: T packed tokens, c ranks along the context axis, h hidden size.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from slurmrl.tensors.ops.collectives import own_to_partial, whole_to_partial
 
 
 class LatentVectors(nn.Module):
-    """A product that every tensor rank computes, for its own tokens."""
+    """The product for latent vectors, which each tensor rank computes with the whole matrix."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
         values = torch.empty(size, config.hidden_size, dtype=config.params_dtype)
         self.weight = nn.Parameter(values)
-        # With sequence parallelism, each rank has only its own tokens: gradients must be summed.
+        # With sequence parallelism, each rank has only its own tokens, so gradients are summed.
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,9 +92,9 @@ class LatentSelfAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, *_: Any, packed_seq_params: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        """Map hidden states [T/c, 1, h] to [T/c, 1, h]; without a bias.
+        """Return outputs [T/c, 1, h] for hidden states [T/c, 1, h], and None for the bias.
 
-        With sequence parallelism, both are this tensor rank's part of the tokens.
+        With sequence parallelism, both have only this tensor rank's part of the tokens.
         """
         latent = self.latent
         x = hidden_states if latent.query_rank is None else self.q_norm(self.q_down(hidden_states))

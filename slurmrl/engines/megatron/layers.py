@@ -2,11 +2,11 @@
 
 slurmrl has norms, packed attention and products. TransformerEngine has linear layers, norms and
 grouped experts. Attention is always slurmrl's: sequences are packed, and along the context axis
-heads are exchanged or keys passed on.
+ranks exchange heads or pass keys on.
 
-T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and value
-heads on this rank, D head size. Ranks along the context axis hold equal consecutive parts of the
-packed tokens, padded with a separate last sequence; attention sees whole sequences.
+Shapes: T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and
+value heads on this rank, D head size. Ranks along the context axis hold equal parts of the packed
+tokens, which a separate last sequence pads. Attention sees whole sequences.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ HINT = f"pip install --no-build-isolation 'transformer_engine[pytorch]>={FIRST},
 
 
 class Norm(RMSNorm):
-    """The norm of the built-in decoder with the constructor and marks that megatron expects."""
+    """The built-in decoder's norm, with the constructor and attributes that megatron expects."""
 
     def __init__(
         self,
@@ -80,15 +80,15 @@ class Norm(RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps, offset=offset)
         self.weight = nn.Parameter(self.weight.detach().to(device, config.params_dtype))
-        # Each rank has only its own tokens, so gradients must be summed.
+        # With sequence parallelism, each rank has only its own tokens, so gradients are summed.
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
 class PackedAttention(nn.Module):
     """Rotation and attention within each sequence.
 
-    Along the context axis, tokens are exchanged for heads before attention, and back after it.
-    Ranks that cannot have equally many heads pass keys and values on.
+    Ranks along the context axis exchange tokens for heads before attention, and heads for tokens
+    after it. If heads cannot be divided equally, the ranks pass keys and values on instead.
     """
 
     def __init__(
@@ -141,10 +141,9 @@ class PackedAttention(nn.Module):
 
 
 class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
-    """Keeps the same activations as the built-in decoder's ``selective``.
+    """Layer that keeps the same activations as the built-in decoder's ``recompute: selective``.
 
-    (megatron's own selection drops only the attention scores, which a fused attention never
-    stores.)
+    (megatron's own selection drops only attention scores, which fused attention never stores.)
     """
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,8 +154,7 @@ class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super()._forward_mlp(*args, **kwargs)
-        # Experts are computed again to the end, because their collectives must run on every rank,
-        # whatever tokens it has.
+        # Recompute experts without an early stop, because every rank must run their collectives.
         with set_checkpoint_early_stop(not self.is_moe_layer):
             return recomputed(super()._forward_mlp, *args, **kwargs)
 
@@ -164,8 +162,8 @@ class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
 class RowProduct(RowParallelLinear):  # type: ignore[misc]
     """A row-parallel product that saves its input before it computes.
 
-    A recomputation can then end before the product. (megatron's own product saves the input
-    afterwards.)
+    Recomputation can then stop before the product. (megatron's own product saves its input at the
+    end.)
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
@@ -173,11 +171,11 @@ class RowProduct(RowParallelLinear):  # type: ignore[misc]
 
 
 class WholeExpertRow(RowProduct):
-    """A row-parallel product of experts that no rank shares.
+    """A row-parallel product of experts that are not split.
 
-    megatron adds the bias to the output in place, and so the output must not be a view, which
-    collectives of one rank would return. Tensor ranks have other experts or other tokens of an
-    expert, which the experts' own data axis sums up, so they must not sum the bias's gradients.
+    megatron adds the bias to the output in place. The output must therefore not be a view, which
+    collectives of one rank would return. Tensor ranks must not sum the bias's gradients, because
+    they have different experts, or tokens whose gradients the experts' own data axis sums.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -188,9 +186,9 @@ class WholeExpertRow(RowProduct):
 
 
 class GatedHalves(nn.Module):
-    """The gated product of the halves of a first linear layer's outputs.
+    """The gated product of the two halves of a linear layer's outputs.
 
-    (megatron's own form keeps three tensors of the inner size more.)
+    (megatron's own module keeps three more tensors of the inner size.)
     """
 
     def __init__(self, config: TransformerConfig, *, activation: str) -> None:
@@ -204,7 +202,7 @@ class GatedHalves(nn.Module):
 
 
 class ClampedGates(nn.Module):
-    """The gated product of clamped experts, whose first layer gives gates and halves by turns."""
+    """The gated product of clamped experts, whose first layer interleaves gates and values."""
 
     def __init__(self, config: TransformerConfig, *, clamp: Clamp) -> None:
         super().__init__()
@@ -217,7 +215,7 @@ class ClampedGates(nn.Module):
 
 @dataclass(frozen=True)
 class Modules:
-    """The module classes of layers."""
+    """The module classes of a model's layers."""
 
     layer: type
     norm: ModuleSpec
@@ -232,7 +230,7 @@ class Modules:
 
 
 def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute) -> Modules:
-    """Norms of the built-in decoder, megatron's linear layers, one expert after the other."""
+    """Return norms of the built-in decoder, megatron's linear layers and ungrouped experts."""
     activation = ModuleSpec(GatedHalves, {"activation": config.activation})
     matrices = MLPSubmodules(ColumnParallelLinear, activation, RowProduct)
     if config.moe is not None and config.moe.clamp is not None:
@@ -241,7 +239,7 @@ def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute)
     return Modules(
         layer=SelectiveLayer if recompute == "selective" else TransformerLayer,
         norm=ModuleSpec(Norm, {"offset": config.family.norm_offset, "device": device}),
-        # q and k norms have no offset in any family
+        # The norms of queries and keys have no offset in any family.
         head_norm=ModuleSpec(Norm, {"offset": False, "device": device}),
         column=ColumnParallelLinear,
         row=RowProduct,
@@ -251,7 +249,7 @@ def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute)
 
 
 def block_spec(config: ModelConfig, stage: Stage, modules: Modules) -> TransformerBlockSubmodules:
-    """The layers of one chunk."""
+    """Return the specification of one chunk's layers."""
     layers = range(stage.first_layer, stage.first_layer + stage.layers)
     return TransformerBlockSubmodules(
         layer_specs=[_layer(config, layer, modules) for layer in layers], layer_norm=modules.norm
@@ -303,30 +301,30 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
     packing: Packing | None = None
     rotation: Rotation | None = None
-    """The rotation; with ``bounds``, only for this rank's tokens."""
+    """The rotation of all tokens; with ``bounds``, only of this rank's tokens."""
     bounds: list[int] | None = None
-    """The boundaries of the sequences, if ranks pass keys and values on."""
+    """Boundaries of the sequences if ranks pass keys and values on; None if they do not."""
 
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch: sequences of equal length side by side, then padding."""
+    """One micro-batch: sequences in the order of their lengths, then padding."""
 
     ids: Tensor
-    """[T + padding]"""
+    """[T + padding]: token ids."""
     cu_seqlens: Tensor
-    """Offsets in host memory; the padding is a separate sequence."""
+    """Offsets of the sequences, in host memory; the padding is a separate sequence."""
     places: Tensor
-    """[T + padding] the place of each token among these sequences; in host memory."""
+    """[T + padding]: place of each token among these sequences, in host memory."""
     back: Tensor
-    """[T] index of each token of the sample's order."""
+    """[T]: index in ``ids`` of each token of the sample."""
     params: Packed
     real: Tensor | None = None
-    """[T + padding] whether a token belongs to the batch; None where routers need no mask."""
+    """[T + padding]: whether a token belongs to the batch; None if routers need no mask."""
     masks: SamplingMasks | None = None
     """Sampling masks of T + padding tokens; None if all were sampled from the whole vocabulary."""
     experts: Tensor | None = None
-    """[T + padding, L, K] recorded experts in the blocks that have some; None: no record."""
+    """[T + padding, L, K]: recorded experts in the blocks that have experts; None: no record."""
 
 
 def micro_batch(
@@ -342,8 +340,8 @@ def micro_batch(
 ) -> Micro:
     """Return a micro-batch of ``ids`` [T], padded to a multiple of ``multiple`` tokens.
 
-    ``cu_seqlens`` [S+1] int32 is in host memory. ``ring`` are the ranks along the context axis, if
-    they pass keys and values on; tokens are then in their order.
+    ``cu_seqlens`` [S+1] int32 is in host memory. ``ring`` is the context axis if its ranks pass
+    keys and values on; tokens are then in the ring's order.
     """
     tokens = ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)
@@ -375,14 +373,17 @@ def micro_batch(
 
 
 def uses_te(wanted: bool | None, device: torch.device, dtype: str, moe: MoE | None = None) -> bool:
-    """Whether layers use TransformerEngine's modules.
+    """Return whether layers use TransformerEngine's modules.
 
-    If ``wanted`` is None, they do if it is installed, on GPUs in half precision (its float32
-    products use TF32). Raises UsageError if they are wanted and missing, or cannot be used.
+    If ``wanted`` is None, layers use installed ones on GPUs in half precision (in float32 they
+    would compute in TF32). Raises UsageError if the modules are wanted and missing, or cannot be
+    used.
     """
     if moe is not None and moe.clamp is not None:
         if wanted:
-            raise UsageError("transformer_engine: true is not supported with clamped experts")
+            raise UsageError(
+                "transformer_engine: true does not support clamped experts; remove the setting"
+            )
         return False
     if wanted is None:
         return device.type == "cuda" and dtype != "float32" and te.HAVE_TE and _suits()
@@ -404,7 +405,7 @@ def _suits() -> bool:
 
 
 def te_modules() -> Modules:
-    """TransformerEngine's module classes for layers."""
+    """Return TransformerEngine's module classes for layers."""
     norm = ModuleSpec(te.TENorm)
     grouped = MLPSubmodules(
         linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear

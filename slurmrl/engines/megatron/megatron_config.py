@@ -1,7 +1,7 @@
 """Config, process groups and random states of megatron-core for a model on a rank.
 
-They need none of megatron's global state. megatron-core keeps its named random states in one
-tracker per process. A model's own states are swapped in while it runs.
+None of these needs megatron's global state. megatron-core keeps named random states in one tracker
+per process, so slurmrl swaps a model's own states in while the model runs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from slurmrl.tensors.ops.elementwise import ACTIVATIONS
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 STATELESS = {"fp8_recipe": "tensorwise", "disable_parameter_transpose_cache": True}
-"""Settings of FP8 with which each pass depends on the weights and inputs only: scales are those of
-the current tensors, not of earlier steps, and no FP8 copy of weights outlives a micro-batch."""
+"""FP8 settings with which a pass depends only on weights and inputs. Scales come from the current
+tensors, not from earlier steps, and no FP8 copy of weights outlives a micro-batch."""
 EXPERTS = {
     "ep": "ep",
     "expt_tp": "etp",
@@ -59,8 +59,8 @@ def transformer_config(
         kv_channels=config.head_dim,
         ffn_hidden_size=config.intermediate_size,
         gated_linear_unit=True,
-        # Without TransformerEngine, the module of layers.py is used, not this function, which must
-        # nevertheless be one that megatron knows.
+        # Without TransformerEngine, layers use `layers.GatedHalves` instead of this function, but
+        # megatron requires a function that it knows.
         activation_func=ACTIVATIONS[config.activation].value if transformer_engine else F.silu,
         bias_activation_fusion=False,
         use_te_activation_func=not transformer_engine,
@@ -96,7 +96,7 @@ def _pipeline(context: ParallelContext, dtype: str) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "pipeline_dtype": getattr(torch, dtype),
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # the other dispatcher requires equal lengths
+        "moe_token_dispatcher_type": "alltoall",  # The other dispatcher requires equal lengths.
         # Interleaved schedules are silently wrong without overlapped sends.
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": virtual == 1,
@@ -114,7 +114,7 @@ def _experts(config: ModelConfig, context: ParallelContext) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared or None,
         "moe_layer_freq": [int(layer in moe.layers) for layer in range(config.num_layers)],
         "moe_router_topk": moe.per_token,
-        # Probabilities of all experts, or normalized over the chosen ones.
+        # A softmax before top-k gives probabilities over all experts, not over the chosen ones.
         "moe_router_pre_softmax": not moe.normalized,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -132,7 +132,8 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, A
             "recompute_num_layers": 1,
         }
     if recompute == "selective" and transformer_engine:
-        # PyTorch does not see the products of its modules, so it cannot keep attention's products.
+        # PyTorch does not see the products inside TransformerEngine's modules, so it cannot keep
+        # the products of attention.
         modules = ["layernorm", "mlp", "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
@@ -144,7 +145,7 @@ def group_of(context: ParallelContext, name: str) -> dist.ProcessGroup:
 
 
 def collection(context: ParallelContext) -> ProcessGroupCollection:
-    """Every group that megatron-core requires."""
+    """Return all process groups that megatron-core requires."""
     names = {
         "tp": "tp",
         "pp": "pp",
@@ -167,7 +168,7 @@ def collection(context: ParallelContext) -> ProcessGroupCollection:
 
 
 class RandomStates:
-    """The states of one model."""
+    """The named random states of one model."""
 
     def __init__(self, seed: int, place: Place) -> None:
         tracker = random.get_cuda_rng_tracker()
@@ -182,7 +183,7 @@ class RandomStates:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Swap in this model's states, and keep their new values at the end."""
+        """Swap in this model's states, and save their new values at the end."""
         tracker = random.get_cuda_rng_tracker()
         others = tracker.get_states()
         tracker.set_states(self._own)

@@ -1,7 +1,6 @@
 """Place a model's parameters in the parameters of megatron's modules. Torch-free.
 
-The module knows the architectures that the megatron engine runs, a rank's place in a layout, and
-the shards of parameters.
+The module also checks which architectures the megatron engine runs.
 
 Every shard is contiguous in its storage. ``linear_qkv`` has one head group after another, each with
 its queries, keys and values. ``linear_fc1`` has the gates before the other half. Rows beyond the
@@ -32,7 +31,7 @@ from slurmrl.tensors.parallel.topology import ProcessTopology
 Parts = dict[str, list[Shard]]
 """Shards by storage."""
 Rows = tuple[str, int, int]
-"""A parameter, and its rows: first row and number of rows."""
+"""Name of a parameter, its first row and its number of rows."""
 SHAPES = ("weight", "bias")
 CORRECTION = "e_score_correction_bias"
 """Name of a router's correction, here and in the model."""
@@ -40,7 +39,7 @@ EXPERTS = {
     False: "experts.local_experts.{index}.linear_{matrix}.weight",
     True: "experts.linear_{matrix}.weight{index}",
 }
-"""Place of an expert's matrices: each in its own module, or grouped."""
+"""Storage of an expert's matrix: in its own module, or grouped (True)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Place:
     etp_rank: int = 0
 
     def stages(self, layers: int) -> Iterator[Stage]:
-        """The chunks of this rank, in order; chunks alternate over the pipeline's ranks."""
+        """Yield this rank's chunks in order. Chunks alternate over the pipeline's ranks."""
         count = layers // (self.pp * self.virtual)
         for index in range(self.virtual):
             number = index * self.pp + self.pp_rank
@@ -96,7 +95,7 @@ class Place:
 def place_of(
     topology: ProcessTopology, experts: ProcessTopology | None, virtual: int, rank: int
 ) -> Place:
-    """The place of one rank. Experts without their own grid are split like other matrices."""
+    """Return a rank's place. Experts without their own grid are split like other matrices."""
     sizes, at = dict(zip(topology.axes, topology.sizes, strict=True)), topology.coordinates(rank)
     tp, tp_rank = sizes.get("tp", 1), at.get("tp", 0)
     own: Mapping[str, int] = {"tp": tp, "ep": 1}
@@ -122,13 +121,14 @@ def parts_of(
 ) -> Parts:
     """Return all shards of a rank.
 
-    ``vocabulary`` is the padded number of rows. ``grouped``: one module has all experts of a layer.
+    ``vocabulary`` is the padded number of rows. With ``grouped``, one module has all experts of a
+    layer.
     """
     return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).parts
 
 
 def padded(rows: int, multiple: int) -> int:
-    """Rows of the vocabulary, padded to be divisible."""
+    """Return ``rows``, rounded up to a multiple of ``multiple``."""
     return -(-rows // multiple) * multiple
 
 
@@ -141,7 +141,7 @@ def layout_of(
     *,
     grouped: bool,
 ) -> Layout:
-    """The layout of all ranks at ``places``; other arguments as for `parts_of`."""
+    """Return the layout of ranks at ``places``; other arguments as for `parts_of`."""
     rows = {
         place: [
             shard
@@ -157,9 +157,9 @@ def layout_of(
 
 
 def part_of_flat(shards: Iterable[Shard], first: int, last: int) -> Iterator[Shard]:
-    """Yield the parts of contiguous shards of one storage in its elements ``first`` to ``last``.
+    """Yield the parts of contiguous shards in elements ``first`` to ``last`` of their storage.
 
-    The parts are shards of a storage of only those elements.
+    The offsets of the parts count from ``first``.
     """
     for shard in shards:
         begin, end = max(first, shard.offset), min(last, shard.offset + shard.box.count)
@@ -279,7 +279,7 @@ class _Parts:
                     self.parts[at] = [Shard.contiguous(bias, box, at)]
 
     def _expert(self, storage: str, name: str, halves: list[str], expert: int, split: int) -> None:
-        """Matrices of one expert, whose dim ``split`` the ranks share."""
+        """Add the matrices of one expert, which ranks split along dim ``split``."""
         offset, shards = 0, []
         for half in halves:
             full = f"{name}experts.{half}_proj"
@@ -292,14 +292,14 @@ class _Parts:
         self.parts[storage] = shards
 
     def _columns(self, storage: str, rows: list[Rows]) -> None:
-        """Rows of several matrices, concatenated, and of their biases."""
+        """Add concatenated rows of several matrices, and of their biases."""
         for kind in SHAPES:
             if f"{rows[0][0]}.{kind}" in self.shapes:
                 own = [(f"{name}.{kind}", first, number) for name, first, number in rows]
                 self._rows(f"{storage}.{kind}", own)
 
     def _inner(self, storage: str, name: str, parts: int, part: int) -> None:
-        """A matrix whose inputs are split; every rank has its bias."""
+        """Add a matrix whose inputs are split; every rank has the whole bias."""
         rows, columns = self.shapes[f"{name}.weight"]
         width = columns // parts
         box = Box((0, width * part), (rows, width))
@@ -330,7 +330,7 @@ def misfits(
     *,
     trains_whole: bool = False,
 ) -> Iterator[str]:
-    """Return why a model cannot be split in this way.
+    """Yield the reasons why a model cannot be split in this way.
 
     ``vocabulary`` is the padded number of rows; ``trains_whole`` means training without sequence
     parallelism. (The plan checks the same. megatron itself would silently drop layers or heads.)
@@ -364,7 +364,7 @@ def misfits(
 
 
 class MegatronModel:
-    """The reader of architectures for the plan."""
+    """Reader of the architectures that the megatron engine runs, for the plan."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> ModelConfig:

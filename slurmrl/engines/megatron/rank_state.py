@@ -40,10 +40,10 @@ Held = dict[str, tuple[Tensor, list[Shard]]]
 
 
 class ModelState:
-    """The tensors of this rank: views of the model's tensors, which change with them.
+    """This rank's tensors, as views of the tensors of a model and its optimizer.
 
-    :param chunks: the model chunks; of a trained model, inside megatron's gradient buffers.
-    :param optimizer: None if the model is frozen.
+    ``chunks`` are the model chunks, which megatron's gradient buffers wrap if the model is trained.
+    ``optimizer`` is None if the model is frozen.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelState:
         self._optimizer = optimizer
 
     def weights(self) -> Held:
-        """The parameters and constants, and the shards in them."""
+        """Return the parameters and constants, and the shards in them."""
         parameters = {
             name: (parameter.detach().view(-1), self._parts[name])
             for name, parameter in self._parameters().items()
@@ -71,7 +71,7 @@ class ModelState:
         return parameters | self._constants()
 
     def shards(self, *, moments: bool = True) -> Held:
-        """The float32 weights that this rank updates, and their moments."""
+        """Return the float32 weights that this rank updates, and their moments."""
         if self._optimizer is None:
             return {}
         names = {parameter: name for name, parameter in self._parameters().items()}
@@ -85,14 +85,12 @@ class ModelState:
         return held
 
     def tensors(self) -> list[Tensor]:
-        """All of them.
-
-        (A float32 shard has the name of the bfloat16 weight to which it is copied.)
-        """
+        """Return all weights, updated float32 weights and moments."""
+        # The mappings are not merged: an updated float32 weight has the name of its bfloat16 copy.
         return [tensor for tensor, _ in (*self.weights().values(), *self.shards().values())]
 
     def gradients(self) -> list[Tensor]:
-        """The buffers of the gradients."""
+        """Return the gradient buffers."""
         return [
             buffer.grad_data
             for chunk in self._chunks
@@ -102,7 +100,7 @@ class ModelState:
 
     @torch.no_grad()
     def fill(self, read: BoxReader) -> None:
-        """Write the values of all weights; padding becomes zero."""
+        """Fill all weights with values of ``read``; padding becomes zero."""
         held = [*self.weights().values(), *self.shards(moments=False).values()]
         for target, shard in _targets(held):
             target.copy_(read(shard.name, shard.box).reshape(-1))
@@ -117,7 +115,7 @@ class ModelState:
         """Return this rank's part of a checkpoint. Collective.
 
         With ``host``, tensors are copied to it now. Otherwise, they are read when the snapshot is
-        written. The random state is read now.
+        written. The random state is always read now.
         """
         held = {name: tensor for name, (tensor, _) in self._saved().items()}
         if host is not None:
@@ -130,7 +128,7 @@ class ModelState:
         return RoleSnapshot(header, (*arrays, *random_entries()), self._saved_layout)
 
     def _saved(self, *, moments: bool = True) -> Held:
-        """The tensors of a checkpoint."""
+        """Return the tensors of a checkpoint."""
         return self.shards(moments=moments) | self._constants()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -142,7 +140,7 @@ class ModelState:
         }
 
     def _constants(self) -> Held:
-        """The tensors that no step changes."""
+        """Return the tensors that no step changes."""
         held = {
             f"{index}.{name}": values
             for index, chunk in enumerate(self._chunks)
@@ -158,7 +156,7 @@ class ModelState:
 
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
-        """Weights and moments of a checkpoint."""
+        """Specs of the weights, moments and constants of a checkpoint."""
         shapes = self._shapes.items()
         specs = {p + n: TensorSpec(s, "float32") for p in self._prefixes for n, s in shapes}
         return specs | self._constant_specs
@@ -183,7 +181,7 @@ def _of_moment(moment: str, shard: Shard) -> Shard:
 
 
 def _targets(held: Iterable[tuple[Tensor, list[Shard]]]) -> Iterator[tuple[Tensor, Shard]]:
-    """Yield each shard with its place, flat; first set the padding of its tensor to zero."""
+    """Yield each shard with its flat part of the tensor; set the tensor's padding to zero."""
     for tensor, shards in held:
         if sum(shard.box.count for shard in shards) < tensor.numel():
             tensor.zero_()
@@ -198,11 +196,11 @@ def saved_layout(
     held: Held,
     constants: Container[str] = (),
 ) -> Layout | None:
-    """The layout of a checkpoint, on the model's first rank; None on the others. Collective.
+    """Return the layout of a checkpoint on the model's first rank; None on others. Collective.
 
-    ``held`` are the weights that this rank updates; moments are held like them, except for
-    ``constants``, which have none. Only megatron on
-    each rank knows how its buffers divide the weights of this rank.
+    ``held`` are the weights that this rank updates and the ``constants``. Moments are placed like
+    their weights; constants have none. Ranks exchange their shards, because only megatron on each
+    rank knows how its buffers divide the weights.
     """
     own = [shard.to_json() for _, shards in held.values() for shard in shards]
     texts = _gathered(json.dumps([context.rank, own]).encode(), context)
@@ -227,7 +225,7 @@ def saved_layout(
 
 
 def _gathered(content: bytes, context: ParallelContext) -> list[bytes] | None:
-    """Return the contents of all ranks of the model, on its first rank."""
+    """Return the contents of all ranks on the model's first rank; None on other ranks."""
     group, device = context.group("all"), context.device
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in context.ranks]
     dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=group)
@@ -249,12 +247,12 @@ class OptimizerShard:
     first: int
     last: int
     weight: Tensor
-    """float32"""
+    """The elements in float32."""
     moments: dict[str, Tensor]
 
 
 class Inner:
-    """The inner optimizer of megatron's class: a slurmrl optimizer on megatron's shards."""
+    """Inner optimizer of megatron's class: it runs a slurmrl optimizer on megatron's shards."""
 
     def __init__(
         self, distributed: DistributedOptimizer, options: Optimizer, total_steps: int
@@ -277,9 +275,9 @@ class Inner:
 
 
 class ShardedOptimizer:
-    """Each rank of a parameter's copies updates a part of it.
+    """Optimizer that divides each parameter's update over the ranks with a copy.
 
-    megatron's own factory is not used: it gathers objects over the whole process world.
+    megatron's own factory is not used, because it gathers objects over the whole process world.
     """
 
     def __init__(
@@ -320,7 +318,7 @@ class ShardedOptimizer:
     def step(self, *, vetoed: bool) -> dict[str, float]:
         """Update the parameters from the gradients that megatron has reduced.
 
-        Skips the update if the gradient is not finite or the step is ``vetoed``.
+        Skip the update if the gradient is not finite or the step is ``vetoed``.
         """
         self._all.prepare_grads()
         norm = float(self._all.get_grad_norm())
@@ -336,7 +334,7 @@ class ShardedOptimizer:
         return {**stats, "skipped": 0.0}
 
     def shards(self) -> Iterator[OptimizerShard]:
-        """All shards of this rank, in a fixed order."""
+        """Yield all shards of this rank in a fixed order."""
         for optimizer, inner in zip(self._all.chained_optimizers, self._inner, strict=True):
             for name, whole in inner.wholes.items():
                 part = optimizer._get_model_param_range_map(whole)["param"]
@@ -356,9 +354,9 @@ def _optimizer(
     *,
     experts: bool,
 ) -> DistributedOptimizer:
-    """Return megatron's class around a placeholder, which the caller replaces.
+    """Return megatron's optimizer around a placeholder, which the caller replaces.
 
-    (For its own checkpoints, which are not used, megatron's class accepts AdamW only.)
+    (The placeholder is AdamW, because the constructor accepts no other optimizer.)
     """
     parameters = [p for chunk in chunks for p in _parameters(chunk, experts=experts)]
     group = {"params": parameters, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": experts}
@@ -385,7 +383,7 @@ def _parameters(chunk: DistributedDataParallel, *, experts: bool) -> list[nn.Par
 
 
 def _pairs(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters of which this rank has a shard, and the float32 shard."""
+    """Yield each parameter of which this rank has a shard, with its float32 shard."""
     for wholes, mains in (
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),

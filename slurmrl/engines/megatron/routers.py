@@ -1,12 +1,11 @@
 """Routers of megatron's layers: recorded experts, and the load-balancing loss of a whole batch.
 
-T packed tokens, c ranks along the context axis, L blocks with experts in a chunk, E experts, K of
-them for each token.
+Shapes: T packed tokens, L blocks with experts in a chunk, E experts, K of them for each token.
 
-megatron passes each layer a mask of its tokens, and keeps it for the layers that it computes again.
-The mask gives routers the facts about a micro-batch. Routers store nothing of it: several
+megatron passes each layer a mask of its tokens, and keeps the mask for recomputation. The mask
+gives routers all facts about a micro-batch. Routers themselves store nothing, because several
 micro-batches may be in a pipeline, and a process may have several models. (megatron's own
-`RouterReplay` keeps records in lists of the class.)
+`RouterReplay` keeps records in lists of its class.)
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from slurmrl.models.experts import UNKNOWN, Balance, scaled_weights, scores_of
 def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
     """Return the mask of tokens [T, 1 + L * E]: ``real`` [T], and allowed experts of each block.
 
-    With ``recorded`` experts [T, L, K], a token may be sent only to these experts of a block. It
-    may be sent to all experts if the record does not name K different ones, for example if it is
-    `UNKNOWN`. Without a record, the mask is [T, 1].
+    With ``recorded`` experts [T, L, K], a token may be sent only to these experts of a block. If
+    the record does not name K different experts, for example if it is `UNKNOWN`, all experts are
+    allowed. Without ``recorded``, the mask is [T, 1].
     """
     if recorded is None:
         return real[:, None]
@@ -40,10 +39,10 @@ def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """A router that takes recorded experts, with a load-balancing loss over the whole batch.
+    """A router that replays recorded experts and has a load-balancing loss of the whole batch.
 
-    It adds the gradient of that loss. megatron's own loss is per micro-batch, or uses counts that
-    change between micro-batches.
+    The backward pass adds the gradient of that loss. megatron's own loss is per micro-batch, or
+    uses counts that change between micro-batches.
     """
 
     router_replay: _Among | None
@@ -60,10 +59,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         """This router's index among the routers of its chunk."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weights and the choices, both [T, E], of ``logits`` [T, 1, E].
+        """Return the weights and the choices, both [T, E], for ``logits`` [T, 1, E].
 
-        The mask [T, 1, 1 + L * E] has the tokens' `marks`. It is None if there is neither a record
-        nor a loss.
+        ``padding_mask`` [T, 1, 1 + L * E] has the tokens' `marks`. It is None if there is neither a
+        record nor a loss.
         """
         if padding_mask is None:
             assert self.balance is None
@@ -91,7 +90,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         return chosen
 
     def _exact(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return scores as the built-in decoder; groups do not restrict recorded experts."""
+        """Return weights and choices as the built-in decoder computes them.
+
+        Groups of experts do not restrict recorded experts.
+        """
         scores, values = scores_of(self.moe, logits, self._buffers.get(CORRECTION))
         if allowed is not None:
             recorded = scores.masked_fill(~allowed, -torch.inf)
@@ -104,10 +106,10 @@ class Router(TopKRouter):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Among:
-    """Replacement of megatron's `RouterReplay` in a call of a router."""
+    """Replacement of megatron's `RouterReplay` in one call of a router."""
 
     allowed: Tensor
-    """[T, E]"""
+    """[T, E]: whether a token may be sent to an expert."""
 
     def get_replay_topk(
         self,
@@ -117,13 +119,16 @@ class _Among:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores [T, E] and numbers of the best allowed experts."""
+        """Return the scores and numbers [T, topk] of the best allowed experts."""
         among = scores.masked_fill(~self.allowed, -torch.inf)
         return compute_topk(among, topk, num_groups, group_topk)
 
 
 def balance_of(config: ModelConfig) -> Balance | None:
-    """The loss, as a mean over all layers with experts; a stage has some of these layers."""
+    """Return the load-balancing loss of a model; None if it has none.
+
+    The loss is a mean over the layers with experts of all stages.
+    """
     moe = config.moe
     if moe is None or not moe.balance or not moe.layers:
         return None
