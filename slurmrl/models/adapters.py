@@ -7,10 +7,10 @@ The weight ``<module>.weight`` [o, i] has the matrices ``<module>.lora_A`` [r, i
 ``<module>.lora_B`` [o, r]: o outputs, i inputs, r rank of the adapter. The sum has the same bits
 wherever it is computed.
 
-The fingerprint is the sum over all elements of a model of their bits times an odd random number,
-modulo 2^64. The number is a function of the parameter's name and the element's place. So the sum
-depends neither on the parts in which weights are added nor on their order. Another element, place
-or type gives another sum.
+The fingerprint is a sum over all elements of a model, modulo 2^64. Each element adds its bits times
+an odd random number, a function of the parameter's name and the element's place. The sum therefore
+does not depend on how and in which order the weights are added. If an element, its place or its
+type changes, the sum changes.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ MATRICES = (LORA_A, LORA_B)
 OWN_FILES = "slurmrl.models.shapes:gpt2"
 Matrix = TypeVar("Matrix", Array, "Tensor")
 BLOCK = 2**18
-"""Elements that stay in the cache of a processor's core while all products are added."""
+"""Number of elements that fit into the cache of a core while all products are added."""
 PREFIX = "base_model.model."
-"""Prefix of the wrapped model's names."""
+"""Prefix that PEFT puts before the names of the wrapped model."""
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "SEQ_CLS"}
 
 
 def matrix_name(weight: str, matrix: str) -> str:
-    """The name of a weight's adapter matrix."""
+    """Return the name of a weight's adapter matrix."""
     return f"{weight.removesuffix('.weight')}.{matrix}"
 
 
 def adapted_weight(name: str) -> str | None:
-    """The weight that an adapter matrix belongs to; None if ``name`` is another parameter's."""
+    """Return the weight to which an adapter matrix belongs; None for any other parameter."""
     module, _, last = name.rpartition(".")
     return f"{module}.weight" if last in MATRICES else None
 
 
 def adapted_weights(config: ModelConfig, lora: Lora) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name and shape of each weight that has an adapter, in the decoder's order."""
+    """Yield name and shape of each weight that has an adapter, in the decoder's order."""
     for name, shape in parameter_shapes(config, "lm").items():
         module, _, kind = name.rpartition(".")
         if kind == "weight" and len(shape) == 2 and lora.adapts(module.rpartition(".")[2]):
@@ -76,7 +76,7 @@ def adapted_weights(config: ModelConfig, lora: Lora) -> Iterator[tuple[str, tupl
 
 
 def trained_shapes(config: ModelConfig, head: Head, lora: Lora) -> Shapes:
-    """Shape of every tensor that is trained: the adapters, and a value model's head."""
+    """Return the shapes of all trained tensors: the adapters, and a value model's head."""
     shapes: Shapes = {}
     for name, (outputs, inputs) in adapted_weights(config, lora):
         shapes[matrix_name(name, LORA_A)] = (lora.rank, inputs)
@@ -115,11 +115,10 @@ def merge(
     float32 or a narrower type; ``b`` [o, r] and ``a`` [r, i] are float32. All four are NumPy
     arrays, or tensors on one device.
 
-    A matrix product may add its terms in another order for another number of rows or columns, on
-    another processor or in another library. Here each product and each sum of two elements is
-    rounded by itself, and the terms are added in the order of r. So the bits of an element depend
-    neither on the rows and columns that are given nor on ``block``, the number of elements merged
-    at a time.
+    A matrix product may add its terms in an order that depends on the numbers of rows and columns,
+    the processor and the library. This function rounds each product and each sum of two elements by
+    itself, and adds the terms in the order of r. The bits of an element therefore depend neither on
+    the given rows and columns nor on ``block``, the number of elements merged at a time.
     """
     rows, columns = out.shape
     each = max(1, block // max(1, columns))
@@ -148,7 +147,7 @@ def write_adapter(
     """Write the adapters of a checkpoint as a folder that PEFT loads onto the model ``base``.
 
     ``theirs`` is the ``config.json`` object of a model of transformers; None for the built-in
-    decoder. The folder is complete or absent; an existing one is replaced.
+    decoder. The folder is complete or absent; an existing folder is replaced.
     """
     turned = theirs is not None and theirs["model_type"] in TRANSPOSED
     entries = [
@@ -164,7 +163,7 @@ def write_adapter(
         values["target_modules"] = [name for name in TARGETS if name in names]
     else:
         values["target_modules"], wrapped = peft_targets(theirs, lora, layers)
-        if wrapped:  # PEFT has no dropout for these; an export is for inference
+        if wrapped:  # PEFT has no dropout for parameters, and an export is for inference.
             values |= {"target_parameters": wrapped, "lora_dropout": 0.0}
 
     def fill(folder: Path) -> None:
@@ -177,7 +176,7 @@ def write_adapter(
 
 
 def _entry(trained: RoleCheckpoint, name: str, spec: TensorSpec, *, turned: bool) -> TensorEntry:
-    """A trained tensor in PEFT's form; matrices of ``turned`` weights are transposed."""
+    """Return a trained tensor as PEFT stores it; matrices of ``turned`` weights are transposed."""
     short = name.removeprefix(MODULE)
     theirs = f"{PREFIX}{short}.weight" if name.endswith(MATRICES) else PREFIX + short
     if not turned:
@@ -210,10 +209,10 @@ def _config(lora: Lora, head: Head, base: str) -> dict[str, Any]:
 def summand(
     name: str, shape: Index, box: Box, bits: Bits, count: Callable[[int, int], Bits]
 ) -> Bits:
-    """Contribution of a box of a parameter of ``shape``.
+    """Return what a box of a parameter of ``shape`` adds to the fingerprint.
 
-    :param bits: flat, the elements of the box as integers of their width.
-    :param count: the numbers from one to before another as int64, where ``bits`` are.
+    ``bits`` has the elements of the box, flat, as integers of their width. ``count`` returns a
+    range of integers as int64, on the device of ``bits``.
     """
     places = count(0, 1)
     for stride, start, size in zip(row_major(shape), box.start, box.size, strict=True):
@@ -224,5 +223,5 @@ def summand(
 
 
 def shown(total: int) -> str:
-    """The sum as checkpoints and weight versions name it."""
+    """Return a fingerprint as the text that checkpoints and weight versions have."""
     return f"{total % 2**64:016x}"

@@ -3,10 +3,6 @@
 Rotary settings have the ``rope_parameters`` form of transformers 5, or the older form with
 ``rope_theta`` and ``rope_scaling``.
 
-Its floating-point operations: a multiplication and an addition count as two. Matrix products only,
-as in Chowdhery et al. 2022 (PaLM, appendix B): norms, activations and rotations are left out, and
-so is the recomputation of checkpointed layers. Attention counts only the pairs a causal model
-needs, (n^2 + n) / 2 for a sequence of n tokens, fewer with a sliding window.
 """
 
 from __future__ import annotations
@@ -60,7 +56,7 @@ STRUCTURAL = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""Fields with a counterpart in ModelConfig; all others are kept in ``extra``."""
+"""Fields with a counterpart in `ModelConfig`, which keeps all other fields in ``extra``."""
 DESCRIPTIVE = (
     "model_type",
     "architectures",
@@ -78,15 +74,15 @@ ALIASES = {
     "num_experts": "num_local_experts",
     "n_routed_experts": "num_local_experts",
 }
-"""transformers accepts either name for the number of experts."""
+"""Other name, which transformers accepts, for each field with the number of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """One kind of rotary scaling and its numbers.
+    """One kind of rotary scaling and its parameters.
 
     ``dynamic`` is the unscaled rotation up to ``max_position_embeddings``. Longer sequences are
-    refused, because transformers' angles would depend on the longest sequence of a batch.
+    rejected, because transformers' angles would depend on the longest sequence of a batch.
     """
 
     kind: str = "default"
@@ -95,20 +91,20 @@ class Rope:
     original_length: int = 0
     """Context length before the extension (llama3, yarn)."""
     partial: float | None = None
-    """Share of each head's dims that is rotated, the first ones; None for a family that always
-    rotates all."""
+    """Share of each head's dims that is rotated, from the first dim on; None for a family that
+    always rotates all dims."""
     options: Mapping[str, Any]
-    """The kind's remaining fields, as in the file."""
+    """Other fields of this kind of scaling, as in the file."""
 
     @staticmethod
     def from_hf(
         values: Mapping[str, Any], max_positions: int, *, partial: bool = False
     ) -> tuple[Rope, list[str]]:
-        """Read the rotary fields of a ``config.json`` like transformers; the list has the problems.
+        """Read the rotary fields of a ``config.json`` as transformers does. Return also problems.
 
-        ``partial`` allows to rotate a part of each head's dims.
-        The older ``rope_scaling`` precedes ``rope_parameters``, and an original length next to them
-        precedes one inside.
+        With ``partial``, a part of each head's dims may be rotated. The older ``rope_scaling``
+        overrides ``rope_parameters``, and an original length next to them overrides an original
+        length inside.
         """
         stated = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
@@ -142,7 +138,7 @@ class Rope:
         return rope, []
 
     def growth(self, weight: float = 1.0) -> float:
-        """The temperature that YaRN gives to longer contexts (Peng et al. 2023, section 3.4)."""
+        """Return YaRN's temperature for longer contexts (Peng et al. 2023, section 3.4)."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     @property
@@ -151,7 +147,7 @@ class Rope:
         return self.growth(float(self.options.get("mscale_all_dim") or 0.0))
 
     def to_hf(self) -> dict[str, Any]:
-        """The ``rope_parameters`` object of a ``config.json``."""
+        """Return the ``rope_parameters`` object of a ``config.json``."""
         values: dict[str, Any] = {"rope_theta": self.theta, "rope_type": self.kind}
         if "factor" in ROPE_KINDS[self.kind][0]:
             values["factor"] = self.factor
@@ -180,9 +176,9 @@ def _field_problems(kind: str, stated: Mapping[str, Any]) -> list[str]:
 
 
 class Clamp(NamedTuple):
-    """The gate of clamped experts: g sigmoid(alpha g) (u + 1).
+    """Parameters of clamped experts, whose gated product is g sigmoid(alpha g) (u + 1).
 
-    g is a gate of at most ``limit``, and u another half between -limit and limit.
+    The gate g is clamped to at most ``limit``, and the other factor u to [-limit, limit].
     """
 
     alpha: float
@@ -205,16 +201,16 @@ class MoE:
     """Coefficient of the load-balancing loss in training; 0 for none. As in transformers, it
     applies only with ``output_router_logits``."""
     corrected: bool = False
-    """Whether the router's scores are sigmoids, and a stored correction is added to choose."""
+    """Whether the router's scores are sigmoids, with a stored correction added for the choice."""
     exact: bool = False
     """Whether the router's logits are float32 in a model of another type."""
     groups: int = 1
-    """Groups of consecutive experts; only the best ``chosen_groups`` of a token take part."""
+    """Number of groups of consecutive experts, of which a token uses the best ``chosen_groups``."""
     chosen_groups: int = 1
     scale: float = 1.0
     """Factor of the weights of a token's experts."""
     clamp: Clamp | None = None
-    """The clamp of the experts' gates; routers and experts with a clamp also have biases."""
+    """Clamp of the experts' gates. With a clamp, routers and experts also have biases."""
     shared: int = 0
     """Inner size of the shared experts, which process every token; 0 for none."""
 
@@ -231,14 +227,15 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Not always hidden_size / num_heads. For latent attention, the size that attention reads."""
+    """Size of a head, which may differ from hidden_size / num_heads. For latent attention, the size
+    of queries, keys and values in attention."""
     activation: str
     norm_eps: float
     initializer_range: float
     max_positions: int
     tie_embeddings: bool
     rope: Rope | None
-    """None where positions are learned embeddings."""
+    """Rotary settings; None if positions are learned embeddings."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -272,7 +269,7 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int | None:
-        """The longest sequence that can be computed; None for no limit."""
+        """Maximum number of tokens of a sequence; None for no limit."""
         unlimited = self.rope is not None and self.rope.kind != "dynamic"
         return None if unlimited else self.max_positions
 
@@ -287,10 +284,10 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> ModelConfig:
-        """Read a ``config.json`` object.
+        """Return the architecture of a ``config.json`` object.
 
-        With ``strict`` (an architecture that a user wrote), unknown fields are refused.
-        Raises UsageError with everything that is wrong.
+        With ``strict``, for an architecture that a user wrote, unknown fields are rejected.
+        Raises UsageError with all problems.
         """
         family = family_of(values.get("model_type"))
         values = _translated(family, values)
@@ -320,7 +317,7 @@ class ModelConfig:
         return config
 
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:
-        """The ``config.json`` object that transformers loads for weights of this ``dtype``."""
+        """Return the ``config.json`` object with which transformers loads weights of ``dtype``."""
         family = self.family
         values: dict[str, Any] = {
             "vocab_size": self.vocab_size,
@@ -353,13 +350,13 @@ class ModelConfig:
 
 
 def _fields(family: Family) -> set[str]:
-    """The fields of a family's ``config.json`` that are not kept in ``extra``."""
+    """Return the fields of a family's ``config.json`` that are not kept in ``extra``."""
     computed = {KEY_SIZE} if family.latent else set()
     return ({*STRUCTURAL, *DESCRIPTIVE} | computed) - family.without
 
 
 def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename fields to our names, and replace values by their meaning."""
+    """Rename a family's fields to the names of most families, and replace values by meanings."""
     ours = {theirs: name for name, theirs in family.fields.items()}
     if family.experts:
         ours[ALIASES[family.experts.count]] = family.experts.count
@@ -371,9 +368,9 @@ def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _full(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the family's defaults.
+    """Add the family's defaults for missing and null fields.
 
-    Null means the default, except for the key-value heads: null means as many as heads.
+    For key and value heads, null is no default: there are as many as query heads.
     """
     null = {name for name in STRUCTURAL if values.get(name) is None} - {"num_key_value_heads"}
     return {**family.defaults, **{k: v for k, v in values.items() if k not in null}}
@@ -440,7 +437,7 @@ def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
         return None
     step, dense = full.get("decoder_sparse_step") or 1, full.get("mlp_only_layers") or ()
     first, inner = int(full.get("first_k_dense_replace") or 0), int(full[names.inner])
-    if names.typed:  # transformers ignores first_k_dense_replace
+    if names.typed:  # transformers ignores first_k_dense_replace then.
         types, first = full.get("mlp_layer_types") or ["dense"], 0
         dense = [n for n, kind in enumerate(types) if kind == "dense"]
     sparse = (n for n in range(first, layers) if n not in dense and (n + 1) % step == 0)
@@ -475,7 +472,7 @@ def _extra(family: Family, full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
-    """Sizes that must be at least 1, by their fields."""
+    """Return the sizes that must be at least 1, by field."""
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

@@ -1,6 +1,6 @@
-"""The contract of all decoders: the built-in ones and transformers' models.
+"""The contract of all decoders: the built-in decoders and transformers' models.
 
-T packed tokens, S sequences, h hidden size, V vocabulary. A decoder may be built under
+Shapes: T packed tokens, S sequences, h hidden size. A decoder may be built under
 ``torch.device("meta")``; its parameters and ``constants`` are its only state.
 """
 
@@ -20,7 +20,7 @@ from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.ops.sampling import SamplingMasks
 
 RowKind = Literal["packed", "single"]
-"""Rows of several sequences one after the other, or of one padded sequence each."""
+"""Kind of a batch's rows: several sequences one after the other, or one padded sequence."""
 
 
 class PackedModel(nn.Module, ABC):
@@ -37,16 +37,16 @@ class PackedModel(nn.Module, ABC):
     @property
     @abstractmethod
     def layers(self) -> Iterable[nn.Module]:
-        """The units of sharding and checkpointing."""
+        """Modules that are units of sharding and activation checkpointing."""
 
     @property
     def embedding(self) -> nn.Module | None:
-        """The embedding, if it is a sharding unit: it shares its weight with no other module."""
+        """Embedding if it is a sharding unit, because no other module shares its weight."""
         return None
 
     @property
     def projection(self) -> nn.Module | None:
-        """The vocabulary projection, if it is a sharding unit."""
+        """Vocabulary projection if it is a sharding unit."""
         return None
 
     @abstractmethod
@@ -79,11 +79,11 @@ class PackedModel(nn.Module, ABC):
 
     @abstractmethod
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Values [T] in the dtype of ``logprobs``.
+        """Return values [T] in the dtype of ``logprobs``.
 
-        A model split over ranks needs ``cu_seqlens`` [S+1].
+        A model that is split over ranks needs ``cu_seqlens`` [S+1].
         """
 
     def constants(self) -> dict[str, Tensor]:
-        """Tensors by name that no optimizer step changes. Checkpoints and exports include them."""
+        """Return the tensors that no optimizer step changes, which checkpoints and exports have."""
         return {}

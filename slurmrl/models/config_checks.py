@@ -1,7 +1,7 @@
 """Checks of a ``config.json`` for the built-in decoder. Torch-free.
 
-Each problem is one message. Field names are ours: families with other names have been translated
-before.
+Each problem is one message. Fields have the names of most families; callers have renamed the fields
+of other families.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ NUMBERS = (
     PARTIAL,
 )
 NEVER_NULL = ("num_experts_per_tok", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
-"""Numbers of experts, besides those that a family names, for which null is not the default."""
+"""Fields of experts, besides the fields that a family names, for which null is no default."""
 LARGEST = {"num_hidden_layers": 10**5}
-"""Sizes that take memory and time when only a configuration is read."""
+"""Maximum of sizes that cost memory and time when slurmrl only reads a configuration."""
 LARGEST_SIZE = 10**9
 LARGEST_NUMBER = 1e30
 METHOD = "topk_method"
 METHODS = ("greedy", "group_limited_greedy")
 MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention")
-"""Fields that request a computation that the decoder does not support."""
+"""Fields of computations that the decoder does not support."""
 
 
 def unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -64,7 +64,7 @@ def unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[st
 
 
 def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
-    """Fields that must be numbers and are not (null means the default)."""
+    """Return problems of fields that must be numbers and are not (null means the default)."""
     problems = []
     experts = (family.experts.count, family.experts.inner) if family.experts else ()
     counts = {*SIZES, *experts}
@@ -86,7 +86,7 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
 
 
 def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
-    """Fields that request a computation that the decoder does not support."""
+    """Return problems of fields that request a computation that the decoder does not support."""
     problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
     if full.get(QUANTIZED):
         problems.append(
@@ -105,9 +105,9 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
 
 
 def _bad_experts(family: Family, names: Experts, full: Mapping[str, Any]) -> list[str]:
-    """Fields of layers with experts that say nothing, or something unknown."""
+    """Return problems of the fields of layers with experts."""
     problems = []
-    if full["num_experts_per_tok"] is None:  # some families have no default
+    if full["num_experts_per_tok"] is None:  # Some families have no default.
         problems.append("'num_experts_per_tok' is missing")
     if METHOD in family.defaults and full[METHOD] not in METHODS:
         problems.append(f"{METHOD} is {full[METHOD]!r}, must be {' or '.join(METHODS)}")
@@ -132,7 +132,7 @@ def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:
 
 
 def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
-    """Sizes, by field name, that are impossible by themselves or together."""
+    """Return problems of sizes, by field name, that are impossible alone or together."""
     problems = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % max(kv_heads, 1):

@@ -1,9 +1,9 @@
 """The packed decoder, and GPT-2: learned positions, LayerNorm, a feed-forward part without a gate.
 
-Parameters have the names of the Hugging Face safetensors files, except for those that `Storage`
-renames.
+Parameters have the names of the Hugging Face safetensors files, except for parameters that
+`Storage` renames.
 
-T packed tokens, S sequences, h hidden size, V vocabulary.
+Shapes: T packed tokens, h hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from slurmrl.tensors.ops.sampling import SamplingMasks
 
 
 class ResidualLayer(nn.Module):
-    """Attention and feed-forward, each after a norm and with a residual connection."""
+    """Attention and a feed-forward block, each after a norm and with a residual connection."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -100,7 +100,7 @@ class DecoderLayer(ResidualLayer):
 
 
 class DecoderBody(nn.Module):
-    """Embedding, layers and final norm: ``model`` in the files."""
+    """Embedding, layers and final norm, which files name ``model``."""
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class DecoderBody(nn.Module):
 
 
 class Body(Protocol):
-    """The attributes that every family's body has."""
+    """The attributes of every family's body."""
 
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
@@ -119,16 +119,16 @@ class Body(Protocol):
 
 
 class Decoder(PackedModel):
-    """A decoder with rotary positions. Families that differ are subclasses.
+    """A decoder with rotary positions. Families with another structure have subclasses.
 
-    With a ``split`` its parameters are this rank's parts, and all ranks of the split call each
+    With a ``split``, its parameters are this rank's parts, and all ranks of the split call each
     method together with the same arguments.
     """
 
     config: ModelConfig
     body: type[nn.Module] = DecoderBody
     adapters: Adapter | None = None
-    """Adapters of its linear layers, if they have any."""
+    """Adapters of the linear layers; None if there are none."""
 
     def __init__(self, config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Decoder(PackedModel):
 
     @contextmanager
     def routed(self, routes: Recorded | Replayed | None) -> Iterator[None]:
-        """While entered, the blocks with experts follow ``routes``, in backward passes too."""
+        """Let the blocks with experts follow ``routes`` while entered, also in backward passes."""
         self._replayed = routes if isinstance(routes, Replayed) else None
         for block in self._sparse_blocks:
             block.routes = routes
@@ -192,12 +192,11 @@ class Decoder(PackedModel):
     def forward(
         self, input_ids: Tensor, cu_seqlens: Tensor | OnHost | Pieces, max_len: int
     ) -> Tensor:
-        """Hidden states [T, h] after the final norm.
+        """Return hidden states [T, h] after the final norm.
 
-        With a split, this rank's part of them in an internal order, which ``logprobs`` and
-        ``values`` expect.
-
-        Tokens on a CPU may be `Pieces` of sequences of up to ``max_len`` tokens, without a split.
+        With a split, return this rank's part of them in an internal order, which ``logprobs`` and
+        ``values`` expect. On a CPU without a split, ``cu_seqlens`` may be `Pieces` of sequences of
+        up to ``max_len`` tokens.
         """
         self.config.check_length(max_len)
         core: AttentionCore
@@ -226,7 +225,7 @@ class Decoder(PackedModel):
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         """Return the hidden states [T, h] of tokens [T] at positions [T].
 
-        It calls the layers' ``forward`` directly. All context ranks compute the same.
+        Call the layers' ``forward`` without hooks. All context ranks compute all tokens.
         """
         split = self.split.without_context()
         hidden = self._run(input_ids, positions, core, unhooked, split)
@@ -240,7 +239,7 @@ class Decoder(PackedModel):
         call: LayerCall,
         split: Split,
     ) -> Tensor:
-        """Hidden states of the tokens that this rank has between the blocks."""
+        """Return the hidden states of the tokens that this rank has between the blocks."""
         core = split_core(core, split, input_ids.shape[0])
         first, last = split.own_range(input_ids.shape[0])
         for block in self._sparse_blocks:
@@ -256,7 +255,7 @@ class Decoder(PackedModel):
         return out
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The input of the layers [T, h] from embeddings of tokens [T, h] at positions [T]."""
+        """Return the layers' input [T, h] from embeddings of tokens [T, h] at positions [T]."""
         if self._embedding_scale is None:
             return tokens
         # The scale is rounded to the model's dtype, as in transformers.
@@ -275,7 +274,7 @@ class Decoder(PackedModel):
         return self._rotary.rotation(positions, dtype) if self._rotary else None
 
     def head_weight(self) -> Tensor:
-        """The vocabulary projection [V, h]; the embedding if they are tied."""
+        """Return the vocabulary projection [V, h], which may be the embedding."""
         assert self.head == "lm", "a value model has no vocabulary projection"
         tied = self.config.tie_embeddings
         return self._body.embed_tokens.weight if tied else self.lm_head.weight
@@ -302,7 +301,7 @@ class Decoder(PackedModel):
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        weight = self.score.weight  # in float32 even if other parameters are frozen in bfloat16
+        weight = self.score.weight  # It is float32 even if other parameters are bfloat16.
         values = wide_linear(features.to(weight.dtype), weight).squeeze(-1)
         if self.split.whole:
             return values
@@ -310,10 +309,10 @@ class Decoder(PackedModel):
         return split_values(self.split, values, cu_seqlens)
 
     def _balance(self) -> Balance | None:
-        """The load-balancing loss.
+        """Return the load-balancing loss of all blocks with experts; None if there is none.
 
-        Tensor ranks have the same tokens and sum their gradients of the router, so the weight is
-        divided by their number.
+        Its weight is divided by the number of tensor ranks, because these have the same tokens and
+        sum their gradients of the router.
         """
         blocks, moe = self._sparse_blocks, self.config.moe
         if moe is None or not moe.balance or not blocks:
@@ -354,7 +353,7 @@ class GPT2Body(nn.Module):
 
 
 class GPT2(Decoder):
-    """Radford et al. 2019."""
+    """The decoder of GPT-2 (Radford et al. 2019), with learned positions."""
 
     body = GPT2Body
 

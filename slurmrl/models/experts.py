@@ -2,18 +2,16 @@
 
 Experts may have biases and clamped gates (OpenAI 2025, gpt-oss).
 
-M tokens sorted by expert, T tokens, K experts per token, E experts, h hidden size, i inner size
-of an expert.
-
 The load-balancing loss is over all tokens of an optimizer step (Fedus et al. 2021, Switch
-Transformers, equations 4 to 6). Where n_e of N tokens choose expert e, and P_e is the mean
-probability that they give it, the loss of a block is E times the sum over its E experts of (n_e /
-N) * P_e. The counts have no gradient, so a token's part of the loss's gradient follows from its
-own probabilities and the counts of the whole batch. A batch is split into micro-batches and over
-ranks, so its tokens are counted first: a forward pass of all micro-batches without gradients, then
-a sum over the ranks, then the training passes.
+Transformers, equations 4 to 6). If n_e of N tokens choose expert e, and P_e is the mean probability
+of expert e, the loss of a block is E times the sum over its E experts of (n_e / N) * P_e. The
+counts have no gradient, so a token's part of the gradient follows from its own probabilities and
+the counts of the whole batch. A batch is split into micro-batches and over ranks. Its tokens are
+therefore counted before training, in a forward pass of all micro-batches without gradients and a
+sum over the ranks.
 
-C cells of the cache, L blocks with experts, K experts of a token in each.
+Shapes: T tokens, M tokens sorted by expert, K experts per token, E experts, L blocks with experts,
+h hidden size, i inner size of an expert, C cells of the cache.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ from slurmrl.tensors.ops.products import grouped_linear
 class ClampedExperts(nn.Module):
     """The feed-forward blocks of all experts, with stacked matrices.
 
-    A gate is followed by its other half. Each tensor rank has a share of every expert's inner
-    units, and one rank adds the biases of their outputs.
+    Rows of gates and values alternate. Each tensor rank has a share of every expert's inner units,
+    and one rank adds the biases of the outputs.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class ClampedExperts(nn.Module):
 
 
 def clamped_product(x: Tensor, clamp: Clamp) -> Tensor:
-    """Return the gated products [M, i] of ``x`` [M, 2i], gates and other halves alternately.
+    """Return the gated products [M, i] of ``x`` [M, 2i], in which gates and values alternate.
 
     Only ``x`` is kept for the backward pass.
     """
@@ -97,7 +95,7 @@ def _halves(x: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor]:
 
 
 UNKNOWN = -1
-"""Stands for the experts of a token that were not recorded: the router chooses."""
+"""Value in place of experts that were not recorded, which the router then chooses."""
 Pass = Literal["other", "count", "train"]
 
 
@@ -118,7 +116,11 @@ class ExpertLayer(nn.Module):
 
 
 class RouterLinear(nn.Linear):
-    """The scores of the experts; a ``corrected`` one has a correction of the choice in float32."""
+    """The linear layer that scores the experts.
+
+    With ``corrected``, it also has a float32 buffer that is added to the scores for the choice.
+    With ``exact``, its logits are float32 in a model of another type.
+    """
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class RouterLinear(nn.Linear):
 
     @property
     def correction(self) -> Tensor | None:
-        """The correction [E], if the router has one."""
+        """The correction [E] of the choice; None if the router has none."""
         return self._buffers.get("e_score_correction_bias")
 
     def _apply(self, fn: Any, recurse: bool = True) -> RouterLinear:
@@ -148,7 +150,7 @@ class RouterLinear(nn.Linear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [T, E] of tokens ``x`` [T, h]; ``exact`` ones in float32."""
+        """Return the logits [T, E] of tokens ``x`` [T, h]."""
         if not self.exact:
             return super().forward(x)
         dtype = wide(x.dtype)
@@ -156,11 +158,11 @@ class RouterLinear(nn.Linear):
 
 
 def scores_of(moe: MoE, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the scores of experts and the values that choose them (DeepSeek-AI 2024).
+    """Return the scores of experts and the values that choose them (DeepSeek-AI 2024), [T, E] each.
 
-    All are [T, E]. The experts with the K largest values are chosen. In groups that are left out,
-    all values are -inf. A group ranks by its largest value; with a correction, by the sum of its
-    two largest values (DeepSeek-V3).
+    The experts with the K largest values are chosen. In groups that a token does not use, all
+    values are -inf. A group ranks by its largest value; with a correction, by the sum of its two
+    largest values (DeepSeek-V3).
     """
     if correction is None:
         values = scores = logits.softmax(-1, dtype=wide(logits.dtype))
@@ -181,7 +183,7 @@ def scores_of(moe: MoE, logits: Tensor, correction: Tensor | None) -> tuple[Tens
 
 
 def scaled_weights(moe: MoE, weights: Tensor) -> Tensor:
-    """Return the weights of a token's experts from their scores, experts along the last dim."""
+    """Return the weights of a token's experts from their scores; experts are the last dim."""
     if moe.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if moe.corrected else 0.0))
     return weights * moe.scale if moe.scale != 1 else weights
@@ -214,13 +216,14 @@ class SparseMLP(nn.Module):
         self.shared_experts = GatedMLP(config, split, moe.shared) if moe.shared else None
         self.per_token = moe.per_token
         self.balance: Balance | None = None
-        """The model's load-balancing loss, if it has one."""
+        """Load-balancing loss of the model; None if it has none."""
         self.number = 0
         """Index of this block among the blocks with experts."""
         self.tokens: int | None = None
-        """The number of tokens of the next call that are not padding; None for all."""
+        """Number of tokens before the padding in the next call; None without padding."""
         self.routes: Routes | None = None
-        """Treatment of the experts of the next calls; None: the router chooses."""
+        """Object that records or replaces the choices of the next calls; None: the router chooses.
+        """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output [T, h] for ``x`` [T, h]."""
@@ -257,18 +260,18 @@ class SparseMLP(nn.Module):
 
 
 class Routes(Protocol):
-    """Treatment of the experts in the next calls of blocks."""
+    """Object that records or replaces the experts that routers choose."""
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
-        """The experts [T, K] that a block takes where its router prefers ``own`` [T, K]."""
+        """Return the experts [T, K] that a block uses; its router has chosen ``own`` [T, K]."""
         ...
 
 
 class Recorded:
-    """Keeps the choices of the routers."""
+    """Routes that store the choices of the routers in the cache."""
 
     def __init__(self, cells: Sequence[Tensor], slots: Tensor) -> None:
-        """Record into ``cells``, [C, K] int16 of each block.
+        """Record into ``cells``, which are [C, K] int16 for each block.
 
         ``slots`` [T] are the cells of the next call's tokens. Padding may follow these tokens.
         """
@@ -281,15 +284,15 @@ class Recorded:
 
 
 class Replayed:
-    """Gives the recorded experts of packed sequences."""
+    """Routes that replay the recorded experts of packed sequences."""
 
     def __init__(self, experts: Tensor) -> None:
-        """Replay ``experts`` [T, L, K], or `UNKNOWN`, in the order of the sample."""
+        """Replay ``experts`` [T, L, K] in the order of the sample; `UNKNOWN` is not replayed."""
         self._experts = experts.long()
         self._own = self._experts
 
     def arrange(self, order: Tensor, split: Split) -> None:
-        """The blocks see this rank's part of the packed tokens in ``order`` [T]."""
+        """Prepare for calls with this rank's part of the packed tokens in ``order`` [T]."""
         tokens = order.shape[0]
         first, last = split.own_range(tokens)
         own = self._experts[order[first:last]]
@@ -298,7 +301,7 @@ class Replayed:
         self._own = torch.cat((own, padding)) if missing else own
 
     def place(self, places: Tensor, tokens: int) -> None:
-        """The blocks see ``tokens`` tokens: the sample's at ``places`` [T], and padding."""
+        """Prepare for calls with ``tokens`` tokens: the sample's at ``places`` [T], and padding."""
         own = self._experts.new_full((tokens, *self._experts.shape[1:]), UNKNOWN)
         self._own = own.index_copy(0, places, self._experts)
 
@@ -308,12 +311,12 @@ class Replayed:
 
 
 class Balance:
-    """The loss of all blocks of a model on this rank, each block's scaled by ``weight``."""
+    """The load-balancing loss of a model's blocks on this rank; ``weight`` scales each block's."""
 
     def __init__(self, experts: int, per_token: int, weight: float) -> None:
         self.weight = weight
         self.now: Pass = "other"
-        """The purpose of the next passes; ``other`` if their tokens are not part of the batch."""
+        """Purpose of the next passes; ``other`` if their tokens do not belong to the batch."""
         self._experts, self._per_token = experts, per_token
         self._blocks = 0
         self._counts = torch.zeros(0, device="cpu")
@@ -339,11 +342,10 @@ class Balance:
         self._tokens = [chosen // self._per_token for chosen in self._counts.sum(-1).tolist()]
 
     def follow(self, block: int, values: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Return ``values`` with the gradient of the loss attached.
+        """Count tokens, or return ``values`` with the gradient of the loss attached.
 
-        A block calls it with its router's ``probabilities`` [T, E] for tokens of the batch, the
-        ``counts`` [E] of those that chose each expert, and ``values`` on which its output
-        depends.
+        A block passes its router's ``probabilities`` [T, E], the number ``counts`` [E] of tokens
+        that chose each expert, and ``values`` on which its output depends.
         """
         if self.now == "count":
             self._counts[block] += counts
@@ -363,9 +365,10 @@ def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:
-    """Return the contribution of tokens with ``probabilities`` [T, E] to a block's loss.
+    """Return what T tokens with ``probabilities`` [T, E] contribute to a block's loss.
 
-    The block's ``tokens`` (default: these T) chose its experts ``counts`` [E] times.
+    ``tokens`` is the number of all tokens of the batch (default: T), of which ``counts`` [E] chose
+    each expert.
     """
     experts = probabilities.shape[1]
     tokens = probabilities.shape[0] if tokens is None else tokens
