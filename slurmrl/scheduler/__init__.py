@@ -21,13 +21,13 @@ AUTO = "auto"
 PROBE_S = 10.0
 """Seconds that ``auto`` waits for a controller."""
 _UNCONFIGURED = "Could not establish a configuration source"
-"""Message of Slurm's commands if they find no configuration: the machine is in no cluster."""
+"""Message of Slurm's commands that find no configuration: the machine belongs to no cluster."""
 _UNREACHED = "failed to fetch remote configs"
-"""Further words of that message on a machine that gets its configuration from a controller."""
+"""Words in that message if the machine belongs to a cluster but cannot reach its controller."""
 
 
 def make(name: str) -> Scheduler:
-    """Return a scheduler by its name (for ``auto`` see ``choose``). Raises UnknownNameError."""
+    """Return the scheduler with a name that `choose` returned. Raises UnknownNameError."""
     scheduler: Scheduler = SCHEDULERS.load(name)()
     return scheduler
 
@@ -35,17 +35,16 @@ def make(name: str) -> Scheduler:
 def choose(name: str, *, asks_slurm: bool) -> str:
     """Resolve ``auto`` to ``slurm`` or ``local``.
 
-    It is ``slurm`` if the configuration requires it or if this machine belongs to a cluster.
-
-    If the controller does not answer, `Scheduler.check` rejects the submission, so that no trial
-    runs on a login node.
+    The result is ``slurm`` if the configuration requires Slurm (``asks_slurm``) or if this machine
+    belongs to a cluster. If the controller does not answer, `Scheduler.check` rejects the
+    submission, so that no trial runs on a login node.
     """
     if name != AUTO:
         SCHEDULERS.reference(name)
         return name
     if asks_slurm:
         return "slurm"
-    import shutil  # slow to import, and every command imports this module
+    import shutil  # It is slow to import, and every command imports this module.
 
     if shutil.which("sbatch") is None:
         return "local"

@@ -17,12 +17,15 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.paths import RunPaths
 
 SHORTEST_S = {"local": 0.5}
-"""Minimum seconds between two queries, while states change, by scheduler."""
+"""Seconds between two queries while states change, by scheduler."""
 SHARED_SHORTEST_S = 10.0
-"""Minimum seconds between two queries of a scheduler that has other users."""
+"""Seconds between two queries, while states change, of a scheduler that has other users."""
 LONGEST_S = {"local": 2.0}
+"""Maximum seconds between two queries, by scheduler."""
 SHARED_LONGEST_S = 120.0
+"""Maximum seconds between two queries of a scheduler that has other users."""
 GROWTH = 1.5
+"""Factor of the interval after a query that found no change."""
 
 
 class JobState(StrEnum):
@@ -49,39 +52,39 @@ class TaskState:
     """The state of one array element, as the scheduler reports it."""
 
     job_id: str
-    """Name of the element, ``41_3``."""
+    """Name of the element: ``41_3``."""
     group: str
     element: int
     state: JobState
     raw: str
     """The scheduler's own word for the state."""
     reason: str
-    """Reason why it is pending or how it ended, in the scheduler's words; may be empty."""
+    """The scheduler's reason why the element is pending or how it ended; may be empty."""
     hosts: tuple[str, ...]
     words: str = ""
-    """Reason why it is pending, with advice, or the way it ended; empty while it runs."""
+    """Explanation for users why the element is pending or how it ended; empty while it runs."""
     exit_code: int | None = None
-    """Exit code of the batch process, if it has ended and the code is known."""
+    """Exit code of the batch process; None while it runs and if the code is unknown."""
     signal: int | None = None
-    """The signal that ended it, if any."""
+    """Number of the signal that ended the batch process; None if no signal ended it."""
     ending: JobState | None = None
-    """Final state, if known, of a RUNNING element that has ended except that some hosts are still
-    busy."""
+    """Final state of a RUNNING element whose batch process has ended while some hosts are still
+    busy; None for other elements and if the state is unknown."""
     time_left_s: float | None = None
-    """Seconds to the time limit of a running element; None: no limit, or unknown."""
+    """Seconds to the time limit of a running element; None without a limit or if unknown."""
     start: str = ""
-    """Actual or expected start: local time as the scheduler writes it."""
+    """Actual or expected start, in local time as the scheduler writes it."""
     restarts: int = 0
     """Number of times that the scheduler has requeued the element."""
 
 
 JobIds = Mapping[str, tuple[str, ...]]
-"""Group -> ids of its job arrays in the order in which they run: the submitted one, then those that
-extended the chain. The numbers of elements continue from array to array."""
+"""Ids of the job arrays of each group, in the order in which the arrays run: first the submitted
+array, then the arrays that extended the chain. Element numbers continue from array to array."""
 
 
 class Continue(StrEnum):
-    """Policy for a link that ends before its trial does."""
+    """The way in which a trial continues if a link ends before the trial does."""
 
     CHAIN = "chain"
     REQUEUE = "requeue"
@@ -90,7 +93,7 @@ class Continue(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
-    """One group of workers: one job array of ``links`` elements."""
+    """The request for one group of workers: one job array of ``links`` elements."""
 
     name: str
     hosts: int = 1
@@ -98,24 +101,24 @@ class GroupRequest:
     gpus_per_worker: int = 0
     cpus_per_worker: int = 1
     mem_per_worker: str | None = None
-    """Memory in Slurm's notation; None leaves it to the cluster."""
+    """Memory in Slurm's notation; None uses the cluster's default."""
     links: int = 8
-    """Array elements: successive links of a fixed group, tasks of an elastic one."""
+    """Number of array elements: successive links of a fixed group, tasks of an elastic group."""
     elastic: bool = False
     """Whether the elements are single-host tasks, of which ``at_once`` may run at once."""
     at_once: int | None = None
-    """Tasks of an elastic group that may run at once; None: ``hosts``."""
+    """Number of tasks of an elastic group that may run at once; None means ``hosts``."""
     spares: int = 0
-    """Extra hosts of a fixed group's job, which replace lost ones."""
+    """Number of extra hosts in a fixed group's job, which replace lost hosts."""
     command: tuple[str, ...] = ()
-    """Command of an element; empty: the batch supervisor of this group."""
+    """Command of an element; empty for the batch supervisor of this group."""
     slurm: Mapping[str, Any] | None = None
-    """The options of its jobs as plain values; None: the options of ``cluster.slurm``."""
+    """Slurm options of the group's jobs as plain values; None means ``cluster.slurm``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionRequest:
-    """One submission of a trial."""
+    """The request for one submission of a trial."""
 
     number: int
     uuid: str
@@ -136,7 +139,7 @@ class SubmissionRequest:
         return self.run.snapshot(self.snapshot)
 
     def job_name(self, group: str) -> str:
-        """Name by which slurmrl finds the job if a crash has lost its id."""
+        """Return the job name, by which slurmrl finds a job whose id was lost in a crash."""
         return f"slurmrl-{self.uuid[:8]}-{self.number}-{group}"
 
     def command(self, group: GroupRequest, launcher: str) -> tuple[str, ...]:
@@ -167,39 +170,39 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
-        """Submit every group.
+        """Submit every group, write the job ids to the run directory and return them.
 
-        Return the job ids, which it also writes to the run directory. A chain that exceeds a limit
-        of the cluster is shortened, with a warning. Raises SchedulerError, after cancelling the
-        groups submitted so far.
+        Shorten a chain that exceeds a limit of the cluster, with a warning. Raises SchedulerError
+        after cancelling the groups submitted so far.
         """
 
     @abstractmethod
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
-        """Add elements to a group, which run after its current elements; return the job id.
+        """Add elements that run after the group's current elements; return the new job id.
 
-        ``by`` identifies the caller. Raises UsageError if this scheduler cannot extend a group or
-        another process is extending it, SchedulerError if the scheduler rejects the request.
+        ``by`` identifies the caller. Raises UsageError if this scheduler cannot extend groups or
+        another process is extending this group, SchedulerError if the scheduler rejects the
+        request.
         """
 
     @abstractmethod
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         """Return the job ids of a submission, even if it crashed before it wrote them.
 
-        Groups without a job are left out, and all groups if the run directory is a copy of the one
-        whose jobs they are.
+        Omit groups without a job. Return no groups if the run directory is a copy: the jobs belong
+        to the original directory.
         """
 
     @abstractmethod
     def query(self, jobs: JobIds) -> list[TaskState]:
-        """Return the states of all elements of all jobs from one query, by group and element."""
+        """Return the states of all elements, sorted by group and element, from one query."""
 
     @abstractmethod
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
         """End all elements except ``spare`` (``41_3``).
 
-        Pending elements never start; running ones get TERM, then KILL. Jobs that have ended are no
-        error.
+        Pending elements never start; running elements receive TERM, then KILL. Ignore jobs that
+        have ended.
         """
 
     @abstractmethod
@@ -211,14 +214,13 @@ class Scheduler(ABC):
 
     @abstractmethod
     def kill(self, jobs: JobIds) -> None:
-        """End everything at once with KILL."""
+        """End all elements at once with KILL."""
 
 
 class SchedulerPoll:
     """The last answer of the scheduler and the time of the next query.
 
-    The next query is due soon after a change, and later the longer nothing changes. No thread runs
-    between the calls.
+    The next query is due soon after a change. Without changes, the interval grows.
     """
 
     def __init__(
@@ -241,12 +243,11 @@ class SchedulerPoll:
         return max(self._due - self._clock(), 0.0) if self._asked is not None else 0.0
 
     def query(self, jobs: JobIds) -> list[TaskState]:
-        """Return the states of these jobs.
+        """Return the states of these jobs from the last answer, or query if a query is due.
 
-        Return the last answer, or a new one if it is due or the jobs differ.
-
-        Raises SchedulerError if the query fails, and extends the pause. Until the pause is over,
-        calls for jobs without an earlier answer also raise SchedulerError.
+        A query is also due if the jobs differ from the last call's jobs. Raises SchedulerError and
+        extends the pause if the query fails. During the pause, calls for jobs without an earlier
+        answer raise the same error.
         """
         if self._asked == dict(jobs) and self.pause_s > 0:
             if self._failure is not None:
@@ -274,37 +275,37 @@ def _shape(tasks: list[TaskState]) -> Mapping[tuple[str, str], tuple[str, str, i
 
 
 EXPORTED = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH")
-"""Variables that a job inherits. Set-up lines define all others, so that no secret of the login
-shell gets into a job's environment.
+"""Variables that a job inherits. Set-up lines define all other variables, so that no secret of the
+login shell gets into a job's environment.
 
-Slurm's own ``--export=HOME,USER,…`` does not do that: it makes each start of a job run the user's
-login shell on the compute node (1.2 s on the test bed) and adds whatever that exports. So sbatch
-runs in this environment, and the script uses ``--export=ALL``."""
+With ``--export=HOME,USER,…``, Slurm would run the user's login shell on the compute node at each
+start of a job, which takes seconds, and would add every variable that this shell exports.
+Therefore sbatch itself runs with these variables only, and the script uses ``--export=ALL``."""
 
 FABRIC_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
-"""Prefixes of other variables that a job inherits: settings of NCCL, which are no secrets. Other
-launchers pass them on too."""
+"""Prefixes of further variables that a job inherits: NCCL's settings, which are no secrets."""
 
 LOCAL_EXPORTED = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
-"""Variables that a link of the local scheduler inherits; on compute nodes, Slurm sets the others.
-"""
+"""Variables that a link of the local scheduler inherits. On compute nodes, Slurm sets the devices
+and the temporary folder."""
 
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Variable that is set when Python runs a snapshot: the snapshot stays unchanged, and hosts that
-start together do not all write the same files to a shared directory. A snapshot has the bytecode of
-this package; a process compiles only the user's own modules at its start."""
+"""Variable that forbids Python to write bytecode into a code snapshot, whose files must not change.
+A snapshot already has the bytecode of this package, so a process compiles only the user's own
+modules at its start."""
 
 OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
-"""Variables that change options of Slurm's commands, or belong to the job in which we may run."""
+"""Prefixes of variables that set options of Slurm's commands or describe the job of this process.
+"""
 
 
 def job_environment(
     environ: Mapping[str, str], inherited: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the environment for sbatch, which passes all of it to the job.
+    """Return the environment for sbatch, which passes all variables to the job.
 
-    ``inherited`` are variables of an earlier job; set-up lines may have changed them in
-    ``environ``.
+    ``inherited`` has the variables at the time of the submission, because set-up lines may have
+    changed them in ``environ``. None takes them from ``environ``.
     """
     return _chosen(environ, ("SLURM_CONF",)) | inherited_environment(inherited or environ)
 
@@ -329,7 +330,7 @@ def command_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name == "SLURM_CONF" or not name.startswith(OPTION_PREFIXES)
     }
-    return kept | {"SLURM_BITSTR_LEN": "0"}  # do not shorten lists of pending elements
+    return kept | {"SLURM_BITSTR_LEN": "0"}  # 0: Slurm must not shorten lists of pending elements.
 
 
 def _chosen(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

@@ -60,38 +60,38 @@ OURS = {
     "--wait": "-W",
     "--wrap": "",
 }
-"""Options, with their short forms, that extra lines may not change: slurmrl needs its values."""
+"""Options, with their short forms, that ``extra_lines`` may not set, because slurmrl sets them."""
 LETTERS: Final = re.compile(r"-([HIkOQsvWX]*.?)")
-"""Short options in one word: those without a value, and the first that may have one."""
+"""Short options in one word: any number of options without a value, then one with a value."""
 SUPERVISOR = "slurmrl.workers.supervisor"
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
-"""Shell line for a warning that arrives during the set-up lines: send it again to the supervisor,
-which will have the same pid."""
+"""Shell line that handles a warning during the set-up lines: send the signal again 3 s later, when
+the supervisor runs under the same pid."""
 MODULES = """\
 command -v module >/dev/null || [ ! -r /etc/profile ] || {
     slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }"""
 """Shell lines that define ``module``. A batch script is no login shell and inherits few variables
-(`job_environment`), but sites define ``module`` in files that /etc/profile reads. The inherited
-PATH stays in front."""
+(`job_environment`), but sites define ``module`` in files that /etc/profile reads. The entries of
+the inherited PATH stay first."""
 MODULE_WORDS = re.compile(r"\b(module|ml)\b")
 BLOCK = """\
 slurmrl_block=
 env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
 trap '' USR2"""
-"""Shell lines that block the warning until the supervisor has a handler. With an older env
-(coreutils before 8.31), a warning that arrives while Python starts is lost."""
+"""Shell lines that block the warning signal until the supervisor has a handler. Before coreutils
+8.31, ``env`` cannot block signals; a warning that arrives while Python starts is then lost."""
 MOST_DIRECTIVES: Final = 4
 """Maximum number of rejected directives reported for a group."""
 CHOSEN: Final = (
     *(name for name in PASSED if name != "partition"),
     *("gres", "gpus-per-node", "mem", "cpus-per-task", "nodes", "partition"),
 )
-"""Directives that settings choose. The partition comes last, because a job without it may request
-other hosts."""
+"""Directives that come from settings, in the order in which `rejections` leaves them out. The
+partition is last, because sbatch then checks the request against another partition's hosts."""
 WAITS: Final = re.compile(r"busy|down, drained|not available now|inactive or drain", re.IGNORECASE)
-"""Slurm's words for a job that sbatch accepts although it has to wait."""
+"""Slurm's messages about a job that sbatch accepts and that has to wait."""
 UNCLEAR: Final = "Requested node configuration is not available"
-"""Slurm's words both for hosts that do not exist and for hosts that are out of service."""
+"""Slurm's message about hosts that do not exist, and about hosts that are out of service."""
 
 
 def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> str:
@@ -99,11 +99,13 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
 
     The supervisor starts agents by ``launcher``: ``srun`` or ``direct``.
     """
-    from submitit.slurm.slurm import _make_sbatch_string  # takes 0.2 s to import
+    from submitit.slurm.slurm import _make_sbatch_string  # The import takes 0.2 s.
 
-    unset: Any = None  # remove submitit's defaults
+    unset: Any = None  # None removes a default of submitit.
+    # Only the supervisor knows that it must unblock the signal.
+    prefix = "" if group.command else "$slurmrl_block "
     return _make_sbatch_string(
-        command=f"exec {_prefix(group)}{shlex.join(request.command(group, launcher))}",
+        command=f"exec {prefix}{shlex.join(request.command(group, launcher))}",
         folder=request.run.logs / group.name,
         job_name=unset,
         time=unset,
@@ -115,18 +117,14 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
     )
 
 
-def _prefix(group: GroupRequest) -> str:
-    """Block the signal only for the supervisor, which knows that it must unblock it."""
-    return "" if group.command else "$slurmrl_block "
-
-
 def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) -> list[str]:
     """Return the shell lines before the command.
 
-    Slurm reads directives up to the first of these lines. With ``guarded``, the job is requeued if
-    they or Python fail.
+    Slurm reads directives up to the first of these lines. With ``guarded``, the script requeues
+    the job if the set-up lines or the start of Python fail.
     """
     code = shlex.quote(str(request.code))
+    attempt = try_module(request.python, SUPERVISOR)
     return [
         *extra_lines(request, group),
         "trap '' USR1",
@@ -136,7 +134,7 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
         *([AFTER_SETUP] if guarded else []),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         f"export {NO_BYTECODE}=${{{NO_BYTECODE}-1}}",
-        *([f'{_attempt(request)} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
+        *([f'{attempt} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
         *([] if group.command else [BLOCK]),
     ]
 
@@ -151,25 +149,21 @@ def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
     return leave_functions(request.run.run, script, job, exclude, request.number, fail)
 
 
-def _attempt(request: SubmissionRequest) -> str:
-    return try_module(request.python, SUPERVISOR)
-
-
 def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str]:
-    """Return the user's shell lines (``setup``) and their requirements."""
+    """Return the user's shell lines (``setup``), after lines that define ``module`` if needed."""
     lines = [str(line) for line in slurm_options(request, group).get("setup") or ()]
     return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines
 
 
 def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bool]:
-    """Return all directives of a group. Raises UsageError for a value that is not allowed."""
+    """Return all directives of a group. Raises UsageError if sbatch would misread a value."""
     slurm = slurm_options(request, group)
     spares = 0 if group.elastic else group.spares
     result: dict[str, str | bool] = {
         "array": _array(group),
         "chdir": str(request.run.run),
         "cpus-per-task": str(group.workers_per_host * group.cpus_per_worker),
-        "export": "ALL",  # the variables that our client gives to sbatch
+        "export": "ALL",  # All variables of sbatch, which SlurmClient restricts.
         "job-name": request.job_name(group.name),
         "nodes": "1" if group.elastic else str(group.hosts + spares),
         "ntasks-per-node": "1",
@@ -193,12 +187,12 @@ def slurm_options(request: SubmissionRequest, group: GroupRequest) -> Mapping[st
 
 
 def extra_lines(request: SubmissionRequest, group: GroupRequest) -> list[str]:
-    """Return the user's own directives: ``--exclusive`` or ``#SBATCH --exclusive``."""
+    """Return the user's directives (``extra_lines``) as ``#SBATCH`` lines. Raises UsageError."""
     return [_extra_line(line) for line in slurm_options(request, group).get("extra_lines") or ()]
 
 
 def check_value(key: str, value: str) -> None:
-    """Reject characters that sbatch would misread: line breaks and backslashes."""
+    """Raise UsageError for characters that sbatch would misread: line breaks and backslashes."""
     if any(ord(char) < 32 or char == "\x7f" for char in value):
         raise UsageError(f"--{key}={value!r}: a directive cannot hold control characters")
     if "\\" in value:
@@ -206,12 +200,12 @@ def check_value(key: str, value: str) -> None:
 
 
 def _mode(slurm: Mapping[str, Any]) -> Continue:
-    """Return how the trial continues after a link of a fixed group."""
+    """Return the way in which the trial continues after a link of a fixed group."""
     return Continue(slurm.get("continue") or Continue.CHAIN)
 
 
 def _array(group: GroupRequest) -> str:
-    """Return the array option. Links of a fixed group run one by one; throttle 0 means none."""
+    """Return the array option. Links of a fixed group run one by one."""
     at_once = (group.at_once or group.hosts) if group.elastic else 1
     return f"0-{group.links - 1}%{at_once}"
 
@@ -248,7 +242,7 @@ def _extra_line(line: str) -> str:
     if "\n" in text or not text.startswith("-"):
         raise UsageError(f"extra_lines: {line!r} is not a directive such as '--exclusive'")
     try:
-        words = shlex.split(text, comments=True)  # sbatch reads several options of one line
+        words = shlex.split(text, comments=True)  # A line may set several options.
     except ValueError as error:
         raise UsageError(f"extra_lines: {line!r}: {error}") from error
     for word in words:
@@ -258,10 +252,10 @@ def _extra_line(line: str) -> str:
 
 
 def _of_ours(word: str) -> list[str]:
-    """Return the options of slurmrl that a word sets."""
+    """Return the options in `OURS` that a word of a directive sets."""
     if not word.startswith("-"):
-        return []  # the value of an option
-    if word.startswith("--"):  # sbatch accepts the beginning of an option's name
+        return []  # The word is the value of an option.
+    if word.startswith("--"):  # sbatch accepts abbreviated names of options.
         return [option for option in OURS if option.startswith(word.partition("=")[0])]
     letters = {f"-{letter}" for letter in LETTERS.findall(word)[0]}
     return [option for option, short in OURS.items() if short in letters]
@@ -269,13 +263,14 @@ def _of_ours(word: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A job that sbatch would not accept, or that would not start."""
+    """sbatch's message about a job that it would reject, or that would have to wait."""
 
     group: str
     words: str
     """Slurm's message."""
     directive: str = ""
-    """Name of the directive that causes it, or the user's line; empty if no single one does."""
+    """Name of the directive that causes the message, or the user's line; empty if no single
+    directive causes it."""
 
     @property
     def waits(self) -> bool:
@@ -289,7 +284,10 @@ class Rejection:
 
 
 def expected_start(client: SlurmClient, request: SubmissionRequest, name: str) -> datetime:
-    """Return when the first job of a group would start; submit nothing. Raises SchedulerError."""
+    """Return the time at which the first job of a group would start, without submitting it.
+
+    Raises SchedulerError.
+    """
     (group,) = (one for one in request.groups if one.name == name)
     with tempfile.TemporaryDirectory(prefix="slurmrl-sbatch-") as folder:
         file = Path(folder) / "job.sh"
@@ -299,7 +297,7 @@ def expected_start(client: SlurmClient, request: SubmissionRequest, name: str) -
 
 
 def rejections(client: SlurmClient, request: SubmissionRequest) -> Iterator[Rejection]:
-    """Yield the rejections of ``sbatch --test-only``; nothing is submitted.
+    """Yield the rejections of ``sbatch --test-only``, which submits nothing.
 
     Raises SchedulerError if Slurm does not answer.
     """
@@ -333,7 +331,7 @@ def _of_group(
 
 
 def _candidates(text: str, extra: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the line of each directive that may be left out."""
+    """Yield name and line of each directive of the script that may cause a rejection."""
     lines = text.splitlines()
     yield from ((line, line) for line in extra if line in lines)
     for name in CHOSEN:

@@ -1,7 +1,7 @@
-"""The chain of a fixed group: its queued links, additions of links, and the end of a link.
+"""The chain of a fixed group: its queued links, added links, and the end of a link.
 
-The running link and ``slurmrl resume`` both call `top_up`. If Slurm's commands do not work on a
-link's host, the chain has only the jobs of its submission.
+The running link and ``slurmrl resume`` both call `top_up`. If Slurm's commands do not work on the
+link's host, the chain cannot grow beyond the jobs of its submission.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ from slurmrl.scheduler.submission import remove_orphaned, stop_requested_by, wan
 logger = log.get(__name__)
 
 FEW = 2
-"""A chain with fewer queued successors than this needs more links."""
+"""Number of queued successors below which a chain needs more links."""
 BEING_ENDED = "COMPLETING"
 """Slurm's state of a job that `scancel`, a preemption or the time limit is ending."""
 TIMEOUT_S = 45.0
-"""Time limit of a Slurm command: a controller that does not answer must not block hosts for long.
-"""
+"""Time limit of a Slurm command in seconds, so that a controller that does not answer cannot block
+hosts for long."""
 TRIES = 3
+"""Number of failed calls of sbatch after which a link no longer extends its chain."""
 RETRY_S = 120.0
-"""Seconds between tries of a failed sbatch; the controller may have been down."""
+"""Seconds between two calls of sbatch if the first call failed, for example without a controller.
+"""
 COMMIT_S = 15.0
 """Seconds between two checks for the first commit."""
 KEEP_S = 60.0
-"""Seconds between two checks of an elastic group; doubled with each failure in a row."""
+"""Seconds between two checks of an elastic group; each failure in a row doubles them."""
 LONGEST_S = 3600.0
+"""Maximum seconds between two checks of an elastic group."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,12 @@ class TopUp(Enum):
 
 
 def top_up(chain: Chain, scheduler: Scheduler, *, by: str, requested: bool = False) -> str | TopUp:
-    """Extend a chain that needs more links. Return the id of the new array, or why there is none.
+    """Extend a chain that needs links; return the id of the new array, or why there is none.
 
     ``by`` is unique to the caller: its element (``41_3``), or a user and a process. The running
-    link adds links only after a commit: otherwise a trial whose starts all fail would never end. It
-    adds none while Slurm is ending its job: otherwise a user who cancels all links would get new
-    ones. With ``requested``, a user requests links; this needs no commit, but a live link.
+    link adds links only after a commit, because a trial whose starts all fail must end. It adds no
+    links while Slurm ends its job, because the user may be cancelling all links. With
+    ``requested``, a user requests links: no commit is needed, but a link that waits or runs.
 
     Raises EnvironmentFailure if Slurm's commands do not work on this host, UsageError while another
     process extends the chain.
@@ -114,9 +117,9 @@ def why_not(
 
 
 def shortage(queued: int, *, has_committed: bool) -> TopUp | None:
-    """Return why a chain with ``queued`` successors gets no more links, or None if it does.
+    """Return why a chain with ``queued`` successors gets no more links, or None if it gets some.
 
-    ``has_committed``: there was a commit since links were last added.
+    ``has_committed`` says whether a commit was made since links were last added.
     """
     if queued >= FEW:
         return TopUp.ENOUGH
@@ -134,9 +137,9 @@ def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> lis
 
 
 def continues(chain: Chain) -> Continue:
-    """Return how links of a submission continue, according to its request.
+    """Return the way in which the trial continues after a link, from the submission's request.
 
-    Submissions of older versions are chains.
+    Requests of older versions name no way and mean a chain.
     """
     fields = {"continue": one_of(*Continue)}
     path = chain.run.submission_request(chain.submission)
@@ -145,7 +148,7 @@ def continues(chain: Chain) -> Continue:
 
 
 def committed(chain: Chain) -> bool:
-    """Return whether there was a commit since the chain was last extended, or submitted."""
+    """Return whether a commit was made since the chain was last extended, or submitted."""
     return _committed(chain, History(chain.run.history).read())
 
 
@@ -177,7 +180,7 @@ class Link(Chain):
 
     @property
     def element(self) -> str:
-        """The element's name in Slurm, because a bare job id can mean the whole array."""
+        """Name of the element in Slurm: ``41_3``. A bare job id can mean the whole array."""
         return f"{self.job}_{self.index}"
 
 
@@ -188,14 +191,13 @@ def continue_after(
     extend: bool = True,
     lost_host: bool = False,
 ) -> str:
-    """Make sure that the trial, which has not ended, continues when this link ends; return how.
+    """Ensure that an unfinished trial continues after this link; return a message for the log.
 
-    With ``extend``, this may extend the chain: no other thread of this process does so. With
-    ``lost_host``, too few of the link's hosts are left: the link is requeued, as Slurm does after a
-    node failure.
+    With ``extend``, extend the chain if it needs links; no other thread of this process may do so.
+    With ``lost_host``, too few hosts are left: requeue the link, as Slurm does after a node
+    failure. Do not requeue a link in which no incarnation began, because it would fail again.
 
-    Call this last, because Slurm sends TERM to a requeued link at once. A link in which nothing
-    began is not requeued, because it would fail again and again.
+    Call this function last, because Slurm sends TERM to a requeued link at once.
     """
     scheduler = scheduler or slurm()
     try:
@@ -203,7 +205,11 @@ def continue_after(
         if goes_on is Continue.NONE:
             return "nothing follows this job (continue: none)"
         if extend and goes_on is Continue.CHAIN:
-            _last_top_up(link, scheduler)
+            # The link may be too short for `Upkeep`, or may have committed only at its end.
+            try:
+                top_up(link, scheduler, by=link.element)
+            except (EnvironmentFailure, CorruptFileError, UsageError) as error:
+                logger.info("the chain was not extended: %s", error)
         keep_off(link, scheduler)
         if goes_on is Continue.REQUEUE or lost_host:
             return _requeue(link, scheduler)
@@ -217,9 +223,9 @@ def continue_after(
 
 
 def give_back(link: Link, why: str, host: str) -> None:
-    """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame).
+    """Requeue a link in which no incarnation began, and exclude ``host`` for it.
 
-    Call this last, because Slurm ends this job. See `run.hosts`.
+    An empty ``host`` excludes none. Call this function last, because Slurm ends this job.
     """
     script = link.run.submission_script(link.submission, link.group)
     try:
@@ -234,13 +240,13 @@ def give_back(link: Link, why: str, host: str) -> None:
 
 
 def _here() -> dict[str, str]:
-    """Return the variables of this job that the shell needs and command_environment leaves out."""
+    """Return the variables of this job that the shell needs and `command_environment` omits."""
     known = (env.ARRAY_JOB_ID, env.JOB_ID, env.LINK, env.NODE_NAME, env.RESTART_COUNT)
     return {one.name: os.environ[one.name] for one in known if one.name in os.environ}
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Exclude the hosts that the trial avoids for the queued links, if Slurm answers."""
+    """Exclude the hosts that the trial avoids for its queued links; log a failure."""
     try:
         if hosts.avoided(link.run):
             scheduler = scheduler or slurm()
@@ -250,9 +256,9 @@ def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Cancel all jobs of an ended trial except this one.
+    """Cancel all jobs of an ended trial except the job of this link.
 
-    If scancel does not work here, each link exits when it starts.
+    If scancel does not work on this host, each remaining link exits when it starts.
     """
     scheduler = scheduler or slurm()
     try:
@@ -266,30 +272,23 @@ def slurm() -> SlurmScheduler:
     return SlurmScheduler(SlurmClient(TIMEOUT_S))
 
 
-def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
-    """Extend the chain after a link too short for `Upkeep`, or with a commit only at its end."""
-    try:
-        top_up(link, scheduler, by=link.element)
-    except (EnvironmentFailure, CorruptFileError, UsageError) as error:
-        logger.info("the chain was not extended: %s", error)
-
-
 def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
     start = f"{env.JOB_ID.get()}.{link.restart}"
     if all(JobTag.of(record.data).start != start for record in begins):
         return "no incarnation began in this job, so it is not requeued"
-    row = scheduler.row_of(link.element)
+    row = scheduler.client.row_of(link.element)
     if row is not None and row.raw != "RUNNING":
         return f"{link.element} is being ended by Slurm or its user, so it is not requeued"
-    scheduler.requeue(link.element)
-    with contextlib.suppress(SchedulerError, CorruptFileError):  # the link may have started again
+    scheduler.client.requeue(link.element)
+    # The exclusion fails if the link has already started again.
+    with contextlib.suppress(SchedulerError, CorruptFileError):
         scheduler.exclude(link.run, link.submission, link.group, link.element)
     return f"{link.element} was requeued"
 
 
 class Upkeep:
-    """Threads that extend chain and groups, because a link must not wait for Slurm.
+    """Threads that extend the chain and adjust elastic groups, because a link must not wait.
 
     These threads receive no signals.
     """
@@ -312,15 +311,14 @@ class Upkeep:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             for thread in self._threads:
-                thread.start()  # the thread inherits the blocked signals
+                thread.start()  # The thread inherits the blocked signals.
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def stop(self) -> bool:
-        """Stop and return whether no submission is in progress.
+        """Stop the threads; return whether all of them have ended.
 
-        Wait until a hanging command would have timed out. A thread that still runs after that is
-        between two commands.
+        Wait at most until a hanging command of each thread has timed out.
         """
         self._stop.set()
         for thread in self._threads:
@@ -371,7 +369,7 @@ class Upkeep:
             try:
                 if stop_requested_by(link.run, link.submission):
                     return
-                remove_orphaned(link.run, name)  # this job has the trainers
+                remove_orphaned(link.run, name)  # The trainers are back: they run in this job.
                 change = group.keep(wanted_tasks(link.run, name, planned))
             except SlurmrlError as error:
                 logger.info("group %s is unchanged: %s", name, error)

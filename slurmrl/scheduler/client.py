@@ -1,4 +1,4 @@
-"""Slurm's commands. No other module runs them."""
+"""Calls of Slurm's commands. No other module runs them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from slurmrl.scheduler import base, parse, states
 logger = log.get(__name__)
 
 TIMEOUT_S = 120.0
-"""Time limit of one command, in seconds. Slurm's own message time-out is 10 s, with retries."""
+"""Time limit of one command, in seconds. Slurm itself retries a message after 10 s."""
 
 FORGOTTEN = "Invalid job id specified"
 """Slurm's message for a single job that it no longer knows."""
 
 TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
-"""Messages of sbatch's failures after which the job may nevertheless have been submitted."""
+"""Parts of sbatch's errors, and of `parse.job_id`'s, after which Slurm may have the job."""
 
 NO_WORDS = "no message"
+"""Words in the error of a command that printed no message."""
 
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
-"""Messages that mean that there is no accounting, from sacct or about a missing sacct."""
+"""Parts of the messages by which sacct, or its absence, shows that there is no accounting."""
 
 NO_TEST = "--test-only"
-"""Part of the message of an sbatch without the option ``--test-only``."""
+"""Part of the message of an sbatch that lacks the option ``--test-only``."""
 NAMED = {
     "constraint": (("sinfo", "--noheader", "--format=Features=%f"), "Features"),
     "nodelist": (("sinfo", "--noheader", "--Node", "--format=Hosts=%N"), "Hosts"),
     "reservation": (("scontrol", "--oneliner", "show", "reservation"), "ReservationName"),
     "licenses": (("scontrol", "--oneliner", "show", "licenses"), "LicenseName"),
 }
-"""Options of sbatch whose names a command lists: the command, and the field with the names."""
+"""Command that lists the possible values of an option of sbatch, and its field with the values."""
 _WORDS = re.compile(r" failed \(-?\d+\): (.*)", re.DOTALL)
 
 DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
@@ -49,13 +50,13 @@ OUT_OF_SERVICE = (*DEAD_STATES, "drain", "maint", "reserved", "reboot", "boot", 
 
 
 def may_have_worked(error: SchedulerError) -> bool:
-    """Return whether an sbatch that failed with this error may have submitted the job."""
+    """Return whether sbatch may have submitted the job although it failed with this error."""
     return any(words in str(error) for words in TRANSIENT)
 
 
 SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
-"""Command that starts one task on each host of a job, with the environment after the set-up lines
-(--export=ALL) and all CPUs of the job; by default, Slurm gives each task one CPU."""
+"""Command that starts one task on each host of a job. The task gets the environment after the
+set-up lines (--export=ALL) and all CPUs of the job, whereas Slurm's default is one CPU."""
 
 
 class SlurmClient:
@@ -69,7 +70,7 @@ class SlurmClient:
         self._run("scontrol", "ping")
 
     def version(self) -> str:
-        """Return Slurm's version: ``22.05.8``, even if sbatch prints ``slurm-wlm 22.05.8``."""
+        """Return Slurm's version, such as ``22.05.8``."""
         return parse.version(self._run("sbatch", "--version"))
 
     def try_out(self, script: Path, *options: str) -> None:
@@ -78,7 +79,7 @@ class SlurmClient:
         self._run(*command, environ=base.job_environment(os.environ))
 
     def expected_start(self, script: Path) -> datetime:
-        """Return when a job with the script would start, in UTC; submit nothing."""
+        """Return the time (UTC) at which a job with the script would start; submit nothing."""
         command = ("sbatch", "--test-only", str(script))
         done = self._completed(*command, environ=base.job_environment(os.environ) | {"TZ": "UTC0"})
         return parse.expected_start(f"{done.stderr}\n{done.stdout}")
@@ -86,8 +87,8 @@ class SlurmClient:
     def rejection(self, script: Path) -> str | None:
         """Return Slurm's message if sbatch would reject a script; submit nothing.
 
-        Return None if sbatch would accept the script, or cannot check it. Raises SchedulerError if
-        Slurm does not answer.
+        Return None if sbatch would accept the script or has no ``--test-only``. Raises
+        SchedulerError if Slurm does not answer.
         """
         try:
             self.try_out(script)
@@ -99,7 +100,7 @@ class SlurmClient:
         return None
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
-        """Return the hosts, in any state, of the partitions (None: all) or with these names."""
+        """Return the hosts, in any state, of a partition (None: of all) and with these names."""
         where = [f"--partition={partition}"] if partition else []
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"
@@ -117,14 +118,15 @@ class SlurmClient:
         return parse.accounts(self._run(*command))
 
     def qos_limits(self) -> dict[str, str]:
-        """Return the time limit of each QOS; empty for none."""
+        """Return the time limit of each QOS; an empty string means no limit."""
         command = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
         return parse.qos_limits(self._run(*command))
 
     def names(self, option: str, user: str) -> list[str] | None:
-        """Return the names that the cluster has for an option of sbatch, such as ``constraint``.
+        """Return the values that the cluster has for an option of sbatch, such as ``constraint``.
 
-        Return None for an option whose names no command lists. ``user``: for accounts.
+        Only the accounts depend on ``user``. Return None for an option whose values no command
+        lists.
         """
         if option == "account":
             return list(self.accounts(user).names)
@@ -151,8 +153,8 @@ class SlurmClient:
     ) -> str:
         """Submit a script and return the job id.
 
-        Options override its directives. If given, the job gets the environment ``inherited``
-        instead of this process's environment. Messages of the site are logged: a plugin may have
+        Options override the script's directives. The job inherits ``inherited`` if given, else
+        variables of this process. Log messages of the site's plugins, because a plugin may have
         changed the partition or the time limit.
         """
         environ = base.job_environment(os.environ, inherited)
@@ -174,7 +176,7 @@ class SlurmClient:
         except SchedulerError as error:
             if FORGOTTEN in str(error):
                 return []
-            if may_have_worked(error):  # the controller does not answer
+            if may_have_worked(error):  # The controller does not answer, not even to scontrol.
                 raise
             try:
                 return [row for job in wanted for row in self._shown(job)]
@@ -193,7 +195,7 @@ class SlurmClient:
         return self._queue(f"--name={','.join(names)}")
 
     def accounting(self, jobs: Iterable[str]) -> list[states.QueueRow] | None:
-        """Return the rows of these jobs in the accounting database; None if there is none."""
+        """Return the rows of these jobs in the accounting database; None without a database."""
         form = (f"--format={states.ACCOUNTING_FORMAT}", f"--jobs={','.join(jobs)}")
         try:
             text = self._run("sacct", "--noheader", "--parsable2", "--allocations", *form)
@@ -212,7 +214,7 @@ class SlurmClient:
         return self._run("scontrol", "show", "assoc_mgr", f"users={user}", "flags=assoc")
 
     def requeue(self, element: str) -> None:
-        """Requeue a running element: Slurm ends it and starts it again."""
+        """Requeue a running element (``41_3``): Slurm ends it and starts it again."""
         self._run("scontrol", "requeue", element)
 
     def exclude(self, element: str, hosts: str) -> None:
@@ -220,13 +222,13 @@ class SlurmClient:
         self._run("scontrol", "update", f"JobId={element}", f"ExcNodeList={hosts}")
 
     def throttle(self, job: str, count: int) -> None:
-        """Change how many elements of an array may run at once."""
+        """Set the number of elements of an array that may run at once."""
         self._run("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={count}")
 
     def hold(self, elements: str) -> None:
-        """Hold queued elements (``41_[2-7]``), as their user does.
+        """Hold queued elements (``41_[2-7]``) with a user's hold.
 
-        Even for an administrator, the hold is a user's hold: an administrator's hold would look as
+        If an administrator runs ``scontrol hold``, Slurm would report an administrator's hold, as
         if the site had set it.
         """
         self._run("scontrol", "uhold", elements)
@@ -236,7 +238,7 @@ class SlurmClient:
         self._run("scontrol", "release", elements)
 
     def cancel(self, elements: Iterable[str]) -> None:
-        """Cancel jobs or ranges of elements (``41_[2-7]``); ended jobs are no error."""
+        """Cancel jobs or ranges of elements (``41_[2-7]``); ignore jobs that have ended."""
         self._scancel(*elements)
 
     def signal(self, name: str, elements: Iterable[str], *, steps: bool) -> None:
@@ -245,7 +247,7 @@ class SlurmClient:
         self._scancel(whom, f"--signal={name}", *elements)
 
     def _scancel(self, *arguments: str) -> None:
-        """Run scancel, which fails without a message for a job that has just ended."""
+        """Run scancel; ignore that it fails without a message for a job that has just ended."""
         try:
             self._run("scancel", "--quiet", *arguments)
         except SchedulerError as error:
@@ -273,7 +275,7 @@ class SlurmClient:
         try:
             done = subprocess.run(
                 command,
-                executable=shutil.which(command[0]),  # found in our PATH, not in the job's
+                executable=shutil.which(command[0]),  # `environ` may have a job's PATH.
                 env=environ or base.command_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -296,22 +298,22 @@ class SlurmClient:
 
 
 def usable_hosts(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
-    """Return the hosts that are not in ``lost`` and, if Slurm answers, not dead."""
+    """Return the hosts without ``lost`` and, if Slurm answers, without dead hosts."""
     left = [host for host in hosts if host not in set(lost)]
     try:
         found = SlurmClient().hosts(None, left) if left else []
     except SchedulerError as error:
-        logger.info("cannot ask Slurm which hosts are up: %s", error)
+        logger.info("cannot query the states of hosts: %s", error)
         return tuple(left)
     dead = {row.name for row in found if is_dead(row.state)}
     return tuple(host for host in left if host not in dead)
 
 
 def is_dead(state: str) -> bool:
-    """Return whether a host in this state is unusable; a trailing star means no response."""
+    """Return whether a host is unusable; a trailing star in sinfo's state means no response."""
     return state.endswith("*") or state.startswith(DEAD_STATES)
 
 
 def is_out_of_service(state: str) -> bool:
-    """Return whether nothing new starts on a host in this state now."""
+    """Return whether Slurm starts no new job now on a host with this state in sinfo."""
     return is_dead(state) or state.startswith(OUT_OF_SERVICE)

@@ -1,10 +1,12 @@
 """Extension of a group by further arrays, each of which starts after the earlier arrays.
 
-A process creates the *claim* ``GROUP.more.K.json`` exclusively before it calls sbatch, and writes
-the *note* ``GROUP.more.K.job.json`` after it. If it is killed in between, its job, if any, is found
-by the K in its name. A claim without a job is void once its claimant is gone; its indices stay
-unused. If sbatch rejects the request, the note names no job; the next extension writes such a note
-for a void claim. So each claim yields at most one array.
+A process exclusively creates the *claim* ``GROUP.more.K.json`` before it calls sbatch, and writes
+the *note* ``GROUP.more.K.job.json`` afterwards. The note has the job id, or no id if sbatch
+rejected the request. If the process is killed between claim and note, other processes find its job
+by the K in the job's name.
+
+A claim without a job is *void* once its claimant has ended. Its array indices stay unused, and the
+next extension writes a note without an id for it. Thus each claim yields at most one array.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ from slurmrl.scheduler.submission import Claimant, is_gone
 logger = log.get(__name__)
 
 SETTLE_S = TIMEOUT_S + 30.0
-"""Seconds after which a claim without a job is void: its sbatch has timed out by then."""
+"""Seconds after which a claim without a job is void, because its sbatch has timed out."""
 LOOK_S = 5.0
+"""Seconds between two queries for the job of a claim."""
 TOO_MANY = re.compile(
     r"submit ?jobs?(per\w+)?limit|job submit limit|invalid job array|job array index|MaxArraySize"
     r"|too many (jobs|tasks)|job count limit|MaxJobCount",
     re.IGNORECASE,
 )
-"""sbatch's messages for an array that is too long."""
+"""sbatch's messages about an array that is too long."""
 _RECORD = re.compile(r"ClusterName=\S+ Account=(\S*) UserName=([^\s(]*)")
 _SUBMIT = re.compile(r"\b(?:Max|Grp)SubmitJobs=(\d+)\((\d+)\)")
 _CLAIM = re.compile(r"(?P<group>.+)\.more\.(?P<index>[0-9]{1,9})\.json")
@@ -58,14 +61,14 @@ _FIELDS: Fields = {
 
 @dataclass(frozen=True)
 class Claim:
-    """One extension: elements ``first`` to ``first + count - 1`` of a group."""
+    """The claim of one extension: elements ``first`` to ``first + count - 1`` of a group."""
 
     index: int
-    """1 for the first extension of the group."""
+    """Number of the extension, from 1."""
     first: int
     count: int
     by: str
-    """The claimant: the running element (``41_6``) or a user's command."""
+    """Name of the claimant: the running element (``41_6``) or a user's command."""
     records: int
     """Number of records in the history at the time of the claim."""
     claimant: Claimant = field(default_factory=Claimant.of_this_process)
@@ -73,22 +76,24 @@ class Claim:
 
 @dataclass(frozen=True)
 class Extension:
+    """One extension of a group: its claim, and its note if there is one."""
+
     claim: Claim
     name: str
     """Name of the array's job."""
     job: str | None
     """Id of the array's job; None if there is no note or no job."""
     refused: bool = False
-    """Whether there is certainly no job."""
+    """Whether the note says that there is no job."""
 
     @property
     def open(self) -> bool:
-        """Whether the job, if it exists, can only be found by its name."""
+        """Whether there is no note, so that only the job's name can show if there is a job."""
         return self.job is None and not self.refused
 
 
 def read(run: RunPaths, number: int, group: str) -> list[Extension]:
-    """Return the extensions of a group of a submission, in order. Raises CorruptFileError."""
+    """Return the extensions of a submission's group, in order. Raises CorruptFileError."""
     found = []
     for file in _names(run, number):
         match = _CLAIM.fullmatch(file)
@@ -106,27 +111,27 @@ def take(run: RunPaths, number: int, group: str, claim: Claim) -> bool:
 
 
 def note(run: RunPaths, number: int, group: str, index: int, job: str | None) -> None:
-    """Write the note of an extension: its job id, or None if sbatch rejected it."""
+    """Write the note of an extension with its job id, or with None if sbatch rejected it."""
     path = run.extension_job(number, group, index)
     atomic.replace(path, json.dumps({"job": job}).encode())
 
 
 def close(run: RunPaths, number: int, group: str, index: int) -> None:
-    """Write a note that a claim has no job, unless it has a note.
+    """Write the note that a claim has no job, unless the claim has a note.
 
-    A claimant that submits nevertheless replaces the note.
+    If the claimant submits a job after all, its note replaces this note.
     """
     path = run.extension_job(number, group, index)
     atomic.exclusive_create(path, json.dumps({"job": None}).encode())
 
 
 def name(run: RunPaths, number: int, group: str, index: int) -> str:
-    """Return the job name of an extension: the first array's name, and the index."""
+    """Return the job name of an extension: the first array's name, a dot and the index."""
     return f"{submission.directive(run, number, group, 'job-name')}.{index}"
 
 
 def length(run: RunPaths, number: int, group: str) -> tuple[int, int]:
-    """Return the length and the throttle of the group's first array."""
+    """Return length and throttle of the group's first array."""
     array = submission.directive(run, number, group, "array")
     throttle = array.partition("%")[2]
     with documents.expecting(run.submission_script(number, group)):
@@ -145,7 +150,7 @@ def _read(run: RunPaths, number: int, group: str, index: int) -> Extension:
 
 
 def _job(path: Path) -> tuple[bool, str | None]:
-    """Return whether the note exists, and its job id."""
+    """Return whether the note exists, and the job id in it."""
     try:
         values = documents.read(path, {"job": submission.JOB})
     except FileNotFoundError:
@@ -163,7 +168,7 @@ def _names(run: RunPaths, number: int) -> list[str]:
 
 
 class Extender:
-    """One group of one submission."""
+    """Submits further arrays of one group of one submission."""
 
     def __init__(
         self,
@@ -188,24 +193,23 @@ class Extender:
     ) -> str:
         """Submit another array; return its job id.
 
-        ``tasks`` are the elements when the group had the arrays ``known``. ``by`` is the caller's
-        unique name. ``count`` new elements may all run at once; None takes length and throttle of
-        the first array.
+        ``tasks`` are all elements, queried when the group had the arrays ``known``. ``by`` is the
+        caller's unique name. ``count`` new elements may all run at once; None repeats length and
+        throttle of the first array.
 
-        Raises UsageError if another process is extending the group or has extended it since
-        ``tasks`` were queried, or if array indices run out; SchedulerError if sbatch rejects the
-        request.
+        Raises UsageError if another process has extended the group since the query or is extending
+        it, or if array indices run out. Raises SchedulerError if sbatch rejects the request.
         """
         before = read(self._run, self._number, self._group)
         if {one.job for one in before} - {None, *known}:
-            raise UsageError(f"group {self._group} was extended by another process in the meantime")
+            raise UsageError(f"another process has just extended group {self._group}: try again")
         if before and before[-1].open:
             found = self._settle(before[-1], tasks, by)
             if found is not None:
                 return found
         claim = self._claim(before, by, count)
         if not take(self._run, self._number, self._group, claim):
-            raise UsageError(f"group {self._group} is being extended by another process")
+            raise UsageError(f"another process is extending group {self._group}: try again later")
         active = {
             task.job_id.partition("_")[0]
             for task in tasks
@@ -243,12 +247,12 @@ class Extender:
         )
 
     def _submit(self, claim: Claim, after: Sequence[str], *, all_at_once: bool) -> str:
-        """Call sbatch, with half as many elements each time that a limit rejects the request.
+        """Call sbatch, with half as many elements after each rejection by a limit.
 
-        Indices left over stay unused.
+        The array indices that remain stay unused.
         """
         _, at_once = length(self._run, self._number, self._group)
-        options = [f"--job-name={self._name(claim.index)}"]
+        options = [f"--job-name={name(self._run, self._number, self._group, claim.index)}"]
         if after:
             options.append(f"--dependency=afterany:{':'.join(after)}")
         options += submission.exclude_option(self._run, self._number, self._group)
@@ -270,7 +274,8 @@ class Extender:
         """Return the job of a claim without a note; None once the claim is void."""
         deadline = self._clock() + SETTLE_S
         while True:
-            job = self._noted(last) or self._by_name(last)
+            note_path = self._run.extension_job(self._number, self._group, last.claim.index)
+            job = _job(note_path)[1] or self._by_name(last)
             if job is not None:
                 note(self._run, self._number, self._group, last.claim.index, job)
                 return job
@@ -279,10 +284,10 @@ class Extender:
             self._sleep(LOOK_S)
 
     def _close(self, void: Sequence[Extension]) -> None:
-        """Look for the jobs of void claims for the last time.
+        """Query the jobs of void claims for the last time, and write their notes.
 
-        Slurm has accepted a later array, so it now shows all earlier ones. This saves each later
-        query from looking for them again.
+        Slurm has accepted a later array, so it shows all earlier arrays. Without the notes, each
+        later call would query these jobs again.
         """
         if not void:
             return
@@ -296,26 +301,17 @@ class Extender:
                     note(self._run, self._number, self._group, index, job)
         except EnvironmentFailure as error:
             logger.info(
-                "failed extensions were not recorded; the next extension tries again: %s", error
+                "cannot record failed extensions, and the next extension tries again: %s", error
             )
-
-    def _noted(self, last: Extension) -> str | None:
-        for one in read(self._run, self._number, self._group):
-            if one.claim.index == last.claim.index:
-                return one.job
-        return None
 
     def _by_name(self, last: Extension) -> str | None:
         return next((row.job for row in self._client.queue_by_name([last.name])), None)
 
-    def _name(self, index: int) -> str:
-        return name(self._run, self._number, self._group, index)
-
 
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
-    """Return whether the claimant can no longer submit.
+    """Return whether the claimant can no longer submit a job.
 
-    The claimant was this element before a requeue, an ended element, or an ended process.
+    This holds for the element ``by`` before its requeue, an ended element and an ended process.
     """
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active
@@ -323,9 +319,9 @@ def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
 
 
 def array_limit(settings: Mapping[str, str]) -> int | None:
-    """Return the maximum length of an array from ``scontrol show config``; None if it lacks one.
+    """Return the maximum length of an array from ``scontrol show config``; None if unknown.
 
-    Raises EnvironmentFailure if job arrays are disabled.
+    Raises EnvironmentFailure if the cluster disables job arrays.
     """
     text = settings.get("MaxArraySize", "")
     if not text.isdigit():
@@ -339,10 +335,10 @@ def array_limit(settings: Mapping[str, str]) -> int | None:
 
 
 def submit_room(text: str, user: str, account: str | None) -> int | None:
-    """Return how many more jobs a user may submit; None for no limit.
+    """Return the number of further jobs that a user may submit; None without a limit.
 
-    ``text`` is the output of ``scontrol show assoc_mgr``. The account's own records, which limit
-    all of its users together, count too.
+    ``text`` is the output of ``scontrol show assoc_mgr``. The records of the account itself limit
+    all of its users together, and apply too.
     """
     records = [
         (found[1], found[2], part)

@@ -1,12 +1,14 @@
-"""The local scheduler, and its chains: each runs the links of one group.
+"""The local scheduler and its chains. A chain is a process that runs the links of one group.
 
-A chain is ``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` in its own
-session. On one machine, it replaces Slurm's ``--array=0-L%W``: links run one after the other; of an
-elastic group, W tasks run at a time, or as many as a user has set. Each link
-runs the batch script. When a link ends for any reason, the next one starts, unless the trial has
-ended in the history. After any signal, no further link starts. USR1 lets the running links
-continue. USR2 (stop after a step) is sent on as soon as a link has a handler. TERM ends the links
-with TERM and after 10 s with KILL; QUIT kills them at once. Only the chain writes its state file.
+``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` replaces Slurm's
+``--array=0-L%W`` on one machine, in its own session. The links of a fixed group run one after the
+other. Of an elastic group, W tasks run at once, or the number that a user has set. Each link runs
+the batch script. After the end of a link, the next link starts, unless the trial has ended. Only
+the chain writes its state file.
+
+After any signal, the chain starts no further link. USR1 lets the running links continue. The chain
+forwards USR2 (stop after a step) to each link that has a handler. TERM ends the links with TERM,
+and after 10 s with KILL. QUIT kills them at once.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ SIGNALS = (
     signal.SIGUSR2,
     signal.SIGCHLD,
 )
-"""Signals that a chain blocks from its first instruction on and reads one at a time."""
+"""Signals that a chain blocks from its start and receives one at a time."""
 _ELEMENT: Fields = {"state": one_of(*JobState), "reason": TEXT, "pid": COUNT}
 _FIELDS: Fields = {
     "job": TEXT,
@@ -75,7 +77,7 @@ class Element:
     state: JobState
     reason: str = ""
     pid: int | None = None
-    """Process of a running element, which leads its own process group."""
+    """Id of a running element's process, which leads its own process group."""
 
 
 @dataclass
@@ -117,7 +119,7 @@ class ChainState:
         return ChainState(values["job"], values["host"], values["boot"], elements)
 
     def after_sudden_end(self) -> ChainState:
-        """Return the state after the chain's process vanished without writing its end."""
+        """Return the state of a chain whose process was killed before it could write its end."""
         reason = "the local chain was killed, or the machine restarted"
         ends = {JobState.RUNNING: JobState.FAILED, JobState.PENDING: JobState.CANCELLED}
         elements = [
@@ -149,7 +151,7 @@ def job_id(process: ProcessId) -> str:
 
 
 def chain_process(job: str) -> ProcessId:
-    """Return the process of a chain. Raises CorruptFileError for an id of another scheduler."""
+    """Return the process of a chain. Raises CorruptFileError for another scheduler's job id."""
     prefix, *numbers = job.split("-")
     if prefix != PREFIX or len(numbers) != 2 or not all(map(_NUMBER.fullmatch, numbers)):
         raise CorruptFileError(f"{job!r} is not a job id of the local scheduler")
@@ -157,7 +159,7 @@ def chain_process(job: str) -> ProcessId:
 
 
 class LocalChain:
-    """The links of one group of one submission."""
+    """Runs the links of one group of one submission."""
 
     def __init__(self, run: RunPaths, number: int, group: str, links: int, width: int) -> None:
         identity = submission.ProcessId.of(os.getpid())
@@ -166,10 +168,10 @@ class LocalChain:
         self._width = width
         self._state = ChainState.of(identity, links)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        """The running links, by index."""
+        """Processes of the running links, by index."""
         self._last = False
         self._relay: set[int] = set()
-        """The links that have not received USR2 yet."""
+        """Indices of the links to which USR2 must still be forwarded."""
         self._kill_at_s: float | None = None
 
     def run(self) -> None:
@@ -194,12 +196,12 @@ class LocalChain:
         self._write()
 
     def _signalled(self) -> bool:
-        """Return whether a signal has arrived; a signal between two links also ends the chain."""
+        """Return whether a signal has arrived, even if the chain has not received it yet."""
         others = set(SIGNALS) - {signal.SIGCHLD}
         return self._last or bool(signal.sigpending() & others)
 
     def _at_once(self) -> int:
-        """Return how many links may run now: 0 for tasks without trainers to work for."""
+        """Return the number of links that may run now: 0 for tasks whose trainers are absent."""
         try:
             if is_orphaned(self._run, self._group):
                 return 0
@@ -209,7 +211,10 @@ class LocalChain:
             return self._width
 
     def _pauses(self, following: int) -> bool:
-        """Return whether links may start later although none runs: while the trainers run."""
+        """Return whether the chain waits without a running link until tasks are wanted again.
+
+        The chain waits while the trainers run.
+        """
         if following >= len(self._state.elements) or self._at_once() > 0:
             return False
         if self._signalled() or self._trial_ended():
@@ -233,7 +238,7 @@ class LocalChain:
     def _end(self, index: int) -> None:
         """Kill the remaining processes of an ended link, as Slurm does.
 
-        Reap the link last, so that its process group cannot be reused.
+        Reap the link's process last, so that no other process can get its process group id.
         """
         child = self._running.pop(index)
         self._relay.discard(index)
@@ -250,7 +255,7 @@ class LocalChain:
             "SLURM_ARRAY_JOB_ID": self._state.job,
             "SLURM_ARRAY_TASK_ID": str(index),
         }
-        environ.pop("PYTHONPATH", None)  # the script sets the link's PYTHONPATH
+        environ.pop("PYTHONPATH", None)  # The batch script sets the link's PYTHONPATH.
         with self._run.batch_log(self._group, name).open("ab") as output:
             return subprocess.Popen(
                 ["/bin/bash", str(self._run.submission_script(self._number, self._group))],
@@ -264,7 +269,7 @@ class LocalChain:
             )
 
     def _wait(self) -> list[int]:
-        """Handle signals for a while; return the links that have ended."""
+        """Handle at most one signal; return the indices of links that have ended."""
         for index in sorted(self._relay):
             if submission.catches(self._running[index].pid, signal.SIGUSR2):
                 self._running[index].send_signal(signal.SIGUSR2)
@@ -276,7 +281,7 @@ class LocalChain:
         if not done:
             busy = bool(self._relay) or self._kill_at_s is not None
             received = signal.sigtimedwait(SIGNALS, 0.05 if busy else WAIT_S)
-            # Python returns an unset number if this process was suspended until after the time-out.
+            # After a suspension of this process, Python may return an undefined signal number.
             if received is not None and received.si_signo in SIGNALS:
                 self._receive(received.si_signo)
         return done
@@ -312,12 +317,12 @@ class LocalChain:
     def _write(self) -> None:
         try:
             self._state.write(self._run.local_chain(self._number, self._group))
-        except EnvironmentFailure as error:  # a full disk must not end the link
-            _log.warning("the state of the chain was not written: %s", error)
+        except EnvironmentFailure as error:  # A full disk must not end the chain.
+            _log.warning("cannot write the state of the chain: %s", error)
 
 
 class _DieWithParent:
-    """Function between fork and exec: unblock signals, and let the child die with the chain."""
+    """The function between fork and exec: unblocks signals and ends the child with the chain."""
 
     def __init__(self) -> None:
         self._parent = os.getpid()
@@ -351,7 +356,7 @@ CHAIN = "slurmrl.scheduler.local_chain"
 class LocalScheduler(Scheduler):
     def __init__(self) -> None:
         self._files: dict[str, Path] = {}
-        """State files of the jobs that this object has submitted or recovered."""
+        """State file of each job that this object has submitted or recovered."""
 
     def check(self) -> None:
         if not Path("/proc/self/stat").exists() or not Path("/bin/bash").exists():
@@ -436,7 +441,10 @@ class LocalScheduler(Scheduler):
         return job
 
     def _tasks(self, group: str, job: str) -> list[TaskState]:
-        """Return a job's elements; for a chain on another machine, only the state file counts."""
+        """Return the elements of a job.
+
+        For a chain on another machine, the state file alone decides.
+        """
         alive = chain_process(job).alive()
         state = self._state(job)
         if state is None:
@@ -462,7 +470,7 @@ def _each(jobs: JobIds) -> Iterator[tuple[str, str]]:
 
 
 def _file_of(process: submission.ProcessId) -> Path | None:
-    """Return the state file of a chain that this object did not start, from its command line."""
+    """Return the state file that a chain's command line names; None if no chain runs there."""
     try:
         words = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
     except (FileNotFoundError, ProcessLookupError):

@@ -10,16 +10,18 @@ from datetime import UTC, datetime
 from slurmrl.errors import SchedulerError
 
 HOSTS_FORMAT = "%N|%T|%G|%c|%m"
-"""sinfo's fields, one line for each host and partition: host, state, generic resources, CPUs,
-megabytes of memory."""
+"""Fields requested from sinfo, which prints a line for each host and partition: host, state,
+generic resources, CPUs, megabytes of memory."""
 PARTITIONS_FORMAT = "%P|%a|%l|%D|%c|%m|%G"
-"""sinfo's fields, one line for each partition and kind of host: partition (a star marks the
-default), availability, time limit, number of hosts, CPUs, megabytes of memory, resources."""
+"""Fields requested from sinfo, which prints a line for each partition and kind of host: partition
+(a star marks the default), availability, time limit, number of hosts, CPUs, megabytes of memory,
+generic resources."""
 ACCOUNTS_FORMAT = "User,DefaultAccount,Account"
 NO_JOB_ID = "sbatch did not answer with a job id but with"
-"""Beginning of the message if sbatch succeeded and printed no job id."""
+"""Beginning of the error if sbatch succeeded but printed no job id."""
 MOST_DIGITS = 7
-"""Digits of an element or of a host's number: Slurm has at most 4,000,001 elements."""
+"""Maximum number of digits in ranges of elements and hosts; Slurm has at most 4,000,001 elements.
+"""
 _PLACES = re.compile(r"\([^)]*\)")
 _COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
 NO_CONSUME = "no_consume"
@@ -35,19 +37,19 @@ class HostRow:
     state: str
     gpus: int
     cpus: int = 0
-    """Number of CPUs as Slurm counts them: cores or hardware threads; 0 if unknown."""
+    """Number of CPUs, which are cores or hardware threads; 0 if unknown."""
     memory_mib: int = 0
-    """Memory of the host; 0 if unknown. (For a host without configured memory, Slurm prints 1.)"""
+    """Memory of the host in MiB; 0 if unknown."""
 
 
 def cluster_hosts(text: str) -> list[HostRow]:
-    """Return the hosts in sinfo's output, each once, with the total number of GPUs of all types."""
+    """Return each host in sinfo's output once, with the total number of its GPUs of all types."""
     found = {}
     for line in rows(text, "sinfo", lambda line: re.match(r"[^|\s]+\|[^|\s]+\|", line)):
         parts = line.split("|")
         gpus = gpu_count(parts[2])
         cpus, memory_mib = (whole(text) for text in [*parts[3:5], "", ""][:2])
-        known_mib = memory_mib if memory_mib > 1 else 0
+        known_mib = memory_mib if memory_mib > 1 else 0  # sinfo prints 1 for unknown memory.
         found[parts[0]] = HostRow(parts[0], parts[1], gpus, cpus, known_mib)
     return list(found.values())
 
@@ -60,9 +62,8 @@ def gpu_count(resources: str) -> int:
 def gpus(resources: str) -> list[tuple[str, int]]:
     """Return type and number of each kind of GPU in generic resources.
 
-    An example of resources is ``gpu:a100:4(S:0,2),gpu:1g.5gb:2,shard:8``. The type is empty if
-    there is none. A missing number means 1. Suffixes K to P multiply by powers of 1024, as in
-    Slurm.
+    An example of resources is ``gpu:a100:4(S:0,2),gpu:1g.5gb:2,shard:8``. The type may be empty.
+    A missing number means 1. Suffixes K to P multiply by powers of 1024, as in Slurm.
     """
     found = []
     for entry in _PLACES.sub("", resources).split(","):
@@ -79,7 +80,7 @@ def gpus(resources: str) -> list[tuple[str, int]]:
 
 
 def whole(text: str) -> int:
-    """Return a number, after which sinfo may print a plus sign; 0 for any other string."""
+    """Return the integer in a string such as ``64`` or sinfo's ``64+``; 0 for other strings."""
     digits = text.strip().removesuffix("+")
     return int(digits) if digits.isdecimal() else 0
 
@@ -87,7 +88,8 @@ def whole(text: str) -> int:
 def job_id(text: str) -> str:
     """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``.
 
-    A wrapper may print other lines. Raises SchedulerError unless exactly one line has this form.
+    A wrapper of sbatch may print other lines. Raises SchedulerError unless exactly one line has
+    this form.
     """
     found = [re.fullmatch(r"(\d+)(;\S*)?", line.strip()) for line in text.splitlines()]
     ids = [each[1] for each in found if each]
@@ -105,9 +107,9 @@ def messages(text: str) -> list[str]:
 
 
 def expected_start(text: str) -> datetime:
-    """Return when a job would start, from ``sbatch --test-only`` in the time zone UTC.
+    """Return the start time (UTC) in the output of ``sbatch --test-only``.
 
-    Raises SchedulerError if the message names no time.
+    Raises SchedulerError if the output names no time.
     """
     found = re.search(r" to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
     if found is None:
@@ -117,11 +119,9 @@ def expected_start(text: str) -> datetime:
 
 
 def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:
-    """Return the lines of a command's output that are rows.
+    """Return the lines of a command's output that are rows; skip lines of a wrapper.
 
-    Lines that a wrapper prints around them are left out.
-
-    Raises SchedulerError if there are only such lines: the command may have failed.
+    Raises SchedulerError if the output has other lines only, because the command may have failed.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = [line for line in lines if is_row(line)]
@@ -131,14 +131,17 @@ def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:
 
 
 def _ranges(text: str) -> Iterable[str]:
-    """``4-6`` -> 4 5 6, ``001-003`` -> 001 002 003, ``0-4:2`` -> 0 2 4; joined by commas."""
+    """Yield the numbers in ranges joined by commas.
+
+    Examples are ``4-6`` (4 5 6), ``001-003`` (001 002 003) and ``0-4:2`` (0 2 4).
+    """
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip())
         if not found:
-            raise SchedulerError(f"not a range as Slurm prints it: {part!r} in {text!r}")
+            raise SchedulerError(f"Slurm printed {text!r}, in which {part!r} is not a range")
         first, last, step = found[1], found[2] or found[1], int(found[3] or 1)
         if max(len(first), len(last)) > MOST_DIGITS or step < 1:
-            raise SchedulerError(f"not a range as Slurm prints it: {part!r}")
+            raise SchedulerError(f"Slurm printed {text!r}, in which {part!r} is not a range")
         for value in range(int(first), int(last) + 1, step):
             yield str(value).zfill(len(first))
 
@@ -146,8 +149,7 @@ def _ranges(text: str) -> Iterable[str]:
 def elements(text: str) -> tuple[int, ...]:
     """Parse array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``.
 
-    ``N/A`` gives no elements: there is no array, or the pending elements of an array were
-    cancelled.
+    ``N/A`` gives no elements: the job is no array, or its pending elements were cancelled.
     """
     ranges = text.strip().strip("[]").partition("%")[0].strip("[]")
     if ranges in ("", "N/A"):
@@ -179,7 +181,7 @@ def hosts(text: str) -> tuple[str, ...]:
 
 
 def exit_status(text: str) -> tuple[int | None, int | None]:
-    """Parse exit code and signal: sacct's and scontrol's ``3:0``, squeue's wait status ``768``."""
+    """Return exit code and signal from ``3:0`` (sacct, scontrol) or ``768`` (squeue)."""
     code, colon, number = text.strip().partition(":")
     if not code.isdigit() or (colon and not number.isdigit()):
         return NO_EXIT
@@ -189,7 +191,7 @@ def exit_status(text: str) -> tuple[int | None, int | None]:
 
 
 def duration_s(text: str) -> float | None:
-    """Parse ``1-02:03:04``, ``02:03:04``, ``03:04``; return None for UNLIMITED, INVALID etc."""
+    """Return the seconds in ``1-02:03:04``, ``02:03:04`` or ``03:04``; None for other strings."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -216,16 +218,16 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def said(text: str) -> str:
-    """Return a field, empty where Slurm prints a placeholder.
+    """Return a field without Slurm's placeholders, such as ``None``.
 
-    Elements that share a row have their reasons joined: ``JobArrayTaskLimit,None``.
+    A row of several elements joins their reasons: ``JobArrayTaskLimit,None``.
     """
     return ",".join(part for part in text.split(",") if part.strip() not in NOTHING)
 
 
 @dataclass(frozen=True)
 class HostKind:
-    """Equal hosts of a partition."""
+    """The hosts of a partition with equal hardware."""
 
     hosts: int
     cpus: int
@@ -236,13 +238,13 @@ class HostKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition; its kinds of hosts in sinfo's order."""
+    """A partition. Its kinds of hosts are in sinfo's order."""
 
     name: str
     is_default: bool
     is_up: bool
     time_limit: str
-    """Time limit as sinfo prints it: ``1-00:00:00``, ``infinite``."""
+    """Time limit as sinfo prints it: ``1-00:00:00`` or ``infinite``."""
     kinds: tuple[HostKind, ...]
 
     @property
@@ -251,7 +253,7 @@ class Partition:
 
     @property
     def most_gpus(self) -> int:
-        """Maximum number of GPUs of one host."""
+        """Maximum number of GPUs in one host."""
         return max((kind.gpus for kind in self.kinds), default=0)
 
     @property
@@ -265,11 +267,11 @@ class Accounts:
 
     names: tuple[str, ...]
     default: str
-    """The default account; empty if there is none."""
+    """Name of the default account; empty if there is none."""
 
 
 def partitions(text: str) -> list[Partition]:
-    """Return the partitions in sinfo's output, the default one first."""
+    """Return the partitions in sinfo's output, the default partition first."""
     found: dict[str, Partition] = {}
     bars = PARTITIONS_FORMAT.count("|")
     for line in rows(text, "sinfo", lambda line: line.count("|") == bars):
@@ -281,7 +283,7 @@ def partitions(text: str) -> list[Partition]:
             whole(cpus),
             whole(memory),
             gpu_count(resources),
-            tuple(_once(name for name, _ in gpus(resources) if name)),
+            tuple(dict.fromkeys(name for name, _ in gpus(resources) if name)),
         )
         before = found[name].kinds if name in found else ()
         found[name] = Partition(name, label != name, state == "up", limit, (*before, kind))
@@ -289,13 +291,13 @@ def partitions(text: str) -> list[Partition]:
 
 
 def accounts(text: str) -> Accounts:
-    """Return the accounts in sacctmgr's output; associations with partitions repeat them."""
+    """Return each account in sacctmgr's output once, the default account first."""
     names, default = [], ""
     for line in rows(text, "sacctmgr", re.compile(r"[^|\s]+\|[^|\s]*\|[^|\s]*\|?").fullmatch):
         parts = line.split("|")
         default = said(parts[1]) or default
         names.append(said(parts[2]))
-    return Accounts(tuple(_once(name for name in [default, *names] if name)), default)
+    return Accounts(tuple(dict.fromkeys(name for name in [default, *names] if name)), default)
 
 
 def version(text: str) -> str:
@@ -305,18 +307,14 @@ def version(text: str) -> str:
 
 
 def qos_limits(text: str) -> dict[str, str]:
-    """Return the time limit of each QOS in sacctmgr's output; empty for none."""
+    """Return the time limit of each QOS in sacctmgr's output; empty means no limit."""
     found = rows(text, "sacctmgr", re.compile(r"[^|\s]+\|[\d:-]*").fullmatch)
     return {name: limit for name, _, limit in (line.partition("|") for line in found)}
 
 
 def names(text: str, field: str) -> list[str]:
-    """Return the values of ``field=NAME,NAME`` at the beginning of lines, sorted."""
+    """Return the sorted names in ``field=NAME,NAME`` at the beginning of lines."""
     found = re.findall(rf"^{field}=(\S+)", text, re.MULTILINE)
     # A comma in brackets, as in n[0-3,7], does not separate names.
     parts = (part for line in found for part in re.split(r",(?![^\[]*\])", line))
     return sorted({part for part in parts if said(part)})
-
-
-def _once(names: Iterable[str]) -> Iterable[str]:
-    return dict.fromkeys(names)

@@ -26,7 +26,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
     ),
     "JobArrayTaskLimit": ("it waits for the previous link to end", _WAIT),
     "BeginTime": (
-        "its earliest start time has not come; after a requeue Slurm waits a while",
+        "its earliest start time has not come; Slurm also delays requeued jobs",
         _WAIT,
     ),
     "ReqNodeNotAvail": (
@@ -114,7 +114,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
         "raise cluster.mem_per_worker or lower max_tokens_per_mb",
     ),
 }
-"""Meaning and advice by Slurm's name of a reason."""
+"""Meaning and advice of each reason, by Slurm's name."""
 
 PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("nodes required for job are down", "ReqNodeNotAvail"),
@@ -123,7 +123,7 @@ PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("reservation deleted", "ReservationDeleted"),
     ("node failure", "NodeDown"),
 )
-"""Text that Slurm shows instead of a name, and the name."""
+"""Phrase that Slurm shows instead of a reason's name, and the name."""
 
 _LIMIT: Final = re.compile(
     r"(?P<owner>Assoc|Association|QOS|(?=Max\w+Per(?:Account|User)))(?P<scope>Grp|Max|Min)?"
@@ -150,9 +150,9 @@ _SUBJECTS: Final = (
 
 
 def explain(reason: str) -> str:
-    """Explain a reason, with advice after a semicolon; empty if Slurm gives no reason.
+    """Return an explanation of a reason, and advice after a semicolon.
 
-    Quote a reason that this version does not know.
+    Quote an unknown reason. Return an empty string if Slurm gives no reason.
     """
     text = re.sub(r"^\((.*)\)$", r"\1", reason.strip())
     if text in ("", "None", "N/A", "null"):
@@ -165,7 +165,7 @@ def explain(reason: str) -> str:
 
 
 def _name(text: str) -> tuple[str, str]:
-    """Split a reason into its name and the details.
+    """Split a reason into its name and its details.
 
     Examples are ``ReqNodeNotAvail, UnavailableNodes:n1`` and ``RaisedSignal:9(Killed)``.
     """
@@ -178,7 +178,7 @@ def _name(text: str) -> tuple[str, str]:
 
 
 def _limit(name: str) -> str:
-    """Explain a composed name, such as ``QOSMaxGRESPerUser`` or ``AssocGrpCPUMinutesLimit``."""
+    """Explain a limit's composed name, such as ``QOSMaxGRESPerUser``; empty if it is no limit."""
     found = _LIMIT.fullmatch(name)
     if not found:
         return ""

@@ -1,16 +1,15 @@
 """The Slurm scheduler: one job array per group, whose elements are the links of the trial.
 
-The array of an elastic group is throttled (``%P``) and has more elements than run at once, so that
-Slurm itself replaces a task that ends with a queued one. Where Slurm's commands work on the host
-that manages the group, missing tasks are submitted one by one, the throttle follows the desired
-number, and the array is held while none is desired. Surplus tasks are not ended here: the master
-tells some of them to exit.
+The array of an elastic group has a throttle (``%P``) and more elements than run at once, so that
+Slurm itself replaces a task that ends with a queued task. If Slurm's commands work on the host
+that manages the group, `ElasticGroup` submits missing tasks, sets the throttle to the desired
+number of tasks, and holds the array while no task is desired. The master tells surplus tasks to
+exit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import time
@@ -41,8 +40,8 @@ logger = log.get(__name__)
 
 class SlurmScheduler(Scheduler):
     def __init__(self, client: SlurmClient | None = None) -> None:
-        self._client = client or SlurmClient()
-        self._memory = MemoryRequest(self._client)
+        self.client = client or SlurmClient()
+        self._memory = MemoryRequest(self.client)
 
     def check(self) -> None:
         if shutil.which("sbatch") is None:
@@ -50,7 +49,7 @@ class SlurmScheduler(Scheduler):
                 "sbatch is not on PATH: submit from a login node, or use --scheduler local"
             )
         try:
-            self._client.ping()
+            self.client.ping()
         except SchedulerError as error:
             raise SchedulerError(
                 f"nothing was submitted, because Slurm does not answer: {error}. Try again later, "
@@ -63,7 +62,7 @@ class SlurmScheduler(Scheduler):
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         most = self._most_links(request)
         groups = tuple(_shortened(group, most(group)) for group in request.groups)
-        request = dataclasses.replace(request, groups=groups)
+        request = replace(request, groups=groups)
         submission.write_scripts(request.run, request.number, self.scripts(request))
         inherited = base.inherited_environment(os.environ)
         submission.write_environment(request.run, request.number, inherited)
@@ -80,7 +79,7 @@ class SlurmScheduler(Scheduler):
 
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
         jobs = self.recover(run, number)
-        extender = Extender(self._client, run, number, group)
+        extender = Extender(self.client, run, number, group)
         return extender.extend(self.query(jobs), known=jobs.get(group, ()), by=by)
 
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
@@ -104,7 +103,7 @@ class SlurmScheduler(Scheduler):
         ids = [job for each in jobs.values() for job in each]
         if not ids:
             return []
-        return states.task_states(self._memory.complete(self._client.queue(ids), ids), jobs)
+        return states.task_states(self._memory.complete(self.client.queue(ids), ids), jobs)
 
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
         self._cancel(jobs, lambda task: task.state.active and task.job_id != spare)
@@ -112,20 +111,12 @@ class SlurmScheduler(Scheduler):
     def interrupt(self, jobs: JobIds) -> None:
         running = self._end_chain(jobs)
         if running:
-            self._client.signal("USR2", running, steps=False)
+            self.client.signal("USR2", running, steps=False)
 
     def kill(self, jobs: JobIds) -> None:
         running = self._end_chain(jobs)
         if running:
-            self._client.signal("KILL", running, steps=True)
-
-    def row_of(self, element: str) -> QueueRow | None:
-        """Return Slurm's current row of an element (see `SlurmClient.row_of`)."""
-        return self._client.row_of(element)
-
-    def throttle(self, job: str, count: int) -> None:
-        """Change how many elements of an array may run at once. Raises SchedulerError."""
-        self._client.throttle(job, count)
+            self.client.signal("KILL", running, steps=True)
 
     def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
         """Exclude the hosts that the trial avoids for the queued elements of a group.
@@ -135,23 +126,23 @@ class SlurmScheduler(Scheduler):
         """
         jobs = self.recover(run, number)
         everybody = self.query(jobs)
-        if submission.exclude_from_queued(self._client, run, number, group, everybody):
+        if submission.exclude_from_queued(self.client, run, number, group, everybody):
             return
         left = [task for task in everybody if task.state is not JobState.PENDING]
-        extender = Extender(self._client, run, number, group)
+        extender = Extender(self.client, run, number, group)
         extender.extend(left, known=jobs.get(group, ()), by=by)
-        self._client.cancel(submission.queued_elements(everybody, group))
+        self.client.cancel(submission.queued_elements(everybody, group))
 
     def avoid(self, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
-        """Avoid a host from now on, unless no job of the group could start without it.
+        """Avoid a host from now on; return False if no job of the group could start without it.
 
-        Exclude it for the queued elements of the group at once. If Slurm rejects the change, the
-        next `keep_off` of a chain submits other elements in their place. Raises EnvironmentFailure.
+        Also exclude the host for the queued elements of the group. If Slurm rejects this change,
+        the next `keep_off` of a chain replaces the elements. Raises EnvironmentFailure.
         """
-        if not submission.avoid_host(self._client, run, number, group, host, why):
+        if not submission.avoid_host(self.client, run, number, group, host, why):
             return False
         queued = self.query(self.recover(run, number))
-        submission.exclude_from_queued(self._client, run, number, group, queued)
+        submission.exclude_from_queued(self.client, run, number, group, queued)
         return True
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
@@ -159,25 +150,22 @@ class SlurmScheduler(Scheduler):
 
         Raises SchedulerError.
         """
-        self._client.exclude(element, submission.excluded_hosts(run, number, group))
-
-    def requeue(self, element: str) -> None:
-        """Requeue a running element (``41_3``). Raises SchedulerError."""
-        self._client.requeue(element)
+        self.client.exclude(element, submission.excluded_hosts(run, number, group))
 
     def _most_links(self, request: SubmissionRequest) -> Callable[[GroupRequest], int | None]:
-        """Return the longest array of a group that the cluster accepts from this user.
+        """Return a function that returns the maximum length of a group's array for this user.
 
-        Return None if it is unknown.
+        The function returns None if the maximum is unknown.
         """
         try:
-            most = extensions.array_limit(self._client.settings())
+            most = extensions.array_limit(self.client.settings())
         except SchedulerError as error:
             logger.info("Slurm does not report the maximum length of an array: %s", error)
             return lambda group: None
         answer = ""
-        with contextlib.suppress(SchedulerError):  # no accounting, or none for ordinary users
-            answer = self._client.submit_limits(user_name())
+        # A cluster may have no accounting, or hide it from ordinary users.
+        with contextlib.suppress(SchedulerError):
+            answer = self.client.submit_limits(user_name())
 
         def of_group(group: GroupRequest) -> int | None:
             account = batch_script.slurm_options(request, group).get("account")
@@ -187,10 +175,10 @@ class SlurmScheduler(Scheduler):
         return of_group
 
     def _submit(self, request: SubmissionRequest, group: GroupRequest) -> str:
-        """Submit one group, with half as many elements each time that a limit rejects it."""
+        """Submit one group, with half as many elements after each rejection by a limit."""
         script = request.run.submission_script(request.number, group.name)
         try:
-            return self._client.submit(
+            return self.client.submit(
                 script, *submission.exclude_option(request.run, request.number, group.name)
             )
         except SchedulerError as error:
@@ -212,17 +200,17 @@ class SlurmScheduler(Scheduler):
         try:
             found = self._find({name: None})
         except SchedulerError:
-            raise error from None  # Slurm did not say whether it has the job, so it may have it
+            raise error from None  # Without an answer of Slurm, the job may exist.
         if name not in found:
-            if parse.NO_JOB_ID in str(error):  # sbatch has ended, so no job will follow
+            if parse.NO_JOB_ID in str(error):  # sbatch has ended, so no job can appear later.
                 text = str(error).replace(parse.NO_JOB_ID, "sbatch submitted no job but printed")
                 raise SchedulerError(text) from None
             raise error
         return found[name]
 
     def _find(self, names: Mapping[str, None]) -> dict[str, str]:
-        """Return the ids that Slurm has for jobs with these names."""
-        return {row.name: row.job for row in self._client.queue_by_name(names)} if names else {}
+        """Return the ids of Slurm's jobs with these names, by name."""
+        return {row.name: row.job for row in self.client.queue_by_name(names)} if names else {}
 
     def _end_chain(self, jobs: JobIds) -> list[str]:
         """Cancel the links that have not started; return the names of the running elements."""
@@ -230,14 +218,8 @@ class SlurmScheduler(Scheduler):
         return [task.job_id for task in self.query(jobs) if task.state is JobState.RUNNING]
 
     def _cancel(self, jobs: JobIds, which: Callable[[TaskState], bool]) -> None:
-        """Cancel elements by range: a bare job id can mean the whole array or its last element."""
-        chosen: dict[str, list[int]] = {}
-        for task in self.query(jobs):
-            if which(task):
-                chosen.setdefault(task.job_id.partition("_")[0], []).append(task.element)
-        names = [f"{job}_[{parse.element_list(values)}]" for job, values in chosen.items()]
-        if names:
-            self._client.cancel(names)
+        if names := submission.element_ranges(filter(which, self.query(jobs))):
+            self.client.cancel(names)
 
 
 def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
@@ -251,14 +233,14 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
         group.links,
         group.name,
     )
-    return dataclasses.replace(group, links=links)
+    return replace(group, links=links)
 
 
 class MemoryRequest:
-    """Lookup by sacct of ended elements that squeue no longer shows.
+    """The rows of ended elements that squeue no longer shows, from sacct.
 
-    sacct runs only while elements are missing. It does not run again after it failed or reported
-    that there is no accounting.
+    sacct runs only if elements are missing, and never again after it failed or reported that there
+    is no accounting.
     """
 
     def __init__(self, client: SlurmClient) -> None:
@@ -268,7 +250,7 @@ class MemoryRequest:
         self._asked: set[tuple[str, int]] = set()
 
     def complete(self, found: Sequence[QueueRow], jobs: Sequence[str]) -> list[QueueRow]:
-        """Return the queue's rows and the rows of elements that it no longer shows."""
+        """Return the rows of squeue and the rows of elements that squeue no longer shows."""
         seen = {(row.job, element) for row in found for element in row.elements}
         lacking = [job for job in jobs if self._lacks(job, seen)]
         if lacking and self._there:
@@ -279,9 +261,10 @@ class MemoryRequest:
         return [*found, *older]
 
     def _lacks(self, job: str, seen: set[tuple[str, int]]) -> bool:
-        """Return whether elements of a job are missing.
+        """Return whether sacct may add elements of a job.
 
-        A job without any row is always looked up: the database may have recorded it since.
+        This is true after each query for a job without any row, which the accounting database may
+        have recorded since the last query.
         """
         lowest = _lowest(job, seen)
         return lowest != 0 and (lowest < 0 or (job, lowest) not in self._asked)
@@ -293,9 +276,10 @@ class MemoryRequest:
             logger.info("sacct is not called again: %s", error)
             answer = None
         self._there = answer is not None
-        # A cancelled array's row can name elements that also have own rows, with more details.
+        # A cancelled array has one row for all its elements. An element's separate row has more
+        # details and therefore comes last.
         for row in sorted(answer or (), key=lambda row: len(row.elements), reverse=True):
-            if not states.interpret(row.raw).state.active:  # the queue shows running elements
+            if not states.interpret(row.raw).state.active:  # squeue shows the active elements.
                 self._known |= {(row.job, element): _one(row, element) for element in row.elements}
 
 
@@ -308,10 +292,10 @@ def _one(row: QueueRow, element: int) -> QueueRow:
 
 
 HELD: Final = "JobHeldUser"
-"""Slurm's reason why an element does not start: its user holds it."""
+"""Slurm's reason for a pending element that its user holds."""
 
 FINISHED: Final = "Job has already finished"
-"""scontrol's message if some elements of an array have ended; it still changes the others."""
+"""scontrol's message if some elements of an array have ended. It changes the other elements."""
 
 
 @dataclass(frozen=True)
@@ -319,20 +303,20 @@ class Change:
     """The change that brings a group to the desired number of tasks."""
 
     submit: int = 0
-    """Tasks to add."""
+    """Number of tasks to add."""
     throttle: int | None = None
-    """New throttle of the group's arrays; None: unchanged."""
+    """New throttle of the group's arrays; None keeps the throttle."""
     hold: bool = False
-    """Whether no queued element may start."""
+    """Whether to hold the queued elements, so that they cannot start."""
     release: bool = False
-    """Whether held elements may start again."""
+    """Whether to release held elements, so that they can start."""
 
 
 def balance(desired: int, tasks: Sequence[TaskState], throttle: int | None) -> Change:
-    """Return the change with which ``desired`` tasks run or are queued, and no more start.
+    """Return the change after which ``desired`` tasks run or are queued, and no others start.
 
     ``tasks`` are the elements of a group, and ``throttle`` is their throttle, if it is known.
-    Elements beyond the throttle are spares and stay.
+    Queued elements beyond the throttle stay, because they replace tasks that end.
     """
     queued = [task for task in tasks if task.state is JobState.PENDING]
     held = [task for task in queued if task.reason == HELD]
@@ -359,10 +343,10 @@ class ElasticGroup:
         by: str,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``by`` is the element (``41_3``) of this process.
+        """Manage a group from the element ``by`` (``41_3``) of this process.
 
-        Another link may manage the group at the same time; ``sleep`` may raise to abandon a wait
-        for it.
+        Another link may manage the group at the same time. ``sleep`` may raise an error to abandon
+        a wait for the other link.
         """
         self._client = client or SlurmClient()
         self._scheduler = SlurmScheduler(self._client)
@@ -371,10 +355,10 @@ class ElasticGroup:
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
-        """Ensure that ``desired`` tasks run or are queued, and that no more start.
+        """Ensure that ``desired`` tasks run or are queued, and no others start; return the change.
 
-        Return the change that was made. Raises SchedulerError if Slurm's commands do not work here;
-        only queued spares can then replace tasks.
+        Raises SchedulerError if Slurm's commands do not work on this host. Only queued elements
+        can then replace tasks.
         """
         jobs = self._scheduler.recover(self._run, self._number)
         if self._group not in jobs:
@@ -395,7 +379,7 @@ class ElasticGroup:
     def leave_alone(self) -> None:
         """Prevent queued tasks from starting while no trainers run.
 
-        Hold the tasks while a job of the trainers waits or runs, else cancel them. Raises
+        Hold the tasks if a job of the trainers waits or runs, else cancel them. Raises
         SchedulerError.
         """
         everybody = self._scheduler.query(self._scheduler.recover(self._run, self._number))
@@ -407,7 +391,7 @@ class ElasticGroup:
     def _change(self, elements: str, change: Change) -> None:
         """Apply a change to the queued elements of an array (``41_[2-7]``).
 
-        Some elements may have started in the meantime.
+        Ignore elements that have started since the query.
         """
         try:
             if change.throttle is not None:

@@ -1,8 +1,7 @@
 """States of a trial's elements: Slurm's job states, rows of its commands, and their meaning.
 
-Names and meanings of states come from squeue's manual page, section JOB STATE CODES, and from
-``job_states`` in slurm.h, from Slurm 22.05 on. Slurm shows a flag in place of the base state that
-it modifies.
+Names and meanings of states come from squeue's manual page (JOB STATE CODES) and from
+``job_states`` in slurm.h, from Slurm 22.05 on. Slurm may show a flag instead of a base state.
 """
 
 from __future__ import annotations
@@ -68,16 +67,16 @@ ENDINGS: dict[str, JobState] = {
     "RaisedSignal": JobState.FAILED,
     "TimeLimit": JobState.TIMEOUT,
 }
-"""Final state of a completing job by its reason, because the flag hides the state. A batch process
-killed by a signal has the reason ``JobLaunchFailure`` in Slurm 22.05, and ``RaisedSignal`` in newer
-versions."""
+"""Final state of a completing job, by its reason, because the flag ``COMPLETING`` hides the state.
+A batch process killed by a signal has the reason ``JobLaunchFailure`` in Slurm 22.05, and
+``RaisedSignal`` in newer versions."""
 
 
 def interpret(raw: str) -> SlurmState:
-    """Interpret Slurm's string for a state.
+    """Return the meaning of Slurm's string for a state.
 
-    Examples are ``RUNNING``, ``PENDING,REQUEUED`` and sacct's ``CANCELLED by 1000``. A flag is more
-    specific than its base state, so it takes precedence.
+    Examples are ``RUNNING``, ``PENDING,REQUEUED`` and sacct's ``CANCELLED by 1000``. A flag takes
+    precedence over its base state, because the flag is more specific.
     """
     words = [word for word in re.split(r"[,+\s]+", raw.upper()) if word]
     for table in (FLAGS, BASE_STATES):
@@ -88,9 +87,9 @@ def interpret(raw: str) -> SlurmState:
 
 
 def ending(raw: str, reason: str) -> JobState | None:
-    """Return the state that a job will have when its last host is free, if the reason shows it.
+    """Return the final state of a job that is completing, from its reason.
 
-    Return None for a job that is not completing.
+    Return None for another job, and if the reason does not show the final state.
     """
     if "COMPLETING" not in raw.upper():
         return None
@@ -110,8 +109,8 @@ QUEUE_FIELDS = (
     "Reason",
 )
 QUEUE_FORMAT = ",".join(f"{name}:|" for name in QUEUE_FIELDS)
-"""Fields requested from squeue. A field with a suffix and no size is never truncated. The reason
-can be free text, so it comes last."""
+"""Fields requested from squeue. squeue does not truncate a field with a suffix and no size. The
+reason is last, because it can contain the separator."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class QueueRow:
 
 
 _QUEUED = re.compile(r"\d+\|")
-"""The start of a row. A job's row with other fields than requested is an error."""
+"""Beginning of a row. A row with another number of fields than requested is an error."""
 
 
 def queue(text: str) -> list[QueueRow]:
@@ -170,7 +169,8 @@ _CONTROL = re.compile(
     r" RunTime=(?P<ran>\S+) TimeLimit=(?P<limit>\S+).*? StartTime=(?P<start>\S+).*?"
     r" NodeList=(?P<hosts>\S*)"
 )
-"""Fields in scontrol's order; a name that a user chooses can look like any of them."""
+"""Fields in scontrol's order. The order matters: a job name can contain text such as
+``JobState=``."""
 
 
 def control(text: str) -> list[QueueRow]:
@@ -202,7 +202,7 @@ def control(text: str) -> list[QueueRow]:
 
 ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "NodeList", "JobName", "Start", "Reason")
 ACCOUNTING_FORMAT = ",".join(ACCOUNTING_FIELDS)
-"""Fields requested from sacct, as ``--parsable2`` with one line per element (``--allocations``)."""
+"""Fields requested from sacct, which prints one line per element (``--allocations``)."""
 
 
 def accounting(text: str) -> list[QueueRow]:
@@ -232,16 +232,16 @@ def accounting(text: str) -> list[QueueRow]:
 
 
 def _exit_status(raw: str, reason: str, code: str) -> tuple[int | None, int | None]:
-    """Return exit code and signal of the batch process if it has ended."""
+    """Return exit code and signal of the batch process; None for both while it runs."""
     ended = not interpret(raw).state.active or ending(raw, reason) is not None
     return parse.exit_status(code) if ended else parse.NO_EXIT
 
 
 def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
-    """Return the states by group (in the order of ``jobs``), array and element.
+    """Return the states sorted by group (in the order of ``jobs``), array and element.
 
-    A job whose row names no element appears as its first element. A group without any row is
-    UNKNOWN: Slurm has forgotten it.
+    Show a job whose row names no element as its first element. Show a group without any row as
+    UNKNOWN, because Slurm has forgotten it.
     """
     by_job: dict[str, list[QueueRow]] = {}
     for row in rows:
@@ -250,7 +250,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
     for group, ids in jobs.items():
         tasks = [task for job in ids for task in _tasks(group, by_job.get(job, []))]
         shown = [task for task in tasks if task.element >= 0]
-        # The row of an array's cancelled pending elements counts only if there are no other rows.
+        # A cancelled array has a row without elements. Show it only if there is no other row.
         result += shown or [replace(task, element=0) for task in tasks[:1]]
         if not tasks:
             result.append(forgotten(group, ids[-1] if ids else ""))
@@ -258,7 +258,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
 
 
 def _tasks(group: str, rows: list[QueueRow]) -> list[TaskState]:
-    """Return the elements of one array; a single element numbered -1 if its rows name none."""
+    """Return the elements of one array; one element with number -1 if its rows name none."""
     tasks = [_task(group, row, element) for row in rows for element in row.elements]
     if rows and not tasks:
         tasks = [_task(group, rows[0], -1)]

@@ -1,16 +1,15 @@
 """The files of ``submissions/<n>/``: requests, scripts, job ids; excluded hosts; claimants.
 
-A process is known by an identity that is never reused: pid, start time and boot of the machine. A
-process that claims a right for the trial (a submission, an extension) writes its `Claimant`.
+Pid, start time and boot of the machine identify a process uniquely. A process that claims a right
+for the trial (a submission, an extension) writes its `Claimant`.
 
-There are three reasons to start fewer jobs of a submission:
+Three records change the number of jobs that start:
 
-- A group has as many tasks as planned, unless a user has set another number (``slurmrl scale``).
-That number applies until the user sets another one or the plan changes.
-- If the trainers are absent for too long, a task of an elastic group records this. No later task
-starts until the trainers are back: until a new incarnation has begun, or one of the trainers' links
-removes the record.
-- A user stops a submission (``slurmrl stop``): its trainers commit, and no other job starts.
+- ``slurmrl scale`` sets the number of tasks of a group. It replaces the planned number until the
+  user sets another number or the plan changes.
+- If the trainers are absent for too long, a task of an elastic group writes `Orphaned`. No later
+  task starts until a new incarnation has begun or a link of the trainers has removed the record.
+- ``slurmrl stop`` stops a submission: its trainers commit, and no other job starts.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import shlex
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,13 +54,13 @@ if TYPE_CHECKING:
 
 
 SETTLE_S = 150.0
-"""Seconds after which a submission without job ids, made on another host, counts as abandoned:
-longer than an sbatch may take."""
+"""Seconds after which a submission without job ids on another host counts as abandoned. sbatch has
+timed out by then."""
 CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 HEARTBEAT = FieldType(
     "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
 )
-"""Type of the heartbeat interval, which is bounded because the status waits for it."""
+"""Type of the heartbeat interval, which is bounded because ``slurmrl status`` waits for it."""
 REQUEST: Fields = {
     "scheduler": TEXT,
     "total_steps": INTEGER,
@@ -84,14 +83,14 @@ class Submission:
     number: int
     scheduler: str
     total_steps: int | None
-    """Number of steps; None for a single pass, in which it depends on the dataset."""
+    """Number of steps; None for a single pass, whose steps depend on the dataset."""
     heartbeat_s: float
     time: float | None = None
-    """Time of the request, by the clock of the submitting host."""
+    """Time of the request in seconds since the epoch, by the clock of the submitting host."""
     signal_lead_s: float | None = None
-    """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
+    """Seconds between Slurm's warning and the time limit; None if unknown and without Slurm."""
     stopped_by: str = ""
-    """The user who stopped it with ``slurmrl stop``; empty if none did."""
+    """Name of the user who stopped the submission with ``slurmrl stop``; empty if nobody did."""
 
 
 @dataclass(frozen=True)
@@ -102,28 +101,29 @@ class ProcessId:
 
     @staticmethod
     def of(pid: int) -> ProcessId | None:
-        """Return the identity of a process; None if it does not exist or has ended (a zombie)."""
+        """Return the identity of a process; None if the process does not exist or is a zombie."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             return None
-        fields = text.rpartition(")")[2].split()  # the program's name may contain any character
+        # The program's name, in parentheses, may contain any character.
+        fields = text.rpartition(")")[2].split()
         return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
     def alive(self) -> bool:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, os.WNOHANG)  # If it is our child, reap it.
+            os.waitpid(self.pid, os.WNOHANG)  # A child that has ended must be reaped.
         return ProcessId.of(self.pid) == self
 
     def send(self, number: int) -> None:
-        """Send a signal; nothing happens if the process has ended."""
+        """Send a signal, unless the process has ended."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has installed a handler for a signal."""
+    """Return whether a process has installed a handler for a signal."""
     try:
         found = CAUGHT.search(Path(f"/proc/{pid}/status").read_text())
     except (FileNotFoundError, ProcessLookupError):
@@ -157,18 +157,18 @@ class Claimant:
 def is_gone(claim: Mapping[str, Any]) -> bool | None:
     """Return whether the claimant that wrote these entries has ended.
 
-    Return None if this host cannot tell, because the claimant runs on another host.
+    Return None if the claimant ran on another host, whose processes this host cannot see.
     """
     pid, ticks = claim.get("pid"), claim.get("start_ticks")
     if claim.get("boot") == boot_id() and isinstance(pid, int) and isinstance(ticks, int):
         return not ProcessId(pid, ticks).alive()
     if claim.get("host") == socket.gethostname():
-        return True  # written before this machine's boot, or by an older slurmrl
+        return True  # The claim is older than this boot, or an older slurmrl wrote it.
     return None
 
 
 def may_submit(claim: Mapping[str, Any]) -> bool:
-    """Return whether another process that wrote these entries may still submit its jobs."""
+    """Return whether the claimant is another process that may still submit its jobs."""
     gone = is_gone(claim)
     if gone is not None:
         return not gone and claim.get("pid") != os.getpid()
@@ -177,14 +177,14 @@ def may_submit(claim: Mapping[str, Any]) -> bool:
 
 
 def claimant_words(claim: Mapping[str, Any]) -> str:
-    """Return ``on login1, process 123``."""
+    """Return the claimant in words: ``on login1, process 123``."""
     return f"on {claim.get('host')}, process {claim.get('pid')}"
 
 
 logger = log.get(__name__)
 
 NO_LONGER_PENDING = "no longer pending"
-"""scontrol's message if some elements have just started; it still changes the others."""
+"""scontrol's message if some elements have just started. scontrol changes the other elements."""
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 JOB = FieldType("a job id", lambda value: isinstance(value, str) and bool(_JOB.fullmatch(value)))
 
@@ -197,15 +197,15 @@ def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> Non
 
 
 def write_jobs(run: RunPaths, number: int, jobs: JobIds) -> None:
-    """Write the first array of each group; later ones are in ``extensions``."""
+    """Write the job id of each group's first array; `extensions` records later arrays."""
     first = {group: ids[0] for group, ids in jobs.items()}
     atomic.replace(run.submission_jobs(number), json.dumps(first).encode())
 
 
 def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
-    """Return the job ids by group; None if the submission ended before it wrote them.
+    """Return the job ids by group; None if the submitting process ended before it wrote them.
 
-    Raises CorruptFileError for a file that is not ours.
+    Raises CorruptFileError for a file that slurmrl cannot have written.
     """
     path = run.submission_jobs(number)
     try:
@@ -219,9 +219,9 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
 
 
 def is_copied(run: RunPaths, number: int) -> bool:
-    """Return whether a submission was made in another run directory, of which this one is a copy.
+    """Return whether this run directory is a copy of the directory that made a submission.
 
-    Its jobs belong to the other one. A directory that was moved is no copy.
+    The jobs then belong to the original directory. A moved directory is no copy.
     """
     try:
         return is_another(run, documents.read(run.submission_request(number)).get("run"))
@@ -230,17 +230,17 @@ def is_copied(run: RunPaths, number: int) -> bool:
 
 
 def is_another(run: RunPaths, made: object) -> bool:
-    """Return whether ``made`` names another run directory, which this host sees.
+    """Return whether ``made`` is the path of another run directory that this host sees.
 
-    Inode numbers are compared, because a file system may be mounted at two places. A folder without
-    a configuration is what processes made there after the run directory was moved.
+    Compare inode numbers, because a file system may be mounted at two places. A folder without a
+    configuration does not count: processes may create it after the run directory was moved.
     """
     try:
         if not isinstance(made, str) or made == "":
             return False
         there = Path(made)
         return there.stat().st_ino != run.run.stat().st_ino and RunPaths(there).config.is_file()
-    except OSError:  # the other directory no longer exists
+    except OSError:  # The other directory no longer exists.
         return False
 
 
@@ -249,7 +249,7 @@ def write_environment(run: RunPaths, number: int, environ: Mapping[str, str]) ->
 
 
 def read_environment(run: RunPaths, number: int) -> dict[str, str] | None:
-    """Return the variables that the jobs of a submission inherit; None without a record.
+    """Return the variables that the jobs of a submission inherit; None if none are recorded.
 
     Raises CorruptFileError.
     """
@@ -263,7 +263,7 @@ def read_environment(run: RunPaths, number: int) -> dict[str, str] | None:
 
 
 def job_names(run: RunPaths, number: int) -> dict[str, str]:
-    """Return the group of each job name, from the written scripts."""
+    """Return the group of each job name, from the submission's scripts."""
     try:
         files = atomic.list_names(run.submission(number))
     except FileNotFoundError:
@@ -273,7 +273,7 @@ def job_names(run: RunPaths, number: int) -> dict[str, str]:
 
 
 def directive(run: RunPaths, number: int, group: str, name: str) -> str:
-    """Return the value of a directive in a written script. Raises CorruptFileError without it."""
+    """Return the value of a directive in a group's script. Raises CorruptFileError without it."""
     found = _directive(run, number, group, name)
     if found is None:
         raise corrupt(run.submission_script(number, group), f"has no --{name}")
@@ -281,7 +281,7 @@ def directive(run: RunPaths, number: int, group: str, name: str) -> str:
 
 
 def excluded_by_user(run: RunPaths, number: int, group: str) -> str:
-    """Return the hosts that a written script excludes; empty for none."""
+    """Return the hosts that a group's script excludes, in Slurm's form; empty for none."""
     return _directive(run, number, group, "exclude") or ""
 
 
@@ -298,7 +298,7 @@ def _directive(run: RunPaths, number: int, group: str, name: str) -> str | None:
 def excluded_hosts(run: RunPaths, number: int, group: str, *more: str) -> str:
     """Return the hosts that jobs of a group exclude, in Slurm's form.
 
-    These are the hosts that the user excludes, the hosts that the trial avoids, and ``more``.
+    The result has the hosts that the user excludes, the hosts that the trial avoids, and ``more``.
     """
     own = excluded_by_user(run, number, group)
     avoided = [one.host for one in hosts.avoided(run)]
@@ -306,7 +306,7 @@ def excluded_hosts(run: RunPaths, number: int, group: str, *more: str) -> str:
 
 
 def exclude_option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
-    """Return `excluded_hosts` as an option of sbatch."""
+    """Return the option of sbatch that excludes `excluded_hosts`; empty without such hosts."""
     text = excluded_hosts(run, number, group)
     return (f"--exclude={text}",) if text else ()
 
@@ -314,35 +314,45 @@ def exclude_option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
 def avoid_host(
     client: SlurmClient, run: RunPaths, number: int, group: str, host: str, why: str
 ) -> bool:
-    """Avoid a host from now on, unless no job of the group could start then."""
+    """Avoid a host from now on; return False if no job of the group could start without it."""
     wanted = excluded_hosts(run, number, group, host)
     try:
         client.try_out(run.submission_script(number, group), f"--exclude={wanted}")
     except SchedulerError as error:
-        logger.warning("%s is not excluded, because no job could start without it: %s", host, error)
+        logger.warning("host %s stays, because no job could start without it: %s", host, error)
         return False
-    logger.warning("jobs of this trial exclude %s from now on: %s", host, why)
+    logger.warning("jobs of this trial exclude host %s from now on: %s", host, why)
     hosts.avoid(run, host, why)
     return True
 
 
-def queued_elements(tasks: list[TaskState], group: str) -> list[str]:
-    """Return the pending elements of a group, as ranges of each array: ``41_[2-7]``."""
-    waiting: dict[str, list[int]] = {}
+def element_ranges(tasks: Iterable[TaskState]) -> list[str]:
+    """Return elements as ranges of each array (``41_[2-7]``), for Slurm's commands.
+
+    A bare job id could mean the whole array or its last element.
+    """
+    found: dict[str, list[int]] = {}
     for task in tasks:
-        if task.group == group and task.state is JobState.PENDING:
-            waiting.setdefault(task.job_id.partition("_")[0], []).append(task.element)
-    return [f"{job}_[{element_list(elements)}]" for job, elements in waiting.items()]
+        found.setdefault(task.job_id.partition("_")[0], []).append(task.element)
+    return [f"{job}_[{element_list(elements)}]" for job, elements in found.items()]
+
+
+def queued_elements(tasks: list[TaskState], group: str) -> list[str]:
+    """Return the pending elements of a group as `element_ranges`."""
+    return element_ranges(
+        task for task in tasks if task.group == group and task.state is JobState.PENDING
+    )
 
 
 def exclude_from_queued(
     client: SlurmClient, run: RunPaths, number: int, group: str, tasks: list[TaskState]
 ) -> bool:
-    """Apply the current exclusion to all queued elements of a group.
+    """Exclude `excluded_hosts` for all queued elements of a group.
 
-    Return False if Slurm rejects the change. Raises SchedulerError if it does not answer.
+    Return False if Slurm rejects the change. Raises SchedulerError if Slurm does not answer.
     """
-    from slurmrl.scheduler.client import may_have_worked  # `status` needs no subprocess
+    # `slurmrl status` imports this module and needs no subprocesses.
+    from slurmrl.scheduler.client import may_have_worked
 
     wanted = excluded_hosts(run, number, group)
     for elements in queued_elements(tasks, group):
@@ -359,12 +369,13 @@ def exclude_from_queued(
 
 
 def newest_submission(paths: RunPaths) -> Submission | None:
+    """Return the newest submission that has a request; None without any."""
     for number in sorted(submission_numbers(paths), reverse=True):
         path = paths.submission_request(number)
         try:
             request = documents.read(path, REQUEST, REQUIRED)
         except FileNotFoundError:
-            continue  # the submitter has died or has not written it yet
+            continue  # The submitting process has ended, or has not written the request yet.
         return Submission(
             number,
             request["scheduler"],
@@ -378,13 +389,13 @@ def newest_submission(paths: RunPaths) -> Submission | None:
 
 
 def scheduler_of(paths: RunPaths, number: int) -> str:
-    """Return the scheduler of a submission. Raises FileNotFoundError, CorruptFileError."""
+    """Return the name of a submission's scheduler. Raises FileNotFoundError, CorruptFileError."""
     found: str = documents.read(paths.submission_request(number), REQUEST, REQUIRED)["scheduler"]
     return found
 
 
 def submission_numbers(paths: RunPaths) -> list[int]:
-    """Return the numbers that are in use."""
+    """Return the numbers of the trial's submissions, in no order."""
     try:
         names = atomic.list_names(paths.submissions)
     except FileNotFoundError:
@@ -396,7 +407,7 @@ _FIELDS: Fields = {"tasks": COUNT, "planned": COUNT}
 
 
 def wanted_tasks(run: RunPaths, group: str, planned: int) -> int:
-    """Return the wanted number of tasks; ``planned`` is the number in the plan.
+    """Return the number of tasks that a user has set for a group, else ``planned``.
 
     Raises CorruptFileError, EnvironmentFailure.
     """
@@ -409,23 +420,26 @@ def wanted_tasks(run: RunPaths, group: str, planned: int) -> int:
 
 
 def set_wanted_tasks(run: RunPaths, group: str, tasks: int, planned: int) -> None:
-    """Set the number of tasks; 0 pauses the group."""
+    """Record a user's number of tasks for a group; 0 pauses the group."""
     data = {"tasks": tasks, "planned": planned}
     atomic.replace(run.scale(group), json.dumps(data).encode())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Orphaned:
-    """Record of absent trainers: the newest incarnation and the lease of its first agent."""
+    """The record of absent trainers: their newest incarnation and its first agent's lease."""
 
     incarnation: Annotated[int, COUNT]
     attempt: Annotated[int, COUNT]
     counter: Annotated[int, SIZE] | None = None
-    """Counter of the last heartbeat; None if there was none."""
+    """Counter in the last heartbeat; None if the agent sent none."""
 
 
 def read_orphaned(run: RunPaths, group: str) -> Orphaned | None:
-    """Return the record, if there is one. Raises CorruptFileError, EnvironmentFailure."""
+    """Return the record of absent trainers; None without one.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
     path = run.orphaned(group)
     try:
         return documents.from_json(Orphaned, documents.read(path), path)
@@ -438,12 +452,12 @@ def write_orphaned(run: RunPaths, group: str, seen: Orphaned) -> None:
 
 
 def remove_orphaned(run: RunPaths, group: str) -> None:
-    """Remove the record, because the trainers are back."""
+    """Remove the record of absent trainers, because the trainers are back."""
     atomic.remove(run.orphaned(group))
 
 
 def is_orphaned(run: RunPaths, group: str) -> bool:
-    """Return whether tasks of the group have no trainers to work for.
+    """Return whether the trainers of a group's tasks are absent, according to the record.
 
     Raises CorruptFileError, EnvironmentFailure.
     """
@@ -457,12 +471,12 @@ def request_stop(run: RunPaths, number: int, by: str) -> None:
 
 
 def withdraw_stop(run: RunPaths, number: int) -> None:
-    """Remove the request. Raises EnvironmentFailure."""
+    """Remove the request to stop a submission. Raises EnvironmentFailure."""
     atomic.remove(run.submission_stop(number))
 
 
 def stop_requested_by(run: RunPaths, number: int) -> str:
-    """Return the user who wants the submission to stop; empty without a request.
+    """Return the user who requested that a submission stops; empty without a request.
 
     Raises CorruptFileError, EnvironmentFailure.
     """

@@ -354,7 +354,7 @@ class LeaderLock:
         if is_another(self._paths, holder.run):
             return Left.ENDED  # the holder runs another directory, of which this one is a copy
         try:
-            now = self._scheduler.row_of(holder.element)
+            now = self._scheduler.client.row_of(holder.element)
         except SchedulerError as error:
             logger.info("cannot ask Slurm whether %s runs: %s", holder.element, error)
             return None if self._beats(holder) else Left.UNKNOWN
@@ -432,8 +432,8 @@ def _put_back(link: Link, holder: Turn, scheduler: SlurmScheduler) -> bool:
     if continues(link) is Continue.NONE:
         return False
     try:
-        scheduler.throttle(link.job, 1)
-        scheduler.requeue(link.element)
+        scheduler.client.throttle(link.job, 1)
+        scheduler.client.requeue(link.element)
     except SchedulerError as error:
         logger.warning("this job waits, because it cannot be requeued: %s", error)
         return False

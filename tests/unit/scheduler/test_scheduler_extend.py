@@ -193,7 +193,7 @@ def test_upkeep_adds_no_tasks_after_a_concurrent_extension(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.running = ("41", 2)
-    with pytest.raises(UsageError, match="extended by another process in the meantime"):
+    with pytest.raises(UsageError, match="another process has just extended group"):
         keep_beside(run, slurm, "queue", monkeypatch)
     assert list(slurm.jobs) == ["41", "42"]
 

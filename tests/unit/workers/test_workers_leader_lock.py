@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -17,6 +18,7 @@ from slurmrl.run.history.state import end
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.chain import Link
+from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
 from slurmrl.workers.link import (
@@ -38,6 +40,7 @@ class Cluster(SlurmScheduler):
     """Knows how each element stands; remembers what it was asked to do."""
 
     def __init__(self, now: dict[str, QueueRow | None]) -> None:
+        self.client = cast(SlurmClient, self)
         self.now = now
         self.silent = self.refuses = False
         self.done: list[str] = []
