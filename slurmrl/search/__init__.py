@@ -1,5 +1,5 @@
 """Search for the layouts and settings with which a step of a configuration is fastest.
 
-`candidates` lists the possible layouts of each model, `best_layouts` combines them. The plan
-predicts seconds and memory.
+`candidates` lists the possible layouts of each model, and `best_layouts` combines them. The
+estimates of `plan` predict the seconds of a step and the memory.
 """

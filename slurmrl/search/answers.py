@@ -1,9 +1,10 @@
-"""The answers of a search, with changes of the result of training that the user allows.
+"""A search that may change the result of training, and the output of its answers.
 
-Each set of allowed changes makes a new configuration, which the plan checks. The search then runs
-on it as on the given one, so the defaults that follow from a change count as well.
+The user allows named changes (`CHANGES`). Each set of allowed changes makes a new configuration,
+which the plan checks and the search treats like the given configuration. Thus the answers include
+defaults that follow from a change.
 
-Answers are a table, JSON values, and the edited configuration.
+The output is a table, JSON values, or the edited configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.engine_rules import can
 from slurmrl.plan.estimates.call_costs import binary_size
 from slurmrl.plan.estimates.hardware import Hardware
-from slurmrl.plan.estimates.pass_seconds import Seconds
 from slurmrl.plan.estimates.step_seconds import StepSeconds
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings
@@ -34,40 +34,41 @@ from slurmrl.search.best_layouts import Answer, SearchRequest
 from slurmrl.search.best_layouts import search as search_layouts
 
 STALENESS: Final = "staleness"
-"""Rollout tasks generate during training, so completions may be one step old."""
+"""Name of the change by which rollout tasks generate during training. Completions may then be one
+step old."""
 PRECISION: Final = "precision"
-"""Models that compute in float32 compute in bfloat16."""
+"""Name of the change by which models in float32 compute in bfloat16."""
 CHANGES: Final = (PRECISION, STALENESS)
 MOST_REASONS: Final = 3
-"""Reasons that are named for a change without an answer."""
+"""Maximum number of reasons shown for a change without an answer."""
 BFLOAT16: Final = "bfloat16"
 MAX_STALENESS: Final = "rollout.tasks.max_staleness"
 Load: TypeAlias = Callable[[Mapping[str, Any]], Settings]
-"""Load the configuration with overrides; raise ConfigError if it cannot be submitted with them."""
+"""A function that loads the configuration with overrides (by dotted key), or raises ConfigError."""
 
 
 def named_changes(text: str | None) -> list[str]:
-    """Return the names in a list with commas; none without a value. Raises UsageError."""
+    """Return the names in the value of ``--allow``, a list with commas. Raises UsageError."""
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     if text is not None and not names:
-        raise UsageError(f"--allow names no change; allowed: {', '.join(CHANGES)}")
+        raise UsageError(f"--allow is empty; allowed changes: {', '.join(CHANGES)}")
     for name in names:
         if name not in CHANGES:
-            raise UsageError(f"--allow: no change '{name}'; {near(name, list(CHANGES))}")
+            raise UsageError(f"--allow: unknown change '{name}'; {near(name, list(CHANGES))}")
     return names
 
 
 class LearnedChange(NamedTuple):
-    """A change of a configuration."""
+    """A change of a configuration that may change the result of training."""
 
     settings: Mapping[str, Any]
-    """All its settings, by dotted key."""
+    """Values of all settings to change, by dotted key."""
     names: Mapping[str, str]
-    """The settings that change the result of training, with the name of the change."""
+    """Name of the change, by dotted key of each setting that changes the result of training."""
 
     @classmethod
     def together(cls, changes: Iterable[LearnedChange]) -> LearnedChange:
-        """Return one change that makes all ``changes``."""
+        """Return the change that combines all ``changes``."""
         settings, names = dict[str, Any](), dict[str, str]()
         for one in changes:
             settings |= one.settings
@@ -77,15 +78,15 @@ class LearnedChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Searched:
-    """The best combinations, and the allowed changes that are not among them."""
+    """The best combinations of settings, and the allowed changes that none of them makes."""
 
     answers: Sequence[Answer]
     unchanged: Answer | None = None
-    """The best answer with the same result of training; None if none fits."""
+    """The best answer with an unchanged result of training; None if no combination fits."""
     refused: Sequence[str] = ()
-    """Changes without an answer, each with the reason."""
+    """Allowed changes that no answer makes, each with the reason."""
     rejected: Sequence[str] = ()
-    """Reasons why a submission would reject combinations, some of which are faster."""
+    """Reasons why a submission would reject other combinations, some of which are faster."""
 
 
 def search(
@@ -98,11 +99,11 @@ def search(
 ) -> Searched:
     """Return the best combinations with and without the allowed changes.
 
-    ``plan`` and ``submit`` load the configuration with overrides, and raise ConfigError if it is
-    invalid. ``submit`` also raises it if the trial cannot be submitted, for example because it
-    does not fit into memory. ``allowed`` has names of `CHANGES`.
+    ``plan`` and ``submit`` load the configuration with overrides and raise ConfigError if it is
+    invalid. ``submit`` also rejects a trial that cannot be submitted, for example because it does
+    not fit into memory. ``allowed`` has names of `CHANGES`.
 
-    Raises UsageError if seconds cannot be predicted.
+    Raises UsageError if the seconds of a step cannot be predicted.
     """
     given = _CountingLoad(submit, {})
     answers = search_layouts(checked, request, given, progress)
@@ -152,23 +153,23 @@ def _marked(
 
 
 def _sets(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Yield all sets of at least one name, the smaller first."""
+    """Yield all sets of at least one name, the smaller sets first."""
     listed = list(names)
     for size in range(1, len(listed) + 1):
         yield from combinations(listed, size)
 
 
 def _change(checked: Settings, name: str, engines: Iterable[str]) -> LearnedChange | str:
-    """Return a change of the configuration, or why the configuration has it already.
+    """Return the change with a name, or the reason why it changes nothing.
 
-    New rollout tasks use one of the ``engines``, unless the configuration names another one.
+    New rollout tasks use one of the ``engines``, unless the configuration names an engine.
     """
     config = checked.config
     if name == STALENESS:
         tasks = config.rollout.tasks
         if tasks is not None and tasks.max_staleness:
             return (
-                f"rollout.tasks.max_staleness is {tasks.max_staleness} already, and a larger one "
+                f"rollout.tasks.max_staleness is {tasks.max_staleness} already, and a larger value "
                 "changes no predicted seconds (slurmrl simulate shows its effect)"
             )
         made: dict[str, Any] = {MAX_STALENESS: 1}
@@ -193,7 +194,7 @@ def _change(checked: Settings, name: str, engines: Iterable[str]) -> LearnedChan
 
 
 class _CountingLoad:
-    """Loads a configuration with overrides; counts successes and keeps reasons of rejections."""
+    """Loads a configuration with overrides, counts successes and keeps reasons of rejections."""
 
     def __init__(
         self, load: Load, given: Mapping[str, Any], reasons: list[str] | None = None
@@ -234,7 +235,7 @@ CAUSES: Final[Mapping[str, str]] = {
     "decode": "decoding (memory bandwidth)",
 }
 SHOWN: Final = 3
-"""Causes that are named of an answer."""
+"""Number of causes shown for an answer."""
 
 
 def document(
@@ -249,9 +250,9 @@ def document(
 ) -> Document:
     """Return the answers as a table.
 
-    ``given`` is the prediction of the given configuration, which ``fits`` into memory or not.
-    ``searched`` has the allowed changes; None if none are allowed. ``rejected`` has the reasons of
-    a submission against other combinations.
+    ``given`` is the prediction of the given configuration. ``fits`` says if this configuration fits
+    into memory. ``searched`` has the allowed changes; None if none are allowed. ``rejected`` has
+    reasons why a submission would reject other combinations.
     """
     refusal = "a submission would reject other combinations, some of them faster:"
     return Document(
@@ -260,8 +261,8 @@ def document(
             *_blocks(answers, given, hardware, searched, fits=fits),
             *([Lines(refusal, list(rejected))] if rejected else []),
         ],
-        subtitle=f"mean lengths: {request.mean.prompt:g} tokens of prompt, "
-        f"{request.mean.response:g} of completion",
+        subtitle=f"mean lengths: prompts {request.mean.prompt:g} tokens, "
+        f"completions {request.mean.response:g} tokens",
     )
 
 
@@ -294,16 +295,16 @@ def _blocks(
     yield Table(headings, rows, note=note)
     best = answers[0]
     lines = [f"{key}={_shown(value)}" for key, value in best.overrides.items()]
-    yield Lines("settings of 1:", lines or ["as given"])
+    yield Lines("settings of answer 1:", lines or ["as given"])
     if best.learned:
         learned = [f"{key} ({name})" for key, name in best.learned.items()]
-        yield Lines("1 changes the result of training:", [*learned, *best.follows])
+        yield Lines("answer 1 changes the result of training:", [*learned, *best.follows])
     if searched is not None:
         yield from _without_changes(best, searched)
     lines = [f"{number}: {limits(one.step)}" for number, one in enumerate(answers, 1)]
-    yield Lines("most of the time of each:", lines)
-    yield Lines(f"predictions: formulas and {hardware.source}")
-    yield Lines(f"their error: {hardware.error}")
+    yield Lines("largest parts of a step, by answer:", lines)
+    yield Lines(f"source of the predictions: formulas and {hardware.source}")
+    yield Lines(f"error of the predictions: {hardware.error}")
 
 
 def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
@@ -329,23 +330,23 @@ def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
 
 
 def _without_changes(best: Answer, searched: Searched) -> Iterator[Block]:
-    """Yield the best answer that changes nothing, and the changes without an answer."""
+    """Yield the best answer with an unchanged result, and the changes without an answer."""
     if searched.unchanged is None:
-        yield Lines("with the same result of training, no combination fits")
+        yield Lines("no combination with an unchanged result of training fits")
     elif best.learned:
         seconds = searched.unchanged.step.total
-        yield Lines(f"best with the same result of training: {seconds:.3g} s")
+        yield Lines(f"best with an unchanged result of training: {seconds:.3g} s")
     if searched.refused:
         yield Lines("allowed changes without an answer:", searched.refused)
 
 
 def changes(answer: Answer) -> str:
-    """The allowed changes that an answer makes."""
+    """Return the names of the allowed changes that an answer makes; ``-`` for none."""
     return "+".join(sorted(set(answer.learned.values()))) or "-"
 
 
 def limits(step: StepSeconds) -> str:
-    """The causes that take most of a step's seconds, with their shares."""
+    """Return the causes that take most of a step's seconds, with their shares."""
     total = sum(step.causes.values()) or 1.0
     first = list(step.causes.items())[:SHOWN]
     return ", ".join(f"{CAUSES.get(name, name)} {seconds / total:.0%}" for name, seconds in first)
@@ -361,7 +362,7 @@ def values(
     searched: Searched | None = None,
     rejected: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The answers as JSON values."""
+    """Return the answers as JSON values; `document` explains the arguments."""
     found: dict[str, Any] = {}
     if searched is not None:
         least = searched.unchanged
@@ -379,7 +380,7 @@ def values(
                 "gpu_seconds": one.gpu_seconds,
                 "backends": dict(one.backends),
                 "settings": dict(one.overrides),
-                "causes": _rounded(one.step.causes),
+                "causes": {cause: round(value, 6) for cause, value in one.step.causes.items()},
                 "gpu_bytes": one.fullest.size,
                 "learned": dict(one.learned),
                 "follows": list(one.follows),
@@ -394,10 +395,6 @@ def values(
     }
 
 
-def _rounded(seconds: Seconds) -> dict[str, float]:
-    return {cause: round(value, 6) for cause, value in seconds.items()}
-
-
 def _shown(value: object) -> str:
     return "null" if value is None else str(value)
 
@@ -407,10 +404,10 @@ GIVEN: Final = "set on the command line"
 
 
 def edited(text: str, given: Mapping[str, Any], answer: Answer, seconds: StepSeconds) -> str:
-    """Return a configuration file with the settings of an answer.
+    """Return the text of a configuration file with the settings of an answer.
 
-    ``given`` are the overrides of the command line, by dotted key; ``seconds``, the prediction with
-    these. Comments stay, and each changed line gets one.
+    ``given`` has the overrides of the command line by dotted key, and ``seconds`` is the prediction
+    with them. Keep the comments of the file, and add a comment to each changed line.
     """
     yaml = YAML()
     yaml.preserve_quotes = True
@@ -425,7 +422,7 @@ def edited(text: str, given: Mapping[str, Any], answer: Answer, seconds: StepSec
     yaml.dump(root, out)
     head = (
         f"# slurmrl search: {answer.step.total:.3g} s for a step on {answer.gpus} GPUs "
-        f"(as given: {seconds.total:.3g} s).\n# Most time: {limits(answer.step)}.\n"
+        f"(as given: {seconds.total:.3g} s).\n# Largest parts: {limits(answer.step)}.\n"
     )
     if answer.follows:
         head += f"# With these changes, {', '.join(answer.follows)}.\n"
@@ -435,7 +432,7 @@ def edited(text: str, given: Mapping[str, Any], answer: Answer, seconds: StepSec
 def _set(root: CommentedMap, keys: Sequence[str], value: object, reason: str) -> None:
     section = root
     for name in keys[:-1]:
-        section.fa.set_block_style()  # a comment inside {…} would end the line
+        section.fa.set_block_style()  # A comment inside {…} would hide the rest of the line.
         if not isinstance(section.get(name), CommentedMap):
             section[name] = CommentedMap()
         section = section[name]
@@ -445,7 +442,8 @@ def _set(root: CommentedMap, keys: Sequence[str], value: object, reason: str) ->
     if comment is None:
         section.yaml_add_eol_comment(reason, keys[-1])
         return
-    line, end, below = comment.value.partition("\n")  # the comments below belong to this token
+    # The token also contains the comment lines below the key.
+    line, end, below = comment.value.partition("\n")
     old = line.strip().removeprefix("#").strip().split("; ")
     parts = [*(part for part in old if part and not part.startswith((FOUND, GIVEN))), reason]
     comment.value = f"# {'; '.join(parts)}{end}{below}"

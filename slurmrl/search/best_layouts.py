@@ -1,8 +1,9 @@
-"""Combinations of candidates: the fastest ones that fit into the GPUs.
+"""The search for the fastest combinations of layouts that fit into the GPUs.
 
-The seconds of a step are sums over its models, or the larger sum if rollout tasks generate during
-the other calls. Combinations come in this order from a queue. The first ones that fit are the best.
-Nothing is random.
+A combination has one candidate for each model. The predicted seconds of a step are the sum over the
+models. If rollout tasks generate during the other calls, they are the larger of two sums. A queue
+yields the combinations in the order of their seconds, so the first combinations that fit are the
+best. The search is deterministic.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from slurmrl.search.candidates import Candidate, of_model
 
 Objective: TypeAlias = Literal["time", "cost"]
 MOST_COMBINATIONS: Final = 200_000
-"""Combinations that are tried for one way to use the GPUs."""
+"""Maximum number of combinations to try for one way to use the GPUs."""
 MOST_REJECTED: Final = 20
-"""Combinations of one way that fit into memory and that other checks reject."""
+"""Number of rejected combinations that fit into memory after which the search of a way stops."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class SearchRequest:
     """The numbers of GPUs, the lengths and the engines of a search."""
 
     gpus: tuple[int, ...]
-    """Numbers of GPUs of the trial, in which rollout tasks are included."""
+    """Total numbers of GPUs to try; each number includes the GPUs of rollout tasks."""
     mean: MeanTokens
     engines: frozenset[str]
-    """Engines that may be used, in addition to the engines of the configuration."""
+    """Engines to try in addition to the engines of the configuration."""
     objective: Objective = "time"
     results: int = 5
     gpu_seconds: float = math.inf
-    """Most GPU seconds of a step."""
+    """Maximum GPU seconds of a step."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,20 @@ class Answer:
 
     gpus: int
     overrides: Mapping[str, Any]
-    """The settings that differ from the configuration, by dotted key."""
+    """Values of the settings that differ from the configuration, by dotted key."""
     backends: Mapping[str, str]
-    """The layout of each model, and of generation."""
+    """Layout of each model and of generation, by name."""
     actor: Model
     step: StepSeconds
     fullest: Fullest
     learned: Mapping[str, str] = field(default_factory=dict)
-    """The settings of ``overrides`` that change the result of training, with the allowed change."""
+    """Name of the allowed change, by key of each override that changes the result of training."""
     follows: tuple[str, ...] = ()
-    """Settings of the algorithm whose defaults follow from these, in words."""
+    """Sentences about settings of the algorithm whose defaults follow from the changes."""
 
     @property
     def gpu_seconds(self) -> float:
-        """GPU seconds of a step."""
+        """Seconds of a step multiplied by the number of GPUs."""
         return self.gpus * self.step.total
 
 
@@ -87,16 +88,18 @@ class ModelPart(NamedTuple):
     gpus: int
     engines: list[str]
     generates: bool
-    """Whether its ranks also generate."""
+    """Whether the model's ranks also generate."""
 
 
 class GpuUse(NamedTuple):
-    """A way to use the GPUs: the trainers' GPUs, and the engine that generates."""
+    """A way to use the GPUs: the number of trainers' GPUs, and the engine that generates."""
 
     gpus: int
+    """Number of GPUs of the trial."""
     trainers: int
+    """Number of GPUs of the trainers."""
     generation: str
-    """A separate engine; empty if the actor's ranks generate."""
+    """Name of a separate engine for generation; empty if the actor's ranks generate."""
 
 
 def search(
@@ -106,12 +109,13 @@ def search(
     progress: Callable[[str], None] = lambda line: None,
     known: Sequence[Answer] = (),
 ) -> list[Answer]:
-    """Return the best combinations, the best first; ``known`` ones compete.
+    """Return the best of all combinations and of the ``known`` answers, the best first.
 
-    ``load`` reads the configuration with the overrides of a combination and makes all checks of a
-    submission; None: it cannot be submitted. ``progress`` gets a line for each way to use the GPUs.
+    ``load`` loads the configuration with a combination's overrides and runs all checks of a
+    submission; it returns None if a check fails. ``progress`` receives a line for each way to use
+    the GPUs.
 
-    Raises UsageError if seconds cannot be predicted.
+    Raises UsageError if the seconds of a step cannot be predicted.
     """
     _require_numbers(checked)
     found = list(known)
@@ -125,7 +129,7 @@ def search(
 
 
 def fits_into_memory(checked: Checked) -> bool:
-    """Return whether the estimate for the fullest GPU, with a margin, fits into its memory."""
+    """Return whether the estimate for the fullest GPU, plus a margin, fits into its memory."""
     limit, fullest = memory_bytes(checked.config.cluster), fullest_gpu(checked)
     return limit is None or fullest.size + fullest.margin <= limit
 
@@ -142,7 +146,7 @@ def _require_numbers(checked: Checked) -> None:
     if hardware_of(config.cluster) is None:
         raise UsageError(
             "the speed of these CPUs is unknown: measure it with slurmrl "
-            "profile-cluster, or remove cluster.gpus_per_worker=0 for predictions of GPUs"
+            "profile-cluster, or remove cluster.gpus_per_worker=0 to search layouts on GPUs"
             if on_cpus
             else "the search needs the type of the GPUs: set cluster.slurm.gpu_type, for example "
             "to h100, or cluster.hardware"
@@ -151,7 +155,7 @@ def _require_numbers(checked: Checked) -> None:
         kind = config.cluster.slurm.gpu_type
         gpus = f"GPUs of type {kind}" if kind else "these GPUs"
         raise UsageError(
-            f"the memory of {gpus} is not known: set cluster.gpu_memory, for example to 80G"
+            f"the memory of {gpus} is unknown: set cluster.gpu_memory, for example to 80G"
         )
     if predict_step(checked) is None:
         said = "the seconds of a step cannot be predicted: the architecture or a length is unknown"
@@ -160,7 +164,7 @@ def _require_numbers(checked: Checked) -> None:
 
 
 def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, str]:
-    """Better answers come first; of equal ones, those with fewer GPUs, then fewer changes."""
+    """Return the sorting key of an answer: its objective, then GPU seconds and changes."""
     first = answer.step.total if request.objective == "time" else answer.gpu_seconds
     return first, answer.gpu_seconds, len(answer.overrides), str(answer.overrides)
 
@@ -168,7 +172,7 @@ def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, s
 def ways(checked: Checked, request: SearchRequest, gpus: int) -> Iterator[GpuUse]:
     """Yield the ways to use a number of GPUs that do not change the result of training.
 
-    The use of rollout tasks never changes.
+    A configuration with rollout tasks keeps them, and a configuration without gets none.
     """
     config = checked.config
     own = _engine(config.rollout.backend)
@@ -188,9 +192,10 @@ def ways(checked: Checked, request: SearchRequest, gpus: int) -> Iterator[GpuUse
 
 
 def _splits(gpus: int) -> Iterator[int]:
-    """Yield GPUs for the trainers: eighths of all, and powers of two on either side.
+    """Yield numbers of GPUs for the trainers; rollout tasks use the rest.
 
-    Batches and heads are often multiples of powers of two.
+    The numbers are eighths of all GPUs, powers of two, and numbers that leave a power of two.
+    Powers of two often divide batches and heads.
     """
     parts = {gpus * eighths // 8 for eighths in range(1, 8)}
     powers = [2**power for power in range(gpus.bit_length()) if gpus <= 16 * 2**power]
@@ -199,7 +204,7 @@ def _splits(gpus: int) -> Iterator[int]:
 
 
 def _engine(backend: str) -> str:
-    """Return the engine that a layout runs on; empty without a layout."""
+    """Return the engine in a backend string; empty for an empty string."""
     return parse(backend).backend if backend.strip() else ""
 
 
@@ -210,7 +215,7 @@ def _best(
     found: Sequence[Answer],
     load: Callable[[Mapping[str, Any]], Settings | None],
 ) -> list[Answer]:
-    """Return the best answers of a scheme, as far as they are better than those found."""
+    """Return the best answers for one way to use the GPUs that may be better than ``found``."""
     start, parts = parts_of(checked, request, scheme)
     base = start.config
     lists = [
@@ -249,13 +254,14 @@ def _best(
 def parts_of(
     checked: Settings, request: SearchRequest, scheme: GpuUse
 ) -> tuple[Variant, list[ModelPart]]:
-    """Return the configuration with room for all GPUs, and the GPUs and engines of each model."""
+    """Return the configuration for one way to use the GPUs, and the models that it places."""
     start = _cleared(checked, scheme)
     parts = []
+    training = {engine for engine in request.engines if can(engine, "training")}
+    engines = sorted({*training, _engine(start.config.actor.backend)})
     for name in placed_models(start):
-        engines = sorted({*_training(request), _engine(start.config.actor.backend)})
         if name == ROLLOUTS and not scheme.generation:
-            continue  # only evaluations use this model
+            continue  # Only evaluations use this model.
         if name == ROLLOUTS:
             count = scheme.gpus - scheme.trainers or scheme.gpus
             parts.append(ModelPart(name, count, [scheme.generation], generates=False))
@@ -263,10 +269,6 @@ def parts_of(
         generates = name == "actor" and not scheme.generation and _generates(start)
         parts.append(ModelPart(name, scheme.trainers, engines, generates=generates))
     return start, parts
-
-
-def _training(request: SearchRequest) -> list[str]:
-    return [engine for engine in request.engines if can(engine, "training")]
 
 
 def _generates(checked: Checked) -> bool:
@@ -279,7 +281,7 @@ def _layouts(chosen: Sequence[Candidate]) -> dict[str, str]:
 
 
 def _possible(lists: Sequence[Sequence[Candidate]], limit: float) -> list[list[Candidate]]:
-    """The candidates that fit next to the smallest ones of the other models."""
+    """Return the candidates that fit next to the smallest candidates of the other models."""
     smallest = [
         min((one.memory.standing for one in each if one.name != ROLLOUTS), default=0)
         for each in lists
@@ -291,21 +293,21 @@ def _possible(lists: Sequence[Sequence[Candidate]], limit: float) -> list[list[C
 
 
 def _least_bytes(chosen: Sequence[Candidate]) -> int:
-    """A lower bound of the bytes on a GPU of the trainers: all models, and the largest call."""
+    """Return a lower bound of the bytes on a trainers' GPU: all models, and the largest call."""
     trainers = [one.memory for one in chosen if one.name != ROLLOUTS]
     computing = max((memory.computing for memory in trainers), default=0)
     return sum(memory.standing for memory in trainers) + computing
 
 
 def _main(backends: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """The layouts in which answers differ; other models follow with their best."""
+    """Return the layouts that distinguish answers: the actor's and the layout of generation."""
     return backends.get("actor"), backends.get(ROLLOUTS)
 
 
 def _least(chosen: Sequence[Candidate], *, apart: bool) -> float:
-    """A lower bound of a combination's seconds.
+    """Return a lower bound of a combination's seconds.
 
-    ``apart``: rollout tasks generate during the other calls.
+    With ``apart``, rollout tasks generate during the other calls.
     """
     tasks = sum(one.seconds for one in chosen if apart and one.name == ROLLOUTS)
     others = sum(one.seconds for one in chosen if not (apart and one.name == ROLLOUTS))
@@ -315,10 +317,10 @@ def _least(chosen: Sequence[Candidate], *, apart: bool) -> float:
 def _in_order(
     lists: Sequence[Sequence[Candidate]], *, apart: bool = False
 ) -> Iterator[tuple[Candidate, ...]]:
-    """Yield combinations of one candidate of each list, by their least seconds.
+    """Yield the combinations of one candidate of each list, in the order of `_least`.
 
-    Of equal ones, the smaller sum comes first. Each list is in the order of its candidates'
-    seconds.
+    Of equal combinations, the smaller sum of seconds comes first. The lists must be sorted by
+    their candidates' seconds.
     """
     if not all(lists):
         return
@@ -343,7 +345,7 @@ def _in_order(
 
 
 def _cleared(checked: Checked, scheme: GpuUse) -> Variant:
-    """The configuration with room for all GPUs, and with the engine that generates."""
+    """Return the configuration with the way's engine for generation and any number of hosts."""
     config = checked.config
     cluster = config.cluster.model_copy(update={"hosts": None})
     rollout = config.rollout
@@ -387,12 +389,12 @@ def _answer(
     chosen: Sequence[Candidate],
     request: SearchRequest,
 ) -> Answer | None:
-    """The prediction of a combination; None if it does not fit into the GPUs."""
+    """Return a combination with its prediction; None if it does not fit into the GPUs."""
     config = start.config
     models = {one.name: one.model for one in chosen if one.name != ROLLOUTS}
     actor = models["actor"]
     for use in uses_of(config, checked.algorithm):
-        if uses_base(config, use.role):  # the role is the actor without adapters: keep both alike
+        if uses_base(config, use.role):  # The role is the actor without adapters: copy its layout.
             same = {name: getattr(actor, name) for name in OWN}
             models[use.role] = config.model(use.role).model_copy(update=same)
     config = config.with_models(models)
@@ -420,7 +422,7 @@ def _answer(
 
 
 INHERITED: Final = ("backend", "max_tokens_per_microbatch", "recompute")
-"""Settings that other roles have from the actor. The last one concerns only trained roles."""
+"""Settings that other roles inherit from the actor. Only trained roles inherit the last setting."""
 
 
 def _overrides(
@@ -457,5 +459,5 @@ def _overrides(
 
 
 def _sizes(model: Model) -> dict[str, Any]:
-    """The fields of the section ``model`` that are set."""
+    """Return the fields of the section ``model`` that differ from their defaults."""
     return {} if model.model is None else model.model.model_dump(exclude_defaults=True)

@@ -1,4 +1,4 @@
-"""The layouts and settings that one model of a trial could have on a number of GPUs."""
+"""The layouts and settings that one model of a trial can have on a number of GPUs."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from slurmrl.plan.inherited_settings import FIELDS
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, layout_of
 
 MICROBATCHES: Final = (4096, 8192, 16384, 32768, 65536)
-"""Values of ``max_tokens_per_microbatch`` in addition to the value of the configuration."""
+"""Values of ``max_tokens_per_microbatch`` to try in addition to the configuration's value."""
 VIRTUAL: Final = (1, 2, 4)
-"""Virtual stages of a pipeline."""
+"""Numbers of virtual stages of a pipeline to try."""
 CHECKPOINTING: Final = ("off", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of one model, with its predicted seconds of a step and its memory."""
+    """Settings of one model, with its predicted seconds in a step and its memory."""
 
     name: str
     model: Model
-    """Section of the model; for generation, the actor's."""
+    """Section of the model; the actor's section for generation."""
     allocation: Allocation
     seconds: float
     memory: Memory
 
     @property
     def key(self) -> tuple[float, str]:
-        """The order of candidates: the fastest first, then by layout."""
+        """Sorting key of candidates: seconds, then layout and settings."""
         settings = f"{self.allocation} {self.model.max_tokens_per_microbatch}"
         return self.seconds, f"{settings} {self.model.recompute} {self.model.offload}"
 
@@ -62,9 +62,7 @@ def allocations(engine: str, gpus: int, *, largest_tp: int) -> Iterator[Allocati
     split = [AXIS_OF[letter] for letter in letters if letter not in "de"]
     for sizes in product(*(_divisors(gpus) for _ in split)):
         chosen = dict(zip(split, sizes, strict=True))
-        used = 1
-        for size in sizes:
-            used *= size
+        used = math.prod(sizes)
         if gpus % used or chosen.get("tp", 1) > largest_tp:
             continue
         full = {**dict.fromkeys(AXES, 1), **chosen, "dp": gpus // used}
@@ -88,10 +86,10 @@ def of_model(
     *,
     generates: bool = False,
 ) -> list[Candidate]:
-    """Return the candidates of a model that no other one beats in seconds and memory.
+    """Return the candidates of the plan's model ``name`` that are `unbeaten`.
 
-    Each layout of the actor and of generation keeps its own, because answers differ in these.
-    ``name`` is a model of the plan. ``generates``: its ranks also generate, if it is the actor.
+    For the actor and for generation, return the unbeaten candidates of each layout, because answers
+    differ in these layouts. With ``generates``, the model is the actor and its ranks also generate.
     """
     placed = placed_models(checked)[name]
     demand = demand_of(checked, name, placed)
@@ -125,7 +123,7 @@ def of_model(
 
 
 def least_memory(checked: Checked, name: str, gpus: int, engines: Iterable[str]) -> int | None:
-    """Return the bytes that a model needs at least on a GPU; None if no layout is possible."""
+    """Return the minimum bytes that a model needs on a GPU; None if no layout is possible."""
     demand = demand_of(checked, name, placed_models(checked)[name])
     if demand is None:
         return None
@@ -134,7 +132,7 @@ def least_memory(checked: Checked, name: str, gpus: int, engines: Iterable[str])
 
 
 def _calls(checked: Checked, name: str, *, generates: bool) -> list[Call]:
-    """The calls of a step on a model, with generation on the actor if its ranks generate."""
+    """Return the calls of a step on a model; the actor also generates with ``generates``."""
     names = [each for each in placed_models(checked) if not (generates and each == ROLLOUTS)]
     calls = checked.algorithm.calls(checked.config)
     return [call for call in calls if layout_of(call, names) == name]
@@ -160,7 +158,7 @@ def _variants(
     *,
     generates: bool,
 ) -> Iterator[MemoryDemand]:
-    """Yield the settings that fit the architecture and the batch."""
+    """Yield the demands of the settings that fit the architecture and the batch."""
     config, algorithm = checked.config, checked.algorithm
     lengths = lengths_of(config, algorithm, demand.shape)
     steps = algorithm.minibatches if demand.trained else 0
@@ -187,7 +185,7 @@ def _allowed(model: Model, allocation: Allocation, *, generates: bool) -> bool:
     engine = allocation.backend
     if model.implementation == HF:
         return not hf_problems(model, allocation, split=not BACKENDS[engine].serves)
-    if can(engine, "rollouts"):  # generation gets merged weights and needs no offloading
+    if can(engine, "rollouts"):  # Generation receives merged weights and needs no offloading.
         return True
     needs = {
         "adapters": model.lora is not None,
@@ -199,7 +197,7 @@ def _allowed(model: Model, allocation: Allocation, *, generates: bool) -> bool:
 
 
 def _models(demand: MemoryDemand, allocation: Allocation, name: str) -> Iterator[Model]:
-    """Yield a model's section with other settings that do not change the result of training."""
+    """Yield copies of a model's section with settings that do not change the result of training."""
     model = demand.model
     if name == ROLLOUTS:
         yield model.model_copy(update={"model": None})
@@ -230,7 +228,10 @@ def _models(demand: MemoryDemand, allocation: Allocation, name: str) -> Iterator
 
 
 def unbeaten(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates for which no other one is as fast and as small, the fastest first."""
+    """Return the candidates except those that are both slower and larger than another candidate.
+
+    The fastest comes first.
+    """
     kept: list[Candidate] = []
     for one in sorted(candidates, key=lambda each: each.key):
         if not any(_is_as_small(other.memory, one.memory) for other in kept):

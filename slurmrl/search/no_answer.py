@@ -12,21 +12,21 @@ from slurmrl.search.best_layouts import SearchRequest, parts_of, ways
 from slurmrl.search.candidates import least_memory
 
 MOST_SIZES: Final = 3
-"""Numbers of GPUs for which a reason is given."""
+"""Maximum number of GPU counts for which a reason is shown."""
 
 
 class _Obstacle(NamedTuple):
     """The first condition that a way to use the GPUs does not meet."""
 
     met: int
-    """Number of conditions that it meets."""
+    """Number of conditions that the way meets."""
     words: str
 
 
 def reasons(checked: Settings, request: SearchRequest, rejected: Sequence[str]) -> list[str]:
-    """Return a sentence for each number of GPUs, or what a submission would reject.
+    """Return a sentence about each number of GPUs, or ``rejected`` if it is not empty.
 
-    ``rejected`` has the reasons of rejected combinations that fit into memory.
+    ``rejected`` has the reasons why combinations that fit into memory cannot be submitted.
     """
     if rejected:
         return list(rejected)
@@ -45,7 +45,7 @@ def _placed(name: str, gpus: int) -> str:
 
 
 def _obstacles(checked: Settings, request: SearchRequest, gpus: int) -> Iterator[_Obstacle]:
-    """Yield the obstacle of each way to use a number of GPUs."""
+    """Yield an obstacle for each way to use a number of GPUs."""
     limit = memory_bytes(checked.config.cluster)
     yield _Obstacle(0, "no engine can run the models")
     for scheme in ways(checked, request, gpus):

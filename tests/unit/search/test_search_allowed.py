@@ -160,10 +160,10 @@ def test_table_names_the_changes_of_the_best_answer(
     for words in (
         "CHANGES",
         "precision+staleness",
-        "1 changes the result of training:",
+        "answer 1 changes the result of training:",
         "actor.dtype (precision)",
         "rollout.tasks.max_staleness (staleness)",
-        "best with the same result of training: ",
+        "best with an unchanged result of training: ",
     ):
         assert words in text
 
@@ -171,10 +171,10 @@ def test_table_names_the_changes_of_the_best_answer(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("stalenes", "no change 'stalenes'; did you mean 'staleness'"),
-        ("precision,batch", "no change 'batch'; allowed: precision, staleness"),
-        (",", "--allow names no change; allowed: precision, staleness"),
-        ("", "--allow names no change; allowed: precision, staleness"),
+        ("stalenes", "unknown change 'stalenes'; did you mean 'staleness'"),
+        ("precision,batch", "unknown change 'batch'; allowed: precision, staleness"),
+        (",", "--allow is empty; allowed changes: precision, staleness"),
+        ("", "--allow is empty; allowed changes: precision, staleness"),
     ],
 )
 def test_unknown_change_is_rejected(

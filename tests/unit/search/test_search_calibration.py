@@ -48,7 +48,7 @@ def test_lengths_and_seconds_of_a_trial_are_used(
     path = trial(tmp_path, tokens=64 * 400, prompt_length=100, response_length=300, **seconds)
     assert search(path, "--calibrate", "big/1") == 0
     shown = capsys.readouterr().out
-    assert "mean lengths: 100 tokens of prompt, 300 of completion" in shown
+    assert "mean lengths: prompts 100 tokens, completions 300 tokens" in shown
     line = next(line for line in shown.splitlines() if line.startswith("big/1: "))
     assert line.startswith("big/1: 30 s of calls were measured, ")
     predicted = float(line.split("measured, ")[1].split()[0])

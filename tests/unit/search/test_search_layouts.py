@@ -493,7 +493,7 @@ def test_longest_row_limits_prompts_if_the_configuration_does_not(
     assert found is not None
     assert len(row) <= found < 100
     assert f"  dataset.max_prompt_tokens={found}\n" in out
-    assert f"mean lengths: {found / 2:g} tokens of prompt" in out
+    assert f"mean lengths: prompts {found / 2:g} tokens" in out
     assert f"assumed: dataset.max_prompt_tokens={found} (no row of the data is longer)" in error
     assert run(capsys, config, "dataset.chat_template=true", "--gpus", 8, "--write", best)[0] == 0
     with_template = load(best).config.dataset.max_prompt_tokens
