@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
 from slurmrl.config.allocation import parse
-from slurmrl.config.schema import Config, Optimizer, role_key
+from slurmrl.config.schema import Config, role_key
 from slurmrl.config.schema.config import FOLLOWERS, ROLES
 from slurmrl.config.source import Source, dotted
 
@@ -61,7 +61,7 @@ MAY_CHANGE = frozenset(
     }
 )
 """Dotted keys (`*` is any string) that change how a run is executed, monitored or ended, but not
-its results. All keys below them belong to the set."""
+its results. The set includes all keys below these keys."""
 
 
 LAYOUT = frozenset(
@@ -84,7 +84,7 @@ LAYOUT = frozenset(
     }
 )
 """Dotted keys that change the number of ranks or the micro-batches, but not the mathematical
-result. They may change too; `consequences` reports the resulting differences."""
+result. A resumed trial may change them; `consequences` reports the resulting differences."""
 
 
 SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in SECTIONS)
@@ -96,7 +96,7 @@ class Difference(NamedTuple):
     """A setting that differs between two configurations."""
 
     key: str
-    """Dotted."""
+    """Dotted key of the setting."""
     before: str
     now: str
 
@@ -104,7 +104,7 @@ class Difference(NamedTuple):
 def differences(old: Config, new: Config) -> list[str]:
     """Return the settings that prevent a trial of ``old`` from continuing with ``new``.
 
-    One line for each, ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree.
+    A setting has a line such as ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``.
     """
     differing = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
     return [
@@ -121,7 +121,10 @@ def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
 
 
 def may_change() -> str:
-    """List the settings that may change, for a message. A setting of all models appears once."""
+    """Return a message part that lists the settings a resumed trial may change.
+
+    A setting of all models appears once.
+    """
     keys = MAY_CHANGE | LAYOUT | SCHEDULES
     of_models = {key.removeprefix("actor.") for key in keys if key.startswith("actor.")}
     others = keys - {f"{role}.{name}" for role in SECTIONS for name in of_models}
@@ -141,7 +144,7 @@ def _differing(old: Any, new: Any, key: str) -> list[Difference]:
 
 
 def _is_at_or_below(key: str, keys: frozenset[str]) -> bool:
-    """Whether ``keys`` has this dotted key or a section that contains it."""
+    """Return whether ``keys`` has a dotted key or a section that contains the key."""
     parts = key.split(".")
     above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(fnmatchcase(name, pattern) for name in above for pattern in keys)
@@ -158,10 +161,10 @@ WHERE: Final = ("backend", "gpus", "model")
 
 
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Add overrides that give critic and reference the actor's new layout.
+    """Return the overrides, with more overrides by which other roles follow the actor's layout.
 
-    This applies to roles that had the actor's layout and for which the overrides set no layout.
-    Also add the layout that another number of rollout tasks needs.
+    A role follows if it had the actor's layout and the overrides set no layout for it. Also add the
+    layout that a new number of rollout tasks needs.
     """
     added = _for_other_tasks(config, overrides)
     if not _moves("actor", overrides):
@@ -188,8 +191,8 @@ def _for_other_tasks(config: Config, overrides: Sequence[str]) -> list[str]:
 def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
     """Return overrides that keep the data types with which a trial of ``old`` began.
 
-    They cover data types that the configuration does not set, because defaults depend on the hosts
-    and on slurmrl's version.
+    Only data types that the configuration does not set need overrides: their defaults depend on the
+    hosts and on slurmrl's version.
     """
     overrides = []
     for role in old.roles:
@@ -211,12 +214,12 @@ def _moves(role: str, overrides: Sequence[str]) -> bool:
 
 
 def consequences(old: Config, new: Config) -> list[str]:
-    """Describe the properties that a changed layout preserves or loses.
+    """Return lines for the user about properties that a changed layout preserves or loses.
 
-    Return lines for the user; none if the layout is the same.
+    Return no lines if the layout is the same.
     """
     changed = changes(old, new, LAYOUT)
-    if new.rollout.tasks is not None:  # tasks do not belong to the trainers' layout
+    if new.rollout.tasks is not None:  # Rollout tasks do not belong to the trainers' layout.
         changed = [change for change in changed if not change.key.startswith("rollout.")]
     if not changed:
         return []
@@ -232,7 +235,7 @@ def consequences(old: Config, new: Config) -> list[str]:
 
 
 def _ranks(config: Config) -> dict[str, int]:
-    """Return the ranks of each role in a checkpoint, which has a random state for each rank."""
+    """Return the number of ranks of each role that is in a checkpoint."""
     models = {role: config.find_model(role) for role in config.roles}
     return {
         role: parse(model.backend).world_size
@@ -244,16 +247,15 @@ def _ranks(config: Config) -> dict[str, int]:
 def moved_schedules(
     old: Config, new: Config, *, trained: Mapping[str, int], step: int, optimizer_steps: int
 ) -> list[str]:
-    """Describe how learning rates of ``trained`` roles change if the trial resumes after ``step``.
+    """Return lines for the user about learning rates that change if the trial resumes after a step.
 
-    Return lines for the user; none if the rates do not change. ``trained`` gives, for each role,
-    the number of first steps that do not train it. Each further step has ``optimizer_steps``
-    optimizer steps.
+    ``trained`` has each trained role and the number of first steps that do not train the role. Each
+    later step has ``optimizer_steps`` optimizer steps.
     """
     lines = []
     old_steps, new_steps = old.total_steps or 0, new.total_steps or 0
     for role, untrained_steps in trained.items():
-        before, now = _optimizer(old, role), _optimizer(new, role)
+        before, now = old.model(role).optimizer, new.model(role).optimizer
         ends = before.last_step((old_steps - untrained_steps) * optimizer_steps) + 1
         moved = now.last_step((new_steps - untrained_steps) * optimizer_steps) + 1
         if now.schedule == "constant" or moved == ends:
@@ -267,7 +269,3 @@ def moved_schedules(
             f"set {dotted(role_key(role))}.optimizer.schedule_steps={ends} to keep it"
         )
     return lines
-
-
-def _optimizer(config: Config, role: str) -> Optimizer:
-    return config.model(role).optimizer

@@ -85,7 +85,7 @@ class Chapter:
     section: type[BaseModel]
     places: list[KeyPath]
     page: str
-    """Name of its page, without a folder."""
+    """Name of the section's page, without folder and suffix."""
 
 
 def pages(algorithms: Mapping[str, type[BaseModel]], environment: str) -> dict[str, str]:
@@ -125,7 +125,7 @@ def pages(algorithms: Mapping[str, type[BaseModel]], environment: str) -> dict[s
 
 
 def by_schema(algorithms: Mapping[str, type[BaseModel]]) -> dict[type[BaseModel], list[str]]:
-    """Return the names of algorithms by their schemas."""
+    """Return the names of the algorithms that share a schema, by schema."""
     found: dict[type[BaseModel], list[str]] = {}
     for name, schema in algorithms.items():
         found.setdefault(schema, []).append(name)
@@ -135,7 +135,7 @@ def by_schema(algorithms: Mapping[str, type[BaseModel]]) -> dict[type[BaseModel]
 def _chapters(
     schema: type[BaseModel], path: KeyPath, found: dict[type[BaseModel], Chapter]
 ) -> dict[type[BaseModel], Chapter]:
-    """Return a chapter for each section class below ``schema``, on the page of its first place."""
+    """Return a chapter for each section class below ``schema``; its first place sets the page."""
     for one in facts_of(schema, path):
         if one.section is not None:
             page = "algorithm" if path[:1] == ("algorithm",) else str(one.path[0])
@@ -192,7 +192,7 @@ def _body(
 
 
 def _link(one: KeyFacts, chapters: Mapping[type[BaseModel], Chapter], page: str) -> str:
-    """Return the line about a section, for the page of the section that contains it."""
+    """Return the line about a section, for the page of its enclosing section."""
     assert one.section is not None
     chapter = chapters[one.section]
     there = "" if chapter.page == page or page.startswith("algorithm") else f"{chapter.page}.md"
@@ -226,7 +226,7 @@ def _code(path: KeyPath) -> str:
 
 
 def _slug(path: KeyPath) -> str:
-    """Return the anchor of a heading that is a path in backticks, as GitHub and mkdocs make it."""
+    """Return the anchor that GitHub and mkdocs make for a heading that is a path in backticks."""
     return re.sub(r"[^\w-]", "", ".".join(map(str, path)).lower())
 
 

@@ -30,7 +30,7 @@ from slurmrl.fsio.documents import SIZE, Fields, each
 
 PREFIX: Final = "hf://"
 CACHE: Final = ".hub"
-"""Folder of the cache, next to the folders of experiments (whose names do not begin with a dot)."""
+"""Folder of the cache, next to the experiments' folders, whose names do not begin with a dot."""
 DEFAULT_REVISION: Final = "main"
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
@@ -41,7 +41,7 @@ _FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".t
 
 
 class HubKind(StrEnum):
-    """Kind of repository; also the folder of the cache."""
+    """The kind of a repository, which is also the name of its folder in the cache."""
 
     DATASET = "datasets"
     MODEL = "models"
@@ -53,11 +53,11 @@ class HubKind(StrEnum):
 class HubReference:
     kind: HubKind
     repository: str
-    """``org/name``."""
+    """Name of the repository: ``org/name``."""
     revision: str = DEFAULT_REVISION
     """A branch, a tag or a commit."""
     subset: str | None = None
-    """Subset of a dataset that has several."""
+    """Subset of a dataset that has several subsets."""
 
     def __str__(self) -> str:
         return f"{PREFIX}{self.repository}@{self.revision}"
@@ -70,11 +70,11 @@ class HubReference:
         return cache / self.kind / name
 
     def folder(self, cache: Path, commit: str) -> Path:
-        """Return the folder of a commit. It appears complete, by a rename."""
+        """Return the folder of a commit, which a rename puts in place when it is complete."""
         return self.home(cache) / commit
 
     def mark(self, cache: Path, commit: str) -> Path:
-        """Return the empty file that records that the revision once meant this commit."""
+        """Return the path of the empty file that records that the revision meant this commit."""
         return self.home(cache) / "revisions" / quote(self.revision, safe="") / commit
 
     def commits(self, cache: Path) -> Sequence[str]:
@@ -94,9 +94,9 @@ class HubReference:
 
 
 def of_folder(folder: Path, cache: Path, subset: str | None = None) -> HubReference | None:
-    """Return a reference to the commit that a folder of a cache has; ``subset`` is of a dataset.
+    """Return a reference to the commit in a folder of the cache; None for any other folder.
 
-    Return None for a folder outside a cache.
+    ``subset`` is the subset of a dataset that has several.
     """
     parts = folder.relative_to(cache).parts if folder.is_relative_to(cache) else ()
     if len(parts) != 3 or parts[0] not in [*HubKind] or not COMMIT.fullmatch(parts[2]):
@@ -120,13 +120,13 @@ def parse(text: str, kind: HubKind, subset: str | None = None) -> HubReference:
 
 
 def is_plain(text: str, path: Path) -> bool:
-    """Return whether a string is a repository ``org/name``: neither ``path`` nor ``org`` exists."""
+    """Return whether a string is ``org/name``, and neither ``path`` nor its folder exists."""
     named = _PLAIN.fullmatch(text) is not None and not text.endswith(_FILES)
     return named and not path.exists() and not path.parent.is_dir()
 
 
 FIELDS: Final[Fields] = {"files": each(SIZE)}
-"""Fields of the list: bytes of each file by its path in the folder."""
+"""Fields of the list of a folder's files: the size in bytes of each file, by its relative path."""
 
 
 def list_file(folder: Path) -> Path:
@@ -134,7 +134,7 @@ def list_file(folder: Path) -> Path:
 
 
 def record(made: Path, folder: Path) -> None:
-    """Write the list of a new folder's files before it gets its place at ``folder``.
+    """Write the list of the files in the new folder ``made``, which will move to ``folder``.
 
     Raises EnvironmentFailure.
     """
@@ -144,9 +144,9 @@ def record(made: Path, folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """Return the defects of a folder, as the end of a sentence about it; empty if it is complete.
+    """Return the defect of a folder, as the end of a sentence; empty for a complete folder.
 
-    Raises EnvironmentFailure if its list cannot be read.
+    Raises EnvironmentFailure if the list of its files cannot be read.
     """
     if not folder.is_dir():
         return "is missing"
@@ -157,8 +157,8 @@ def damage(folder: Path) -> str:
     lost = [name for name, size in files.items() if _size(folder / name) != size]
     if not lost:
         return ""
-    more = f" and {len(lost) - 1} more files" if len(lost) > 1 else ""
-    return f"is incomplete: {lost[0]}{more} missing or cut off"
+    more = f" and {len(lost) - 1} more files are" if len(lost) > 1 else " is"
+    return f"is incomplete: {lost[0]}{more} missing or truncated"
 
 
 def _size(path: Path) -> int | None:
@@ -186,7 +186,7 @@ class HubCache:
     def pinned(self, reference: HubReference, before: str | None) -> HubReference:
         """Return the commit whose folder a trial used ``before``.
 
-        If the revision has never been that commit, return the reference as it is.
+        If the revision has never meant that commit, return the reference unchanged.
         """
         for commit in reference.commits(self.folder):
             if str(reference.folder(self.folder, commit)) == before:
@@ -194,7 +194,7 @@ class HubCache:
         return reference
 
     def newest(self, reference: HubReference) -> Path | None:
-        """Return the newest complete folder of the revision, without a request to the hub."""
+        """Return the newest complete folder of the revision in the cache; None without one."""
         commits = reference.commits(self.folder)
         folders = (reference.folder(self.folder, commit) for commit in commits)
         return next((folder for folder in folders if not damage(folder)), None)
@@ -202,8 +202,8 @@ class HubCache:
     def fetch(self, reference: HubReference) -> Path:
         """Return the folder of the commit that the revision means on the hub now.
 
-        A commit is fetched once, and again if its folder has lost files. If the hub cannot be
-        reached, the previously fetched commit is used.
+        Fetch a commit once, and again if its folder has lost files. If the hub cannot be reached,
+        return the folder of the last fetched commit.
         """
         known = self.newest(reference)
         if known is not None and reference.is_commit:
@@ -244,7 +244,7 @@ class HubCache:
 def _environment(home: Path) -> dict[str, str]:
     """Return the user's environment, from which the hub's library takes the token.
 
-    The library writes only to the cache, because a home directory may be small.
+    Variables make the library write only to the cache, because a home directory may be small.
     """
     place = home / "fetching"
     return {

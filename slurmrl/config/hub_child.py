@@ -1,8 +1,9 @@
 """The child process that fetches a repository.
 
-It downloads one commit into ``<home>/fetching``, or resumes an interrupted download. It turns this
-into ``<home>/<commit>.<pid>`` and renames it to ``<home>/<commit>``. ``<commit>.json`` next to it
-lists its files. Progress is shown on stderr.
+It downloads one commit into ``<home>/fetching``, or resumes an interrupted download. From the
+download it makes the folder ``<home>/<commit>.<pid>`` and renames the folder to
+``<home>/<commit>``. ``<home>/<commit>.json`` lists the files of the folder. The library shows its
+progress on stderr.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ PATTERNS: Final = {
     HubKind.TOKENIZER: OF_TOKENIZERS,
     HubKind.MODEL: (*OF_TOKENIZERS, "*.json", "*.safetensors"),
 }
-"""Files that are fetched from a repository, by its kind; datasets are fetched whole."""
+"""Patterns of the files to fetch, by kind of repository; all files of datasets are fetched."""
 LEFT_OUT: Final = ("*/*", "consolidated*.safetensors")
-"""Files that are not fetched: other forms of the same weights."""
+"""Patterns of files that have the same weights in another form and are not fetched."""
 SIGN_IN: Final = "set HF_TOKEN, or sign in with: hf auth login"
 
 
 class RepositoryFetcher:
     """Fetches one commit of a repository.
 
-    :raises UsageError: the repository cannot be used.
-    :raises EnvironmentFailure: the folder cannot be written.
+    Methods raise UsageError if the repository cannot be used, EnvironmentFailure if the folder
+    cannot be written.
     """
 
     def __init__(self, reference: HubReference, home: Path) -> None:
@@ -50,10 +51,7 @@ class RepositoryFetcher:
         self._endpoint = constants.ENDPOINT
 
     def fetch(self) -> str:
-        """Make the folder of the revision's newest commit unless it is complete.
-
-        Return the commit.
-        """
+        """Make the folder of the revision's newest commit unless complete; return the commit."""
         from huggingface_hub import HfApi
 
         reference = self._reference
@@ -89,7 +87,7 @@ class RepositoryFetcher:
         try:
             os.rename(made, target)
         except OSError:
-            if damage(target):  # unless another process was first
+            if damage(target):  # Otherwise another process has just made the same folder.
                 raise
         shutil.rmtree(old, ignore_errors=True)
 
@@ -123,11 +121,11 @@ class RepositoryFetcher:
             source = os.path.realpath(snapshot / name)
             try:
                 os.link(source, made / name)
-            except OSError:  # the file system has no links
+            except OSError:  # The file system supports no hard links.
                 shutil.copyfile(source, made / name)
 
     def _save_rows(self, snapshot: str, made: Path) -> None:
-        """Find the files of the subset and its splits by `datasets`, and convert them."""
+        """Load the subset with the library ``datasets``, and save its splits to a folder."""
         try:
             import datasets
         except ImportError as error:
@@ -150,12 +148,12 @@ class RepositoryFetcher:
 
     @property
     def _url(self) -> str:
-        """Return the address of the repository's web page."""
+        """Address of the repository's web page."""
         folder = "datasets/" if self._type == "dataset" else ""
         return f"{self._endpoint}/{folder}{self._reference.repository}"
 
     def explained(self) -> dict[str, str]:
-        """Return the reply: ``commit``, ``unreachable`` or ``error``."""
+        """Fetch the commit; return a reply with ``commit``, ``unreachable`` or ``error``."""
         import httpx2
         from huggingface_hub import errors
 
@@ -189,7 +187,7 @@ class RepositoryFetcher:
 
 
 def replies(request: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield the reply to a reference and the folder of its repository, ``home``."""
+    """Yield the reply to a request with a reference's fields and ``home``, the target folder."""
     os.umask(0o077)
     values = {key: value for key, value in request.items() if key != "home"}
     reference = HubReference(**{**values, "kind": HubKind(values["kind"])})

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from slurmrl.config.problems import descriptions, keys, names_sections, section_of
+from slurmrl.config.problems import descriptions, keys, names_sections, section_of, types
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import IsHubPath, IsPath, Unit
 from slurmrl.config.source import KeyPath
@@ -55,17 +55,17 @@ class KeyFacts:
     default: str
     """Default in YAML or in words; `REQUIRED` if there is none."""
     meaning: str
-    """Markdown."""
+    """Meaning of the key in Markdown."""
     example: str
-    """Value in YAML; empty for a mapping without an example."""
+    """Example value in YAML; empty for a mapping without an example."""
     unit: str = ""
     values: tuple[str, ...] = ()
-    """Allowed values, if they are few."""
+    """Allowed values of a type with few values."""
     section: type[BaseModel] | None = None
     named: bool = False
     """Whether the value is a mapping from names to sections."""
     presets: Mapping[str, str] = field(default_factory=dict)
-    """Other defaults, by the value of ``algorithm.name`` that sets them."""
+    """Default for each value of ``algorithm.name`` that changes the default."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class KeyFacts:
 
     @property
     def defaults(self) -> str:
-        """Return the default, and each other default with the algorithms that set it."""
+        """The default, and each other default with the algorithms that set it."""
         others: dict[str, list[str]] = {}
         for name, value in self.presets.items():
             others.setdefault(value, []).append(f"`{name}`")
@@ -86,22 +86,22 @@ class KeyFacts:
 
     @property
     def brief(self) -> str:
-        """Type without bounds and choices."""
+        """Type of the value without bounds and choices."""
         kind = "string" if self.kind.startswith("one of") else self.kind
         return _DETAIL.split(kind, maxsplit=1)[0]
 
     @property
     def inside(self) -> KeyPath:
-        """Path of the section's keys."""
+        """Path under which the keys of the section are found."""
         return (*self.path, NAMED) if self.named else self.path
 
 
 def facts_of(
     section: type[BaseModel], path: KeyPath = (), presets: Mapping[str, Any] | None = None
 ) -> list[KeyFacts]:
-    """Return the facts of each key of a section, in its order.
+    """Return the facts of each key of a section, in the order of the schema.
 
-    ``presets`` has the settings of that section by names of algorithms.
+    ``presets`` has the settings of the section by name of an algorithm.
     """
     texts = descriptions(section)
     return [
@@ -157,7 +157,7 @@ def _facts(
 def parts_of(docstring: str) -> tuple[str, str, str]:
     """Return the meaning, the default in words and the example of a docstring.
 
-    A part that it lacks is empty.
+    A missing part is an empty string.
     """
     text = "\n".join(line.strip() if line.strip() else "" for line in docstring.strip().split("\n"))
     example = ""
@@ -182,12 +182,12 @@ def _default(one: FieldInfo, null_means: str) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return JSON, which is YAML."""
+    """Return a value as JSON, which is valid YAML."""
     return json.dumps(value)
 
 
 def _example(one: FieldInfo, values: Sequence[str]) -> str:
-    """Return the default if it is informative, else one of the allowed values if they are few."""
+    """Return the default if it is informative, else the first of few allowed values."""
     default = None if one.is_required() else one.get_default(call_default_factory=True)
     if default not in (None, "", (), {}) and not isinstance(default, BaseModel):
         return _yaml(default)
@@ -202,7 +202,7 @@ def _unit(name: str, one: FieldInfo) -> str:
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """Yield the marks of the types that are in a union with null."""
+    """Yield the marks of the types in a union such as ``PositiveInt | None``."""
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
     elif get_origin(annotation) in (Union, UnionType):
@@ -211,20 +211,16 @@ def _marks(annotation: Any) -> Iterator[Any]:
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Return the values of a type with few of them, as they are written in YAML."""
-    if annotation is bool:
-        return ("true", "false")
-    if get_origin(annotation) is Literal:
-        return tuple(map(str, get_args(annotation)))
-    if get_origin(annotation) is Annotated:
-        return choices(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(value for each in get_args(annotation) for value in choices(each))
-    return ()
+    """Return the allowed values of a type with few values, as in YAML; empty for other types."""
+    found: list[str] = []
+    for kind in types(annotation):
+        found += ("true", "false") if kind is bool else ()
+        found += map(str, get_args(kind)) if get_origin(kind) is Literal else ()
+    return tuple(found)
 
 
 def kind_of(annotation: Any, marks: Sequence[Any] = (), *, plural: bool = False) -> str:
-    """Return the type of a value in YAML's words; the default says whether it may be null."""
+    """Return the type of a value in YAML's words, such as ``list of strings``, except null."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kind_of(arguments[0], (*arguments[1:], *marks), plural=plural)
@@ -264,7 +260,7 @@ def _number(value: float) -> str:
 
 
 def _limits(marks: Sequence[Any]) -> Iterator[Any]:
-    """Yield the bounds in a list of annotations; one ``Field(...)`` may contain several bounds."""
+    """Yield the bounds in a list of annotations; a ``Field(...)`` may contain several bounds."""
     for mark in marks:
         if isinstance(mark, FieldInfo):
             yield from _limits(mark.metadata)
@@ -273,7 +269,7 @@ def _limits(marks: Sequence[Any]) -> Iterator[Any]:
 
 
 def nested(path: KeyPath, value: str) -> str:
-    """Return YAML in which a key has a value, both as text."""
+    """Return YAML that sets the key at ``path`` to a value, which is YAML too."""
     parts = [str(part) for part in path]
     lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(parts)]
     return "\n".join(lines) + (f" {value}" if value else "")
@@ -285,9 +281,9 @@ def find(
     prefix: KeyPath = (),
     presets: Mapping[str, Any] | None = None,
 ) -> KeyFacts | None:
-    """Return the facts of the key at ``path`` in a schema; None if it has no such key.
+    """Return the facts of the key at ``path`` in a schema; None for an unknown key.
 
-    A part of the schema's path that is a name of the user's choice matches any string.
+    If the user chooses a name in the path, any string matches this part of the path.
     """
     own = {one.name: one for one in facts_of(schema, prefix, presets)}
     one, rest = own.get(str(path[0])), path[1:]
@@ -307,8 +303,7 @@ def find(
 def children(parent: KeyPath, algorithms: Sequence[type[BaseModel]]) -> list[KeyFacts]:
     """Return the keys of the section at ``parent``; none if there is no such section.
 
-    ``algorithms`` are the schemas of the ``algorithm`` section. This section has the keys of all of
-    them.
+    ``algorithms`` has the schemas of the ``algorithm`` section, which has the keys of all schemas.
     """
     if parent[:1] != ("algorithm",):
         one = find(Config, parent) if parent else None

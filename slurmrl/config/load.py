@@ -1,7 +1,7 @@
 """Read, validate and write the configuration.
 
-Overrides of the command line (``dotted.key=value``) replace values of the file, and a site profile
-supplies missing values. The type of a setting decides how a value is read: strings keep their
+Overrides on the command line (``dotted.key=value``) replace values of the file, and a site profile
+supplies missing values. The type of a setting decides how its value is read: strings keep their
 spelling, and paths may contain variables.
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import Any, Final, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -24,7 +24,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from slurmrl import log
 from slurmrl.config import hub
-from slurmrl.config.problems import drop_removed, keys, problems_from, section_at
+from slurmrl.config.problems import drop_removed, keys, problems_from, section_at, types
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config, Profile
 from slurmrl.config.schema.base import HasVariables, IsHubPath, IsPath
@@ -49,7 +49,7 @@ logger = log.get(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 Derive: TypeAlias = Callable[[Source], None]
-"""Function that changes a file's values, in place, into another configuration."""
+"""A function that changes the values of a file in place."""
 
 
 def load(
@@ -58,11 +58,10 @@ def load(
     derive: Derive | None = None,
     profile: Path | None = None,
 ) -> Source:
-    """Read a file, put a site ``profile`` under it, and apply the overrides.
+    """Read a file, add missing values from a site ``profile``, and apply the overrides.
 
     If given, ``derive`` changes the merged values before the overrides apply. Raises ConfigError if
-    a file cannot be read. ``parse`` reports all other problems, which are collected in
-    ``problems``.
+    a file cannot be read. Other problems are in `Source.problems`, and `parse` reports them.
     """
     source = read(path)
     if profile is not None:
@@ -86,8 +85,8 @@ def load_profile(path: Path) -> Profile:
 def put_under(source: Source, profile: Path) -> None:
     """Add values of a site profile to a configuration that does not set them.
 
-    If the profile has problems, add only these. Raises ConfigError and OwnershipError if the
-    profile cannot be read.
+    If the profile has problems, add only its problems. Raises ConfigError and OwnershipError if
+    the profile cannot be read.
     """
     below, _ = _read_profile(profile)
     source.profile = profile
@@ -125,7 +124,7 @@ def _merge(
 
 
 def _clear(values: dict[str, Any], schema: type[BaseModel]) -> None:
-    """Remove each null whose setting has a default but allows no null; then the default applies."""
+    """Remove nulls from settings that allow no null and have a default, which then applies."""
     for name, field in schema.model_fields.items():
         value = values.get(name)
         kinds = {field.annotation, *get_args(field.annotation)}
@@ -152,8 +151,8 @@ def validate(
 ) -> tuple[M | None, list[Problem]]:
     """Check the values at ``prefix`` against a schema.
 
-    If there are problems, return them and, if possible, a valid model with defaults in place of the
-    wrong values. Further checks can then run, and all problems are reported together.
+    Return a model and the problems. With problems, the model has defaults in place of wrong values,
+    so that further checks can run, or it is None if that is impossible.
     """
     values = source.values
     for part in prefix:
@@ -174,7 +173,7 @@ def validate(
 
 
 def load_resolved(path: Path) -> Config:
-    """Read back what ``dump`` wrote.
+    """Return the configuration in a file that `dump` wrote.
 
     Raises ConfigError for invalid content, EnvironmentFailure if the file cannot be read.
     """
@@ -197,9 +196,9 @@ def dump(config: Config) -> str:
 
 
 def _writable(value: Any) -> Any:
-    """Return the values with lists for tuples, and with quotes around strings that need quotes.
+    """Return the values with lists in place of tuples, and with quotes around some strings.
 
-    Strings with line breaks of YAML 1.1 or control characters need quotes.
+    Strings with line breaks or control characters need quotes in YAML 1.1.
     """
     if isinstance(value, dict):
         return {_writable(key): _writable(item) for key, item in value.items()}
@@ -211,7 +210,7 @@ def _writable(value: Any) -> Any:
 
 
 def _remove(values: Any, location: KeyPath) -> None:
-    """Remove the value at a location, or the list that contains it."""
+    """Remove the value at a location, or the list that contains the value."""
     for part in location[:-1]:
         below = values.get(part)
         if not isinstance(below, dict):
@@ -248,7 +247,7 @@ def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
 
 
 def paths_in(model: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the paths of a model, with their keys."""
+    """Yield the key and the value of each setting of a model that is a path."""
     for name, field in type(model).model_fields.items():
         value, here = getattr(model, name), (*prefix, name)
         if isinstance(value, BaseModel):
@@ -267,7 +266,7 @@ def paths_in(model: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, 
 
 
 def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> str:
-    """Return the absolute path, or a hub reference for ``org/name`` if no such path exists."""
+    """Return the absolute path, or a hub reference if ``text`` is ``org/name`` and not a path."""
     if not text or (may_be_hub and text.startswith(hub.PREFIX)):
         return text
     if scheme := re.match(r"([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE):
@@ -304,12 +303,12 @@ _KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 
 
 def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
-    """Apply the overrides; if a key occurs twice, the last override counts.
+    """Apply the overrides in order, so that the last override of a key counts.
 
-    A value is parsed as YAML, so ``a.b=[1, 2]`` is a list and ``a.b=`` is null; a whole section
-    replaces the file's. A string setting takes the characters as they are written: ``trial=007``,
-    ``dataset.prompt_template={question}``. Only null clears it, and quotes around the entire value
-    are removed. Errors are added to the source's problems.
+    A value is parsed as YAML: ``a.b=[1, 2]`` is a list, and ``a.b=`` is null. A value that is a
+    section replaces the section of the file. A string setting takes the value literally, except
+    null and quotes around the entire value: ``trial=007``, ``dataset.prompt_template={question}``.
+    Add errors to the source's problems.
     """
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -351,7 +350,7 @@ def _is_quoted(node: Node | None, text: str) -> bool:
 
 
 def _is_text(path: KeyPath) -> bool:
-    """Return whether a setting is a string, so that 007 and no are strings too."""
+    """Return whether a setting is a string, so that 007 and no are not parsed as YAML."""
     owner = section_at(Config, path[:-1])
     field = dict(keys(owner)).get(str(path[-1])) if owner else None
     return field is not None and set(types(field.annotation)) - {type(None)} == {str}
@@ -374,7 +373,7 @@ def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
 
 
 def _forget(source: Source, path: KeyPath) -> None:
-    """Remove the marks of the replaced value: its line numbers do not apply to the new one."""
+    """Remove the marks of a replaced value, whose line numbers do not apply to the new value."""
     for old in [mark for mark in source.marks if mark[: len(path)] == path]:
         del source.marks[old]
 
@@ -382,10 +381,10 @@ def _forget(source: Source, path: KeyPath) -> None:
 def as_written(
     schema: type[BaseModel], values: Any, source: Source, prefix: KeyPath
 ) -> tuple[Any, list[Problem]]:
-    """Return a copy of the values at ``prefix`` as the user wrote them, with the problems.
+    """Return a copy of the values at ``prefix`` as the user wrote them, and the problems.
 
-    A number that a string setting received becomes a string with its spelling (``trial: 007``).
-    ``~`` and variables of a path are replaced.
+    A number becomes a string with its spelling if the setting is a string (``trial: 007``). Paths
+    get values for ``~`` and variables.
     """
     problems: list[Problem] = []
     return _written(schema, values, source, prefix, problems), problems
@@ -424,18 +423,6 @@ def _written(
     return value
 
 
-def types(annotation: Any) -> Iterator[Any]:
-    """Yield the types that an annotation allows, without their marks."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from types(get_args(annotation)[0])
-    elif origin in (Union, UnionType):
-        for option in get_args(annotation):
-            yield from types(option)
-    else:
-        yield annotation
-
-
 def _has_variables(annotation: Any) -> bool:
     marks = getattr(annotation, "__metadata__", ())
     inner = get_args(annotation)[:1] if marks else ()
@@ -446,6 +433,6 @@ def _has_variables(annotation: Any) -> bool:
 
 
 def _path(text: str, source: Source, key: KeyPath) -> str:
-    """Return a path with replaced variables. In a path that a trial recorded, ``$`` is literal."""
+    """Return a path with values for its variables. In a trial's recorded path, ``$`` is literal."""
     recorded = source.resolved and source.where(key) != COMMAND_LINE
     return text if recorded and os.path.isabs(text) else expanded(text)

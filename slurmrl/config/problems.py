@@ -1,4 +1,4 @@
-"""Schema violations as messages for the user: the value, the rule, and the allowed values."""
+"""Messages for the user about violations of the schema: value, rule and allowed values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -72,8 +73,8 @@ REMOVED: Mapping[KeyPath, tuple[object, str]] = {
         "metrics.jsonl has every step; remove it, and read that file with pandas or slurmrl plot",
     ),
 }
-"""Settings of earlier releases: the default and the replacement. A path that begins with `*`
-matches at any depth."""
+"""Settings of earlier releases, with their default and advice for the user. A path that begins with
+`*` matches at any depth."""
 LOGS: Final = frozenset({("logging", "csv")})
 """Removed keys that changed no result: slurmrl ignores them in the configuration of a trial."""
 PLACES: Mapping[str, str] = {
@@ -127,39 +128,40 @@ DIFFERENT: Mapping[str, str] = {
     name: meaning
     for meaning, names in {
         "It is the opposite: `do_sample: true` is `greedy: false`": "do_sample",
-        "It counts steps: an epoch has rows / algorithm.batch_size of them": (
+        "It counts steps: an epoch has rows / algorithm.batch_size steps": (
             "epochs num_epochs num_train_epochs total_epochs max_epochs"
         ),
         "It counts steps, each of which trains a batch in n_minibatches updates": "max_steps",
         "It counts the prompts (rows) of a whole step, on all GPUs": (
             "per_device_train_batch_size rollout_batch_size"
         ),
-        "It is the number of updates of a step, batch size / size of a minibatch": (
+        "It is the number of updates in a step: batch size / size of a minibatch": (
             "mini_batch_size ppo_mini_batch_size"
         ),
-        "It counts the tokens of a microbatch on a GPU; their number follows from it": (
+        "It limits the tokens of a microbatch on a GPU, not the number of microbatches": (
             "micro_batch_size gradient_accumulation_steps ppo_micro_batch_size "
             "ppo_micro_batch_size_per_gpu"
         ),
-        "It is a number of steps, not a share of them": "warmup_ratio lr_warmup_steps_ratio",
+        "It is a number of steps, not a share of steps": "warmup_ratio lr_warmup_steps_ratio",
         "Rows with a longer prompt are left out, not cut": "max_prompt_length max_prompt_len",
         "It counts GPUs of one host": "cluster.gpus",
         "It is the memory of one worker": "cluster.memory cluster.mem slurm.mem slurm.memory",
     }.items()
     for name in names.split()
 }
-"""Names in other systems that mean something else than the setting that replaces them."""
+"""Meaning of slurmrl's setting for names in other systems whose meaning differs."""
 NO_SETTINGS: Final = (
     *("evaluation.batch_size", "actor.dropout", "actor.attn_implementation"),
     *("ref.alpha", "algorithm.tau", "name"),
 )
-"""Keys whose name is a setting elsewhere, with another meaning."""
+"""Unknown keys for which no setting of the same name is suggested: their meanings differ."""
 MOST_PLACES: Final = 3
+"""Maximum number of suggested keys."""
 _SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 LIKE: Final = 0.7
-"""Likeness of two names from which one is suggested for the other."""
+"""Minimum similarity (0 to 1) of an unknown key and a suggested key."""
 SURE: Final = 0.8
-"""Minimum likeness of two names of which one counts as a misspelling of the other."""
+"""Minimum similarity (0 to 1) at which an unknown key counts as a misspelling."""
 
 
 def problems_from(
@@ -171,7 +173,7 @@ def problems_from(
     return [
         _problem(details, source, prefix, schema)
         for details in violations
-        # one message for both switches
+        # One message reports both fp16 and bf16.
         if not (details["loc"][-1:] == ("bf16",) and (*details["loc"][:-1], "fp16") in places)
     ]
 
@@ -179,10 +181,9 @@ def problems_from(
 def drop_removed(
     values: dict[Any, Any], schema: type[BaseModel], prefix: KeyPath = (), *, resolved: bool = False
 ) -> None:
-    """Remove settings of earlier releases that have their default values and thus no effect.
+    """Remove settings of earlier releases if they have their defaults and thus no effect.
 
-    Also remove the settings in `LOGS` from a ``resolved`` configuration. Do not search free-form
-    values.
+    Also remove the settings in `LOGS` from a ``resolved`` configuration. Skip free-form values.
     """
     for name, value in list(values.items()):
         place = (*prefix, name)
@@ -219,7 +220,7 @@ def _problem(
 
 
 def rejected(details: ErrorDetails) -> str:
-    """Return the value that breaks a rule, and the rule."""
+    """Return the message about a value that breaks a rule."""
     value = details["input"]
     context: Mapping[str, Any] = details.get("ctx", {})
     kind = details["type"]
@@ -250,9 +251,9 @@ def _missing(schema: type[BaseModel], location: KeyPath) -> str:
 
 
 def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
-    """Return the message about a key that ``schema`` does not have, with the nearest names.
+    """Return the message about a key that ``schema`` does not have, with similar names.
 
-    It says how the meaning differs if another system's key of this name means something else.
+    If another system's key has this name and another meaning, the message explains the difference.
     """
     message, name = _unknown(schema, location, prefix), str(location[-1]).lower()
     written = (dotted((*prefix, *location)[-2:]).lower(), name)
@@ -289,7 +290,7 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
 
 
 def _elsewhere(schema: type[BaseModel], key: KeyPath, prefix: KeyPath, place: str) -> list[str]:
-    """Return the places where a key of this name is known.
+    """Return the places in the schema that have a key of this name.
 
     Places below the current section come first, then ``place``.
     """
@@ -312,7 +313,7 @@ def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | 
     section: type[BaseModel] | None = schema
     named = False
     for part in location:
-        if named:  # this part of the location is the name of a section
+        if named:  # This part of the location is a section's name of the user's choice.
             named = False
             continue
         field = section.model_fields.get(str(part)) if section else None
@@ -322,7 +323,7 @@ def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | 
 
 
 def names_sections(annotation: Any) -> bool:
-    """Whether a value is a table of sections by names of the user's choice."""
+    """Return whether values of a type map names of the user's choice to sections."""
     return get_origin(annotation) is dict and section_of(annotation) is not None
 
 
@@ -337,14 +338,26 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation allows, without their marks."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from types(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from types(option)
+    else:
+        yield annotation
+
+
 def keys(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Return the keys of a section as a file spells them, with their fields."""
+    """Yield the keys of a section as a file spells them, with their fields."""
     for name, field in section.model_fields.items():
         yield field.alias or name, field
 
 
 def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Return the paths of all keys of a schema."""
+    """Yield the paths of all keys of a schema."""
     for name, field in keys(schema):
         yield (*prefix, name)
         section = section_of(field.annotation)
@@ -354,16 +367,16 @@ def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def summary(text: str) -> str:
-    """Return the first sentence of a description, in one line."""
+    """Return the first sentence of a description, on one line."""
     return _SENTENCE.split(" ".join(text.partition("\n\n")[0].split()), maxsplit=1)[0]
 
 
 @cache
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings of a section's fields by attribute, inherited ones included.
+    """Return the docstrings of a section's own and inherited fields, by attribute.
 
-    They are read from the source only when a person asks for them. Pydantic could read them when
-    the classes are made, but that would cost each process more time than compiling this package.
+    Parse the source only when a command shows the docstrings. Pydantic could do so when it makes
+    the classes, which would cost each process more time than compiling this package.
     """
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):
@@ -386,7 +399,7 @@ def _documented(kind: type[BaseModel]) -> Iterator[tuple[str, str]]:
 def _body(kind: type[BaseModel]) -> list[ast.stmt]:
     try:
         tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
-    except (OSError, TypeError, KeyError):  # the class has no source file
+    except (OSError, TypeError, KeyError):  # The class has no source file.
         return []
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == kind.__name__:

@@ -1,8 +1,9 @@
 """Site profiles: settings that all of a user's configurations for a cluster share.
 
-``~/.config/slurmrl/NAME.yaml`` is merged under a configuration when its trial is submitted or
-planned (`load.put_under`). A trial records the result, so readers of its run directory need no
-profile. Commands without a configuration take the folder of all runs from the profile.
+When a trial is submitted or planned, ``~/.config/slurmrl/NAME.yaml`` supplies values that the
+configuration does not set (`load.put_under`). The trial records the result, so readers of its run
+directory need no profile. Commands without a configuration take the folder of all runs from the
+profile.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ def names() -> list[str]:
 
 
 def in_force() -> Path | None:
-    """Return the profile that `env.PROFILE` names, else ``default``, else the only one, else None.
+    """Return the file of the selected profile; None without a profile.
 
-    Raises UsageError if the profile does not exist, or if several exist and none is selected.
+    The environment variable `env.PROFILE` selects a profile, else the profile ``default`` or the
+    only existing profile is selected. Raises UsageError if the selected profile does not exist, or
+    if several profiles exist and none is selected.
     """
     wanted = env.PROFILE.get()
     if wanted == NONE:
@@ -65,24 +68,24 @@ def in_force() -> Path | None:
         path = file_of(wanted)
         if wanted not in known:
             choices = near(wanted, [*known, NONE])
-            raise UsageError(f"profile '{wanted}': there is no {path}; {choices}")
+            raise UsageError(f"profile '{wanted}' does not exist ({path}); {choices}")
         return path
     if not known:
         return None
     if DEFAULT not in known and len(known) > 1:
         raise UsageError(
-            f"{folder()} has several profiles and none is '{DEFAULT}': choose with --profile or "
-            f"{env.PROFILE.name} one of {', '.join([*known, NONE])}"
+            f"{folder()} has several profiles and none is '{DEFAULT}': select one of "
+            f"{', '.join([*known, NONE])} with --profile or {env.PROFILE.name}"
         )
     return file_of(DEFAULT if DEFAULT in known else known[0])
 
 
 def root() -> str | None:
-    """Return the folder of all runs that the selected profile sets, or None. Raises UsageError."""
+    """Return the selected profile's folder of all runs; None without one. Raises UsageError."""
     path = in_force()
     if path is None:
         return None
-    from slurmrl.config.source import read  # slow: YAML is slower to import than most commands
+    from slurmrl.config.source import read  # The import of YAML takes longer than most commands.
 
     atomic.check_file_ownership(path)
     source = read(path)
@@ -99,7 +102,7 @@ def root() -> str | None:
 
 
 def is_root(text: str) -> bool:
-    """Whether a profile may set this folder of all runs."""
+    """Return whether a profile may set this folder of all runs, which must not be relative."""
     return text.startswith(("/", "~", "$"))
 
 
@@ -108,9 +111,9 @@ _VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def expanded(text: str) -> str:
-    """Replace a leading ``~`` or ``~user`` and each ``$NAME`` or ``${NAME}`` in a path.
+    """Return a path with values for a leading ``~`` or ``~user``, ``$NAME`` and ``${NAME}``.
 
-    :raises UsageError: a variable has no value, or there is no such user.
+    Raises UsageError if a variable has no value or the user does not exist.
     """
     path = os.path.expanduser(text)
     if path.startswith("~"):
@@ -126,12 +129,12 @@ def _variable(text: str, found: re.Match[str]) -> str:
     name = found[1] or found[2] or ""
     if not _VARIABLE_NAME.fullmatch(name):
         raise UsageError(
-            f"{text!r} is not allowed: of the shell's substitutions, a path may have only $NAME "
-            "and ${NAME}"
+            f"{text!r} is not allowed: a path may contain $NAME and ${{NAME}}, but no other "
+            "substitution of the shell"
         )
     if not (value := os.environ.get(name)):
         raise UsageError(
-            f"{text!r} is not allowed: the environment variable {name} is not set or empty; set "
-            "it, or write the path itself"
+            f"{text!r} is not allowed: the environment variable {name} is not set or is empty; set "
+            "the variable, or write the path itself"
         )
     return value

@@ -26,19 +26,19 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 MOST_BYTES = 1 << 20
 MOST_VALUES = 20_000
-"""Limit for one file, counting each alias as all the values that it refers to."""
+"""Maximum number of values in a file; an alias counts as all values to which it refers."""
 MOST_DEPTH = 32
 MOST_DIGITS = 300
-"""Maximum number of digits of a number; more do not fit into a float."""
+"""Maximum number of digits of a number, so that the number fits into a float."""
 LARGEST = 10**MOST_DIGITS
 KEPT_TEXTS = 32
-"""Number of cached node trees: a command reads the configuration of its trial up to five times."""
+"""Number of cached node trees. A command reads the configuration of its trial up to five times."""
 ADVICE = {
     "'\\t'": "; indent with spaces, not tabs",
     "mapping values are not allowed": "; align the line, or quote a value that contains ': '",
     "'<document start>'": "; a configuration has lines of key: value",
 }
-"""Advice on mistakes, by a part of the YAML parser's message."""
+"""Advice about a mistake, by a part of the YAML parser's message."""
 ENCODED = "convert it with iconv, or name a YAML file"
 ARCHIVE = ".tar"
 RESOLVED = "# The resolved configuration of this run: every setting, absolute paths."
@@ -50,7 +50,10 @@ def dotted(path: KeyPath) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"actor.optimizer.lr": 0.001, …}``. Lists and empty sections are values."""
+    """Return all values by dotted key, such as ``{"actor.optimizer.lr": 0.001}``.
+
+    Lists and empty sections are values.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -62,29 +65,29 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Mark(NamedTuple):
-    """The location of a value, and its spelling."""
+    """The location of a value, and the spelling of a number."""
 
     where: str
-    """``ppo.yaml:12`` or ``command line``."""
+    """Location of the value: ``ppo.yaml:12`` or ``command line``."""
     text: str | None = None
-    """The number as it is written (``007``); None for other values."""
+    """The number as the user wrote it (``007``); None for other values."""
 
 
 @dataclass
 class Source:
-    """The values of a file, the location of each, and the problems found while reading them."""
+    """The values of a file, the location of each value, and the problems found while reading."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict)
     marks: dict[KeyPath, Mark] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     profile: Path | None = None
-    """The site profile that was merged under the file (see `profiles`)."""
+    """Site profile that supplied values which the file does not set."""
     resolved: bool = False
-    """Whether a trial wrote the file. Its paths are absolute, and a dollar sign is part of them."""
+    """Whether a trial wrote the file, in whose absolute paths a dollar sign is literal."""
 
     def where(self, key_path: KeyPath) -> str:
-        """``ppo.yaml:12`` or ``command line``.
+        """Return the location of a key, such as ``ppo.yaml:12`` or ``command line``.
 
         A missing key has the location of its nearest enclosing section.
         """
@@ -95,13 +98,13 @@ class Source:
         return str(self.path)
 
     def spelling(self, key_path: KeyPath) -> Any:
-        """Return the value at a key; a number becomes a string with its spelling."""
+        """Return the value at a key, or the spelling of a number as a string."""
         value, mark = self.at(key_path), self.marks.get(key_path)
         written = mark.text if mark is not None else None
         return value if written is None or isinstance(value, str) else written
 
     def writes(self, *key_path: str | int) -> bool:
-        """Whether there is a value at this key, valid or not."""
+        """Return whether the key has a value, valid or not; null and "" are no values."""
         value: Any = self.values
         for part in key_path:
             if not isinstance(value, dict) or value.get(part) in (None, ""):
@@ -110,10 +113,10 @@ class Source:
         return True
 
     def folder(self, key_path: KeyPath) -> Path:
-        """Return the base of a relative path at this key.
+        """Return the folder to which a path at this key is relative.
 
-        It is the folder of the file that has the key, or the current directory for the command
-        line.
+        The result is the folder of the file that has the key, or the current directory for a value
+        on the command line.
         """
         if self.where(key_path) == COMMAND_LINE:
             return Path.cwd()
@@ -121,12 +124,12 @@ class Source:
         return file.parent.absolute()
 
     def is_of_profile(self, key_path: KeyPath) -> bool:
-        """Whether the value at this key comes from the profile."""
+        """Return whether the value at this key comes from the site profile."""
         file, _, _ = self.where(key_path).rpartition(":")
         return self.profile is not None and file == str(self.profile)
 
     def of_profile(self) -> list[KeyPath]:
-        """Return the settings that come from the profile."""
+        """Return the keys of all values that come from the site profile."""
         return [key for key in _settings(self.values) if self.is_of_profile(key)]
 
     def at(self, key_path: KeyPath) -> Any:
@@ -141,7 +144,7 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """Read a file's values. Raises UnreadableInputError, ConfigError if it is not YAML."""
+    """Return the values of a YAML file. Raises UnreadableInputError, ConfigError if it is none."""
     text = _text(path)
     source = Source(path, resolved=text.startswith(RESOLVED))
     node = compose(text, str(path))
@@ -155,7 +158,7 @@ def read(path: Path) -> Source:
 
 def _text(path: Path) -> str:
     if path.suffix == ARCHIVE and path.is_file():
-        message = "is an archive: bundles are for slurmrl submit, also with --dry-run"
+        message = "is an archive, not a configuration: bundles are for slurmrl submit"
         raise ConfigError((Problem(str(path), "", message),))
     try:
         with opened(path, os.O_RDONLY, REAL) as descriptor:
@@ -176,10 +179,10 @@ def _text(path: Path) -> str:
 
 
 def compose(text: str, name: str) -> Node | None:
-    """The node tree of one YAML document; None for an empty one. Raises ConfigError."""
+    """Return the node tree of one YAML document; None without content. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # reused anchors are harmless
+            warnings.simplefilter("ignore")  # A repeated anchor is harmless.
             return _composed(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -205,7 +208,7 @@ def _composed(text: str) -> Node | None:
 
 
 def _check_depth(text: str) -> None:
-    """Reject brackets that are nested so deeply that composing them would take minutes."""
+    """Raise MarkedYAMLError for deeply nested brackets, which would take minutes to compose."""
     if text.count("[") + text.count("{") <= MOST_DEPTH:
         return
     depth = 0
@@ -224,10 +227,10 @@ def _yaml() -> YAML:
 
 
 class Builder:
-    """Turn nodes into plain values, and record locations and problems in a source."""
+    """Turns nodes into plain values, and records locations and problems in a source."""
 
     def __init__(self, source: Source, file: str | None) -> None:
-        """``file`` names the file for the marks; None marks everything as the command line."""
+        """Record locations as lines of ``file``; None records the command line."""
         self._source = source
         self._file = file
         self._constructor = _yaml().constructor
@@ -298,7 +301,7 @@ class Builder:
         return self._reject(path, f"{node.value!r} has the unsupported type {node.tag}")
 
     def text(self, text: str, path: KeyPath) -> str | None:
-        """Return the text if it contains only valid characters."""
+        """Return the string; report a problem and return None if a character is invalid."""
         if is_text(text):
             return text
         self._reject(path, f"{text!r} contains a lone surrogate, which is not a character")
@@ -324,7 +327,7 @@ def _settings(values: dict[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]
 
 
 def is_text(value: str) -> bool:
-    """Return whether a text can be written as UTF-8; the bytes of a path may be something else."""
+    """Return whether a string can be encoded as UTF-8, unlike a path with other bytes."""
     try:
         value.encode()
     except UnicodeEncodeError:

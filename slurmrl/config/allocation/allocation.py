@@ -11,7 +11,7 @@ from slurmrl.errors import AllocationError, UnknownNameError
 from slurmrl.registry import near
 
 AXIS_OF: Final = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
-"""The axis of each letter; strings have the letters in this order."""
+"""Axis of each letter in an allocation string. Strings have the letters in this order."""
 AXES: Final = tuple(AXIS_OF.values())
 ATTENTION_LETTERS: Final = "dtpc"
 EXPERT_LETTERS: Final = "dtpe"
@@ -19,15 +19,17 @@ EXPERT_LETTERS: Final = "dtpe"
 
 @dataclass(frozen=True)
 class Backend:
+    """An engine that an allocation string may name."""
+
     name: str
     dimensions: str
-    """The letters that the engine supports."""
+    """Letters of the axes that the engine supports."""
     trains: bool = True
     """Whether the engine can train; otherwise it only generates."""
     halves: bool = False
     """Whether attention and experts may have different layouts: ``(attn:…|ffn:…)``."""
     serves: bool = False
-    """Whether it runs as servers; each copy of the model is then a task of an elastic group."""
+    """Whether the engine runs as servers. Each copy of the model is then a task of a group."""
 
 
 BACKENDS: Final = {
@@ -43,17 +45,18 @@ BACKENDS: Final = {
 
 
 ARCHON: Final = "archon"
-"""AReaL's engine. Its layouts run on ``fsdp``; those with stages or experts run on ``megatron``."""
+"""Name of AReaL's engine. ``megatron`` runs its layouts with stages or experts, ``fsdp`` the rest.
+"""
 SPELLED: Final = {**BACKENDS, ARCHON: Backend(ARCHON, "dtpce", halves=True)}
-"""The names that a string may begin with."""
+"""Engines by the names with which an allocation string may begin."""
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
     """The experts' layout over the ranks of a pipeline stage.
 
-    All experts are divided into ``ep`` parts, each expert is split over ``tp`` ranks, and there are
-    ``dp`` copies of everything. (Megatron calls these sizes ep, etp and edp.)
+    The experts are divided into ``ep`` parts. Each expert is split over ``tp`` ranks and has ``dp``
+    copies. Megatron calls these sizes ep, etp and edp.
     """
 
     dp: int
@@ -63,16 +66,16 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A backend and the size of every axis (1 unless the string sets it).
+    """An engine and the size of every axis, which is 1 by default.
 
     ``experts`` is None if the model has no experts, or if they have the layout of its other layers.
 
-    ``str`` gives a string that parses back to an equal allocation. Raises AllocationError if the
-    two halves need different numbers of ranks.
+    ``str()`` returns a string that parses to an equal allocation. The constructor raises
+    AllocationError if attention and experts need different numbers of ranks.
     """
 
     backend: str
-    """An engine of BACKENDS."""
+    """Name of an engine in `BACKENDS`."""
     name: str = ""
     sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     experts: ExpertSizes | None = None
@@ -88,27 +91,27 @@ class Allocation:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks. Experts are spread over the ranks of the other axes."""
+        """Number of ranks. Experts use the ranks of the other axes."""
         return self.sizes["dp"] * self.sizes["tp"] * self.sizes["pp"] * self.sizes["cp"]
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks in one pipeline stage."""
         return self.world_size // self.sizes["pp"]
 
     @property
     def instance_size(self) -> int:
-        """Ranks of one copy of the model."""
+        """Number of ranks of one copy of the model."""
         return self.sizes["tp"] * self.sizes["pp"]
 
     @property
     def etp(self) -> int:
-        """Ranks that share one expert."""
+        """Number of ranks that share one expert."""
         return self.experts.tp if self.experts else 1
 
     @property
     def edp(self) -> int:
-        """Copies of each expert."""
+        """Number of copies of each expert."""
         return self.experts.dp if self.experts else self.sizes["dp"]
 
     def explain(self) -> dict[str, Any]:
@@ -144,13 +147,13 @@ class Allocation:
 
     @property
     def _has_halves(self) -> bool:
-        """Whether the string must have two halves: the short form would mean another layout."""
+        """Whether the string needs two halves, because the short form means another layout."""
         if self.experts is None:
             return False
         return self.sizes["ep"] == 1 or self.experts != self._spread_experts()
 
     def _spread_experts(self) -> ExpertSizes:
-        """Return the default layout: whole experts, divided among all ranks of a stage."""
+        """Return the default layout: the ranks of a stage divide the experts and split none."""
         ep = self.sizes["ep"]
         if self.stage_size % ep:
             raise AllocationError(
@@ -163,8 +166,8 @@ class Allocation:
         product = experts.dp * experts.tp * experts.ep
         if product != self.stage_size or experts.ep != self.sizes["ep"]:
             raise AllocationError(
-                f"attention needs {self.world_size} ranks (d*t*p*c), experts "
-                f"{product * self.sizes['pp']} (d*t*p*e): must be the same number"
+                f"attention needs {self.world_size} ranks (d*t*p*c) and the experts need "
+                f"{product * self.sizes['pp']} (d*t*p*e): both must need the same number"
             )
 
 
@@ -173,24 +176,23 @@ def _written(sizes: Mapping[str, int]) -> str:
 
 
 def _divisors(number: int) -> str:
-    """Return at most a dozen divisors, smallest first."""
+    """Return the twelve smallest divisors, separated by commas."""
     divisors = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
     return ", ".join(divisors[:12]) + (", …" if len(divisors) > 12 else "")
 
 
 @dataclass(frozen=True)
 class Components:
-    """``places[i]`` are the allocations that share the i-th set of ranks.
+    """Allocations on disjoint, consecutive sets of ranks; ``places[i]`` shares the i-th set.
 
-    The sets are disjoint and consecutive. ``str`` gives a string that parses back to equal
-    components.
+    ``str()`` returns a string that parses to equal components.
     """
 
     places: tuple[tuple[Allocation, ...], ...]
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of all places together."""
+        """Total number of ranks of all places."""
         return sum(place[0].world_size for place in self.places)
 
     def __iter__(self) -> Iterator[Allocation]:
@@ -208,7 +210,7 @@ class Components:
         raise UnknownNameError(f"no component '{name}'; {near(name, known)}")
 
     def starts(self) -> list[int]:
-        """The first rank of each place."""
+        """Return the first rank of each place."""
         sizes = [place[0].world_size for place in self.places]
         return list(accumulate(sizes[:-1], initial=0))
 

@@ -1,6 +1,6 @@
 """Layout strings of earlier systems and their current spelling.
 
-Only the field ``allocation_mode`` accepts them.
+Only the setting ``allocation_mode`` accepts these strings. Examples:
 
     ReaL 2024     d2m2p2   actor_gen:d4m2p1,*:d2m2p2   pipe_model   pipe_data   heuristic
                   manual as  actor:node[01-02]:d4m2p2,ref:node01:0,1:d1m2p1
@@ -32,7 +32,7 @@ _DIMENSIONS_ONLY: Final = re.compile(r"([dmtpce]\s*[0-9]+\s*)+(?![\w\[])")
 
 @dataclass(frozen=True)
 class Placed:
-    """One role's layout and its ``gpus`` (empty: the default)."""
+    """The layout of a role, and the value of its key ``gpus`` (empty for the default)."""
 
     allocation: Allocation
     gpus: str = ""
@@ -52,12 +52,12 @@ class HostShape:
 
 
 def parse_legacy(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
-    """Return the roles in a legacy string.
+    """Return the layouts in a legacy string, by role.
 
-    If the trial ``trains``, the actor is one of them. Critic and reference are left out if they
+    If the trial ``trains``, the string must have a layout of the actor. Roles without a layout
     have the actor's layout.
 
-    Raises AllocationError that points at the character.
+    Raises AllocationError, which points at a character.
     """
     word = text.strip()
     if word in WORDS:
@@ -136,7 +136,7 @@ class _Reader:
     def _check(self) -> None:
         scanner, parts = self._scanner, self._parts
         if self._trains and "actor" not in parts and OTHERS not in parts:
-            scanner.fail("nothing in it trains the actor: add dimensions such as +d2t2")
+            scanner.fail("no part trains the actor: add dimensions such as +d2t2")
         if not parts:
             scanner.fail("expected dimensions before or after eval, such as sglang.d4+eval", 0)
         if self._generates_on_actor:
@@ -164,7 +164,7 @@ class _Reader:
         scanner.skip_blanks()
         start = scanner.position
         if scanner.take_if("eval"):
-            return  # Evaluations have no separate layout here.
+            return  # slurmrl evaluates with the layout that generates for training.
         if _SERVER.match(scanner.text, start):
             self._server(start)
         elif scanner.comes("attn") or scanner.comes("(") or self._only_dimensions():
@@ -179,16 +179,16 @@ class _Reader:
         match = _SERVER.match(self._scanner.text, start)
         assert match is not None
         if match[1] == "mock":
-            self._scanner.fail("there is no engine 'mock'; allowed: sglang, vllm", start)
+            self._scanner.fail("unknown engine 'mock'; allowed: sglang, vllm", start)
         self._scanner.position = match.end()
         self._add("rollout", _Part(start, _unsplit(self._as(match[1]))), start)
 
     def _as(self, backend: str) -> Allocation:
-        """Read the dimensions of a backend."""
+        """Read dimensions as a layout of an engine."""
         return _shifted(self._scanner, f"{backend}:")
 
     def _dimensions(self) -> Allocation:
-        """Read dimensions without a backend: megatron's if there is a p or an e, else fsdp's."""
+        """Read dimensions without an engine. Megatron runs layouts with p or e, fsdp the others."""
         start = self._scanner.position
         if self._scanner.comes("attn") or self._scanner.comes("("):
             return self._as("megatron")
@@ -243,7 +243,7 @@ class _Reader:
 
 
 def _shifted(scanner: Scanner, prefix: str) -> Allocation:
-    """Read dimensions as if ``prefix`` preceded them; errors give positions without the prefix."""
+    """Read dimensions as if ``prefix`` preceded them; errors have positions without the prefix."""
     start = scanner.position
     end = _end_of_dimensions(scanner.text, start)
     inner = Scanner(prefix + _renamed(scanner.text[start:end]))
@@ -261,7 +261,7 @@ def _renamed(text: str) -> str:
 
 
 def _end_of_dimensions(text: str, start: int) -> int:
-    """Return the end of the dimensions at ``start``; a ``|`` between two halves is part of them."""
+    """Return the end of the dimensions at ``start``, which include a ``|`` between two halves."""
     halves = "attn" in text[start:].replace("(", "").lstrip()[:4]
     position = start
     while position < len(text):
@@ -282,20 +282,20 @@ def _trained(sizes: Mapping[str, int]) -> Allocation:
 
 
 def _generating(allocation: Allocation) -> Allocation:
-    """Return the layout with the engine that generates in it."""
+    """Return the layout on the engine ``native`` if that engine supports it, else unchanged."""
     if allocation.sizes["pp"] == allocation.sizes["cp"] == allocation.sizes["ep"] == 1:
         return Allocation("native", sizes=allocation.sizes)
     return allocation
 
 
 def _unsplit(server: Allocation) -> Allocation:
-    """Return a server's layout with as many GPUs but without a pipeline, which none supports."""
+    """Return a server's layout with tensor-parallel ranks in place of pipeline stages."""
     tp = server.sizes["tp"] * server.sizes["pp"]
     return replace(server, sizes={**server.sizes, "tp": tp, "pp": 1})
 
 
 def _same_layout(rollout: Placed, actor: Placed) -> bool:
-    """Whether generation uses the actor's training layout."""
+    """Return whether generation uses the actor's training layout."""
     if rollout.gpus != actor.gpus or BACKENDS[rollout.allocation.backend].serves:
         return False
     first, second = rollout.allocation, actor.allocation
@@ -303,7 +303,7 @@ def _same_layout(rollout: Placed, actor: Placed) -> bool:
 
 
 def spelled(placed: Mapping[str, Placed]) -> Iterator[str]:
-    """Return the current spelling of each role: ``actor.backend: fsdp:d2``."""
+    """Yield the current settings of all roles, such as ``actor.backend: fsdp:d2``."""
     for role, place in placed.items():
         yield f"{role}.backend: {place.backend}"
         if place.gpus:
@@ -317,20 +317,20 @@ _GPUS: Final = re.compile(r"[0-9]+(\s*,\s*[0-9]+)*")
 
 @dataclass(frozen=True)
 class Mesh:
-    """``gpus`` of a single host, or every GPU of all hosts if empty."""
+    """A set of GPUs: ``gpus`` of a single host, or all GPUs of ``hosts`` if ``gpus`` is empty."""
 
     hosts: tuple[str, ...]
     gpus: tuple[int, ...] = ()
 
     def numbers(self, hosts: Sequence[str], gpus_per_host: int) -> tuple[int, ...]:
-        """Return the numbers of the GPUs in a trial that runs on ``hosts``, in this order."""
+        """Return the numbers of the GPUs in a trial on ``hosts``, whose order numbers the GPUs."""
         own = self.gpus or tuple(range(gpus_per_host))
         starts = sorted(hosts.index(host) * gpus_per_host for host in self.hosts)
         return tuple(start + gpu for start in starts for gpu in own)
 
 
 def mesh(scanner: Scanner, gpus_per_host: int) -> Mesh:
-    """Parse a mesh. On one host, it uses 1, 2, 4, … consecutive GPUs."""
+    """Parse a mesh, which may list 1, 2, 4, … consecutive GPUs of a single host."""
     scanner.skip_blanks()
     start = scanner.position
     hosts = _hosts(scanner)
@@ -385,7 +385,7 @@ def _gpus(scanner: Scanner, hosts: list[str], gpus_per_host: int) -> tuple[int, 
     start = scanner.position
     numbers = tuple(map(int, scanner.take(_GPUS).split(",")))
     if len(hosts) > 1:
-        scanner.fail("GPUs can only be listed for one host; several hosts use all of theirs", start)
+        scanner.fail("GPUs can be listed for a single host only; several hosts use all GPUs", start)
     neighbors = tuple(range(numbers[0], numbers[0] + len(numbers)))
     if numbers != neighbors or len(numbers) & (len(numbers) - 1):
         scanner.fail("GPUs must be 1, 2, 4, … consecutive numbers", start)

@@ -32,13 +32,13 @@ from slurmrl.errors import AllocationError
 from slurmrl.registry import near
 
 ENDS = frozenset({"", "+", "|"})
-"""Characters that may follow a single allocation."""
+"""Characters that may follow an allocation; the empty string is the end."""
 
 
 def parse(text: str) -> Allocation:
     """Parse one allocation.
 
-    Raises AllocationError with the position of the character and the allowed characters.
+    Raises AllocationError with the position of the wrong character and the expected characters.
     """
     scanner = Scanner(text)
     allocation = single(scanner)
@@ -48,10 +48,10 @@ def parse(text: str) -> Allocation:
 
 
 def parse_components(text: str) -> Components:
-    """Parse one or more allocations.
+    """Parse one or more allocations. Raises AllocationError.
 
-    Three or more allocations must all have names. An allocation that shares the ranks of a previous
-    one must have a name and the same number of ranks.
+    Three or more allocations must all have names. An allocation that shares the ranks of an earlier
+    allocation must have a name and the same number of ranks.
     """
     scanner = Scanner(text)
     places: list[list[Allocation]] = [[]]
@@ -114,7 +114,7 @@ def single(scanner: Scanner) -> Allocation:
 
 @dataclass
 class Dimensions:
-    """Sizes by letter, and the position of each."""
+    """Sizes by letter, and the position of each letter in the string."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
@@ -150,7 +150,7 @@ def _name(scanner: Scanner) -> str:
 
 
 def _dimensions(scanner: Scanner, owner: str, allowed: str, *, strict: bool = False) -> Dimensions:
-    """``strict`` rejects letters that the backend lacks even with size 1."""
+    """Read dimensions; with ``strict``, reject letters that are not ``allowed`` even at size 1."""
     dimensions = Dimensions()
     listed = ", ".join(allowed)
     while scanner.character not in ENDS and scanner.character != ")":
@@ -213,7 +213,7 @@ def _half(scanner: Scanner, backend: Backend, word: str, letters: str) -> Dimens
 
 
 def _experts(scanner: Scanner, sizes: dict[str, int], ffn: Dimensions, start: int) -> ExpertSizes:
-    """Return the experts' sizes; a missing ``d`` is computed from the others."""
+    """Return the experts' sizes; compute a missing ``d`` from the other sizes."""
     pp, tp, ep = sizes["pp"], ffn.sizes.get("t", 1), ffn.sizes.get("e", 1)
     if ffn.sizes.get("p", pp) != pp:
         scanner.fail(f"attention has p{pp}: both halves must have the same p", ffn.starts["p"])
@@ -243,7 +243,7 @@ class Scanner:
 
     @property
     def character(self) -> str:
-        """Return the next character that is not blank; an empty string at the end."""
+        """Next character that is not blank; an empty string at the end."""
         self.skip_blanks()
         return self.text[self.position : self.position + 1]
 
@@ -303,9 +303,9 @@ _NUMBER: Final = re.compile(r"[0-9]+")
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """Return the numbers in a list of numbers and ranges, in order.
+    """Return the ascending numbers in a list of numbers and ranges such as ``0-3,6``.
 
-    Raises AllocationError that points at the character.
+    Raises AllocationError, which points at a character.
     """
     scanner = Scanner(text)
     numbers: list[int] = []
@@ -327,7 +327,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def format_gpus(numbers: Sequence[int]) -> str:
-    """Return the shortest list that parses to these ascending numbers."""
+    """Return ascending numbers as a list such as ``0-3,6``, which `parse_gpus` reads."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -1,8 +1,8 @@
 """The base class of all sections, and the types that they share.
 
-Values are strict: YAML already says whether something is a number, a string or a boolean, so
-``no`` is never false and ``"3"`` is never three. A bare whole number is accepted as a
-string, because ``trial: 1`` and ``time: 30`` are what people write.
+Values are strict, because YAML already distinguishes numbers, strings and booleans: ``no`` is never
+false, and ``"3"`` is never three. Only integers are accepted as strings, because people write
+``trial: 1`` and ``time: 30``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Section(BaseModel):
-    """Base of every section: frozen; it rejects unknown keys; docstrings describe its fields."""
+    """The base class of all sections, which are frozen and reject unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -30,8 +30,7 @@ class Section(BaseModel):
         validate_default=False,
     )
     null_means: ClassVar[str] = ""
-    """Where null keys of this section take their values from, in Markdown; empty if this differs.
-    """
+    """Source of the values of this section's null keys, in Markdown; empty if the keys differ."""
 
 
 class HasVariables:
@@ -47,7 +46,7 @@ class IsHubPath(IsPath):
 
 
 class Unit:
-    """Gives the unit of a number where the end of its key does not."""
+    """The unit of a number whose key has no suffix such as ``_s`` or ``_steps``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -64,6 +63,20 @@ def _check_name(name: str) -> str:
             "and has no '..'"
         )
     return name
+
+
+def name_of(owner: str) -> AfterValidator:
+    """Return the check of a name that the user chooses for ``owner``, such as ``a suite``."""
+
+    def check(name: str) -> str:
+        if not NAME_PATTERN.fullmatch(name):
+            raise ValueError(
+                f"{owner} has a name of 1 to 64 letters, digits, '.', '_' or '-' that starts with "
+                "a letter or a digit"
+            )
+        return name
+
+    return AfterValidator(check)
 
 
 def _check_line(text: str) -> str:
@@ -89,7 +102,7 @@ HubPathText = Annotated[Word, IsHubPath()]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-"""Seed of a trial. Its bound lets its product with the number of ranks fit into 64 bits."""
+"""Seed of a trial, bounded so that the seed times the number of ranks fits into 64 bits."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -33,7 +33,7 @@ _MEMORY: Final = re.compile(r"[1-9]\d*[KMGT]?", re.ASCII)
 def _check_time(text: str) -> str:
     if text and not _TIME.fullmatch(text):
         raise ValueError("must be MINUTES, [HH:]MM:SS, D-HH[:MM[:SS]] or UNLIMITED")
-    if _MOST_TIME_S < time_limit_s(text) < inf:  # Slurm may read such a number as a short limit
+    if _MOST_TIME_S < time_limit_s(text) < inf:  # Slurm may read a larger number as a short limit.
         raise ValueError("must be at most 10,000 days, or UNLIMITED")
     return text
 
@@ -57,9 +57,9 @@ def _check_command(text: str) -> str:
 def _check_env(variables: dict[str, str]) -> dict[str, str]:
     for name in variables:
         if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"'{name}' is not a name of an environment variable")
+            raise ValueError(f"'{name}' is not a valid name of an environment variable")
         if name.startswith(_OWN_PREFIXES) or name in _OWN:
-            raise ValueError(f"{name} is set by Slurm or slurmrl and cannot be chosen here")
+            raise ValueError(f"{name} is not allowed, because Slurm or slurmrl sets it")
     return variables
 
 
@@ -129,7 +129,7 @@ class JobOptions(Section):
     """GPU type in the request for GPUs. Example: `a100`"""
 
     def over(self, trainers: Slurm) -> Slurm:
-        """Return all options: these over the trainers'. Raises ValueError for a conflict."""
+        """Return the trainers' options, overridden by these options. Raises ValueError."""
         given = self.model_dump(exclude_none=True)
         return Slurm.model_validate({**trainers.model_dump(), **given})
 
@@ -145,8 +145,9 @@ class Slurm(JobOptions):
 
     links: Annotated[int, Field(gt=0, le=1000)] = 8
     """Length of the chain: the number of elements in the job array, which run one after the other.
-    When few are left, a job that has committed submits another array of this length if sbatch works
-    on compute nodes. Otherwise run `slurmrl resume`. For tasks, the number of successive jobs.
+    When few elements are left, a job that has committed submits another array of this length if
+    sbatch works on compute nodes. Otherwise run `slurmrl resume`. For tasks, the number of
+    successive jobs.
     """
     continue_: Annotated[Literal["chain", "requeue", "none"], Field(alias="continue")] = "chain"
     """How a trial continues when its job ends.
@@ -221,7 +222,7 @@ class Cluster(Section):
     `slurm.gpu_type` that comes with slurmrl. NAME is the type (`h100`), or `cpu` without GPUs.
     Example: `hardware/h100.yaml`"""
     threads_per_worker: PositiveInt = 1
-    """CPU threads with which one worker computes. Results on CPUs depend on it."""
+    """CPU threads with which one worker computes. Results on CPUs depend on this number."""
     cpus_per_worker: PositiveInt | None = None
     """CPU cores requested for each worker. Default: with GPUs under Slurm 8, or fewer if the hosts
     have fewer for each GPU; otherwise `threads_per_worker`. Example: `8`"""
@@ -254,7 +255,7 @@ class Cluster(Section):
 
     @property
     def asks_slurm(self) -> bool:
-        """Whether a setting applies only to a cluster, unlike `links` and `continue`."""
+        """Whether the section `slurm` has settings that apply only to a cluster."""
         local = {"links", "continue_"}
         return self.slurm.model_dump(exclude=local) != Slurm().model_dump(exclude=local)
 

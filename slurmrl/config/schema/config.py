@@ -43,12 +43,12 @@ def _check_variable(name: str) -> str:
 
 
 def _check_tracking_uri(uri: str) -> str:
-    """Reject a URL with a password or token, because others may read the files that contain it."""
+    """Reject a URL with a password or token, because others may read files with the URL."""
     parts = urlsplit(uri)
     if "@" in parts.netloc and parts.scheme in ("http", "https"):
         raise ValueError(
-            "holds a user's name or password; set MLFLOW_TRACKING_USERNAME and"
-            " MLFLOW_TRACKING_PASSWORD in cluster.variables_file instead"
+            "must not contain a user name or password; set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD in cluster.variables_file instead"
         )
     known = ("http", "https", "file", "databricks", *DATABASES)
     if not uri.startswith("/") and parts.scheme.partition("+")[0] not in known:
@@ -75,8 +75,8 @@ class Checkpoint(Section):
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_every_steps: PositiveInt | None = None
-    """Also keep, permanently, each checkpoint whose step is a multiple of this. `null` keeps only
-    the newest. Example: `100`"""
+    """Also keep each checkpoint permanently if its step is a multiple of this number. `null` keeps
+    only the newest checkpoints. Example: `100`"""
     asynchronous: bool = True
     """Continue training while a checkpoint is written. Each rank first copies its weights and
     optimizer state to host memory, which needs additional host memory of the same size. A job waits
@@ -152,16 +152,16 @@ class Logging(Section):
     mlflow: Mlflow | None = None
     """Also log metrics to MLflow."""
     output_mib: PositiveInt = 64
-    """Maximum size of the output in `logs/` of one host's processes over all attempts. The master
-    has a separate limit of the same size. The newest output is kept. slurmrl checks sizes every
+    """Maximum size in `logs/` of the output of one host's processes, over all attempts. The master
+    has a separate limit of the same size. slurmrl keeps the newest output. It checks sizes every
     few seconds, so a file may briefly exceed the limit."""
     samples: Annotated[NonNegativeInt, Unit("completions")] = 4
     """Number of completions per step and per evaluation that each rank writes to `samples/`,
     rounded up to all completions of a prompt. `sft` writes rows that it trains on, in the first
     10 steps and in every 100th step. 0 writes none."""
     sample_tokens: NonNegativeInt = 256
-    """Number of tokens of each such completion that are written with their advantages,
-    log-probabilities and weight versions. `slurmrl report` shows them. 0 writes none."""
+    """Number of tokens of each completion in `samples/` that are written with their advantages,
+    log-probabilities and weight versions. `slurmrl report` shows these tokens. 0 writes none."""
     report: bool = True
     """Write `report.html`, as `slurmrl report` does, when the run has finished or failed."""
 
@@ -201,7 +201,7 @@ def role_key(role: str) -> KeyPath:
 
 
 def evaluation_key(suite: str) -> KeyPath:
-    """Return the key of a suite's section, or of the evaluation section if there are no suites."""
+    """Return the key of a suite's section, or of the evaluation section for `WHOLE`."""
     return ("evaluation",) if suite == WHOLE else ("evaluation", "suites", suite)
 
 
@@ -271,11 +271,11 @@ class Config(Section):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return the built-in roles and the roles in `models`."""
+        """Names of the built-in roles and of the roles in `models`."""
         return (*ROLES, *self.models)
 
     def find_model(self, role: str) -> Model | None:
-        """Return the section of a role, or None."""
+        """Return the section of a role; None without a section."""
         section: Model | None = getattr(self, role) if role in ROLES else self.models.get(role)
         return section
 
@@ -293,10 +293,10 @@ class Config(Section):
 
     @property
     def evaluations(self) -> dict[str, Config]:
-        """Return the configuration that the evaluation of each suite uses, by the suite's name.
+        """The configuration with which each suite is evaluated, by the suite's name.
 
-        It has the suite's dataset, settings and reward. The name is `WHOLE` for an evaluation
-        without suites.
+        It has the suite's dataset, settings and reward. An evaluation without suites has the name
+        `WHOLE`.
         """
         if self.evaluation is None or not self.evaluation.suites:
             return {} if self.evaluation is None else {WHOLE: self}
@@ -312,7 +312,7 @@ class Config(Section):
 
     @property
     def asks_slurm(self) -> bool:
-        """Whether a setting applies only to a cluster."""
+        """Whether the configuration has settings that apply only to a cluster."""
         tasks = self.evaluation.tasks if self.evaluation is not None else None
         options = [self.rollout.slurm, *([tasks.slurm] if tasks is not None else [])]
         return self.cluster.asks_slurm or any(
@@ -321,12 +321,12 @@ class Config(Section):
 
     @property
     def trainers_evaluate(self) -> bool:
-        """Whether the trainers evaluate; if not, separate trials do, or nobody does."""
+        """Whether the trainers evaluate, rather than separate trials or nobody."""
         return self.evaluation is not None and self.evaluation.tasks is None
 
     @property
     def rollout_evaluates(self) -> bool:
-        """Whether the engine of `rollout.backend` generates for evaluations too.
+        """Whether the engine of `rollout.backend` also generates for evaluations.
 
         With rollout tasks, the trainers' ranks generate for evaluations instead.
         """
@@ -342,7 +342,7 @@ class Config(Section):
 
     @property
     def held_out(self) -> Dataset:
-        """Return the evaluation dataset of a configuration that `evaluations` returned."""
+        """The held-out dataset of a configuration that `evaluations` returned."""
         assert self.evaluation is not None, "the caller evaluates"
         assert self.evaluation.dataset is not None, "one of `evaluations`"
         return self.evaluation.dataset
@@ -386,15 +386,15 @@ class Config(Section):
 
     @property
     def evaluates_completions(self) -> bool:
-        """Whether trials that train on given answers evaluate by generating completions.
+        """Whether an evaluation of training on given answers generates completions.
 
-        It then completes held-out prompts instead of computing the loss of held-out answers.
+        Otherwise the evaluation computes the loss of held-out answers.
         """
         return self.evaluation is None or self.held_out.kind == "prompt"
 
     @property
     def default_pass_score(self) -> float | None:
-        """Return the minimum reward of a correct completion if rewards are 1 or 0, else None."""
+        """Minimum reward of a correct completion if rewards are 1 or 0; None for other rewards."""
         episode = self.rollout.episode
         earns = episode.has_turns and (
             episode.environment is None or episode.environment.name != EARNS_NOTHING
@@ -420,7 +420,7 @@ _CONDITION: Final = re.compile(r"\s*([A-Za-z_][\w./@-]*)\s*(>=|<=)\s*(\S+)\s*")
 
 @dataclass(frozen=True)
 class StopWhen:
-    """``METRIC >= NUMBER`` or ``METRIC <= NUMBER`` over the metrics of a step."""
+    """A condition on a metric of a step: ``METRIC >= NUMBER`` or ``METRIC <= NUMBER``."""
 
     metric: str
     operator: str
@@ -438,7 +438,7 @@ class StopWhen:
         return StopWhen(match[1], match[2], number)
 
     def met(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the condition holds; false for a step without the metric."""
+        """Return whether the condition holds; return false for a step without the metric."""
         value = metrics.get(self.metric)
         if not isinstance(value, int | float):
             return False
@@ -457,10 +457,10 @@ def _number(text: str) -> float | None:
 
 
 class Frequency:
-    """Decide when an action is due: after some steps, seconds or epochs, whichever comes first.
+    """Decides when an action is due: after some steps, seconds or epochs, whichever comes first.
 
-    All counters restart when the action is due. ``state`` is committed with the run, so that a
-    resumed run continues with the same steps and epochs; seconds start again with each process.
+    All counters restart when the action is due. The run commits ``state``, so that a resumed run
+    continues to count steps and epochs. Seconds start again with each process.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ OF_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "label_key": ("kto",),
     "messages_key": ("messages",),
 }
-"""Settings that only some types use, with these types."""
+"""Types that use a setting, by name of the setting; all types use the other settings."""
 SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 BOTH: Final = "has both path and sources; a path belongs to each source"
 FIRST_SETTINGS: Final = (
@@ -53,7 +53,7 @@ FIRST_SETTINGS: Final = (
     "max_prompt_tokens",
     "max_tokens",
 )
-"""Settings that every fingerprint includes, see `Dataset.rules`."""
+"""Settings that every fingerprint of a dataset includes (`Dataset.rules`)."""
 
 
 def _check_source_name(name: str) -> str:
@@ -124,10 +124,11 @@ class DataSource(Section):
 
 
 class Dataset(Section):
-    """The rows on which a trial works.
+    """The rows of data on which a trial works.
 
-    They are JSONL, JSON or Parquet files, or a folder that Hugging Face `datasets` has saved
-    (docs/data.md). A key of a row may be nested: `reward_model.ground_truth` or `choices.0.text`.
+    The rows are in JSONL, JSON or Parquet files, or in a folder that Hugging Face `datasets` has
+    saved (docs/data.md). A key of a row may be nested: `reward_model.ground_truth` or
+    `choices.0.text`.
     Example: `{type: prompt, path: train.jsonl, prompt_key: question}`
     """
 
@@ -143,8 +144,8 @@ class Dataset(Section):
 
     Example: `prompt`"""
     like: BuiltIn | None = None
-    """Built-in type from which your own type is derived. Required for your own type; not allowed
-    for others."""
+    """Built-in type from which your own type is derived. Required for your own type, and not
+    allowed for built-in types."""
     path: OptionalPath = ""
     """File or folder. `org/name` or `hf://org/name@revision` is a dataset of the Hugging Face hub,
     which slurmrl downloads when you submit. Required without `sources`.
@@ -182,18 +183,18 @@ class Dataset(Section):
     answers. Both lists have equal lengths; their first answers form a pair, then their second
     answers, and so on."""
     max_pairs_per_prompt: PositiveInt | None = None
-    """With type `preference`: maximum number of pairs of a row; slurmrl uses the first ones. `null`
-    uses all. Example: `4`"""
+    """With type `preference`: maximum number of pairs of a row; slurmrl uses the first pairs.
+    `null` uses all pairs. Example: `4`"""
     label_key: Word = "label"
-    """With type `kto`: key of the label, true for a desirable answer and false for an undesirable
-    one."""
+    """With type `kto`: key of the label, which is true for a desirable answer and false for an
+    undesirable answer."""
     messages_key: Word = "messages"
     """With type `messages`: key of the conversation, a list of messages with `role` and `content`.
     """
     images_key: Word | None = None
-    """Key of the images of a row: a list of paths, relative to the data file (docs/images.md). Set
-    it too if only messages have images, as parts `{type: image, image: PATH}`. Requires a chat
-    template. Default: none; rows have no images. Example: `images`"""
+    """Key of the images of a row: a list of paths, relative to the data file (docs/images.md). Also
+    set this key if only messages have images, as parts `{type: image, image: PATH}`. Requires a
+    chat template. Default: none; rows have no images. Example: `images`"""
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
     may lack it."""
@@ -265,7 +266,7 @@ class Dataset(Section):
 
     @property
     def parts(self) -> dict[str, Dataset]:
-        """Return a dataset for each source, by name; "" is the name if there are no sources."""
+        """The dataset of each source, by name; the name is empty without sources."""
         if not self.sources:
             return {"": self}
         return {
@@ -280,17 +281,17 @@ class Dataset(Section):
 
     @property
     def title(self) -> str:
-        """Return the paths, for messages."""
+        """Paths of all sources, for messages."""
         return ", ".join(part.path for part in self.parts.values())
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Return the weights of the sources; empty if they have none."""
+        """Weights of the sources; empty if the sources have none."""
         return tuple(each.weight for each in self.sources.values() if each.weight is not None)
 
     @property
     def kind(self) -> BuiltIn:
-        """Return the type if it is built-in, else the built-in type from which it is derived."""
+        """The built-in type, or the built-in type from which the user's own type is derived."""
         return self.like or cast(BuiltIn, self.type)
 
     @property
@@ -301,8 +302,8 @@ class Dataset(Section):
     def rules(self) -> dict[str, Any]:
         """Return the settings that determine how the rows are read, as JSON values.
 
-        Newer settings are omitted if they have their defaults, so that fingerprints in older
-        commits stay valid. `chat_template: false` was the default of earlier versions.
+        Omit newer settings that have their defaults, so that fingerprints in older commits stay
+        valid. Also omit `chat_template: false`, the default of earlier versions.
         """
         plain = {"chat_template"} if self.chat_template is False else set()
         values = self.model_dump(mode="json", exclude={"path", "shuffle", *plain})
@@ -320,7 +321,7 @@ DOUBLING = "write {{ and }} for braces in the text"
 
 @dataclass(frozen=True)
 class Template:
-    """Literal strings, with a field between each two neighbors.
+    """A parsed template: literal strings, with a field between every two neighbors.
 
     ``literals`` has one entry more than ``fields``.
     """
@@ -330,7 +331,7 @@ class Template:
 
     @staticmethod
     def parse(text: str) -> Template:
-        """``{name}`` is a field; ``{{`` and ``}}`` are braces.
+        """Parse a template, in which ``{name}`` is a field, and ``{{`` and ``}}`` are braces.
 
         Raises UsageError for an unbalanced brace, an empty name or a template without fields.
         """
@@ -359,7 +360,7 @@ class Template:
         return Template(tuple(literals), tuple(fields))
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Insert the values of all fields. Braces in the values are kept."""
+        """Return the template with the values of all fields. Braces in the values are literal."""
         parts = [self.literals[0]]
         for name, literal in zip(self.fields, self.literals[1:], strict=True):
             parts += [values[name], literal]
@@ -367,5 +368,5 @@ class Template:
 
 
 def _place(text: str, at: int) -> str:
-    """Return ``character 7 ('{x')``."""
+    """Return the position of a character with its context, such as ``character 7 ('{x')``."""
     return f"character {at + 1} ({text[at : at + 12]!r})"

@@ -14,10 +14,11 @@ from slurmrl.config.schema.base import (
     Section,
     Unit,
     Word,
+    name_of,
 )
 from slurmrl.config.schema.cluster import JobOptions
 from slurmrl.config.schema.data import Dataset
-from slurmrl.config.schema.reward import PART_NAME, Reward
+from slurmrl.config.schema.reward import Reward
 from slurmrl.config.schema.rollout import SAME_COMPLETIONS, subset_sizes
 
 
@@ -25,23 +26,14 @@ def _check_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
     except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from error
+        raise ValueError(f"must be a regular expression: {error}") from error
     if groups > 1:
-        raise ValueError(f"has {groups} groups, must have at most one; write (?:…) for the others")
+        raise ValueError(f"has {groups} groups; must have at most one: write (?:…) for the others")
     return text
 
 
-def _check_suite_name(name: str) -> str:
-    if not PART_NAME.fullmatch(name):
-        raise ValueError(
-            "a suite has a name of 1 to 64 letters, digits, '.', '_' or '-' that starts with a "
-            "letter or a digit"
-        )
-    return name
-
-
 Pattern = Annotated[Word, AfterValidator(_check_pattern)]
-SuiteName = Annotated[str, AfterValidator(_check_suite_name)]
+SuiteName = Annotated[str, name_of("a suite")]
 OF_TRAINERS: Final = (
     "every_steps",
     "every_seconds",
@@ -66,7 +58,7 @@ class Suite(Section):
     dataset: Dataset
     """The held-out prompts."""
     reward: Reward | None = None
-    """The reward that scores their completions. Default: the trial's reward."""
+    """The reward that scores the suite's completions. Default: the trial's reward."""
     samples: Annotated[PositiveInt, Unit("prompts")] | None = None
     """Number of prompts, from the start of the dataset. Example: `256`"""
     n: PositiveInt | None = None
@@ -100,8 +92,8 @@ class EvaluationTasks(Section):
 class Evaluation(Section):
     """Evaluation on held-out prompts, with a separate random stream.
 
-    It uses the run's reward or the rewards of `suites`. Example: `{dataset: {type: prompt, path:
-    test.jsonl}, every_steps: 20}`
+    The evaluation uses the run's reward or the rewards of `suites`. Example: `{dataset: {type:
+    prompt, path: test.jsonl}, every_steps: 20}`
     """
 
     tasks: EvaluationTasks | None = None
@@ -110,13 +102,13 @@ class Evaluation(Section):
     dataset: Dataset | None = None
     """The held-out prompts. Required without `suites`."""
     suites: dict[SuiteName, Suite] = Field(default_factory=dict)
-    """Several held-out sets in place of `dataset`, by names of your choice. Each evaluation goes
-    through all of them; the metrics of one are `eval/<suite>/…` (docs/howto/evaluation.md).
+    """Several held-out sets in place of `dataset`, by names of your choice. Each evaluation uses
+    all suites; the metrics of a suite are `eval/<suite>/…` (docs/howto/evaluation.md).
     Example: `{gsm8k: {dataset: {type: prompt, path: gsm8k.jsonl}}}`"""
     samples: Annotated[PositiveInt, Unit("prompts")] | None = 512
     """Number of prompts, from the start of the dataset. `null` uses all."""
     n: PositiveInt = 1
-    """Completions of each prompt; metrics are means over all of them. With several completions,
+    """Completions of each prompt; metrics are means over all completions. With several completions,
     evaluations also report `eval/pass@<k>` and `eval/maj@<k>` (docs/algorithms/evaluate.md).
     Example: `8`"""
     pass_score: float | None = None
@@ -141,7 +133,7 @@ class Evaluation(Section):
     """Evaluate after the last step."""
     keep_last: PositiveInt | None = None
     """Number of newest evaluations whose files stay in `evaluations/`, with the scores of each item
-    (docs/algorithms/evaluate.md). A commit removes older ones. Default: all. Example: `10`"""
+    (docs/algorithms/evaluate.md). A commit removes older files. Default: all. Example: `10`"""
     temperature: PositiveFloat = 1.0
     """Divisor of the logits in sampling."""
     greedy: bool = False
@@ -151,21 +143,21 @@ class Evaluation(Section):
 
     @property
     def attempts(self) -> tuple[int, ...]:
-        """Return each k of pass@k; maj@k has the same values except 1.
+        """Each k of pass@k; maj@k has the same values except 1.
 
-        The result is empty for a single completion, or if no reward says which are correct.
+        Empty for a single completion, and without a minimum reward of a correct completion.
         """
         return subset_sizes(self.n) if self.n > 1 and self.pass_score is not None else ()
 
     @property
     def rates(self) -> tuple[str, ...]:
-        """Return the metrics over several completions, which have confidence intervals."""
+        """Names of the metrics over several completions, which have confidence intervals."""
         agreed = (f"maj@{k}" for k in self.attempts[1:])
         return (*(f"pass@{k}" for k in self.attempts), *agreed)
 
     @property
     def parts(self) -> dict[str, Evaluation]:
-        """Return an evaluation of one dataset for each suite, by name (`WHOLE` without suites)."""
+        """The evaluation of each suite, by name (`WHOLE` without suites)."""
         if not self.suites:
             return {WHOLE: self}
         return {name: self._of(suite) for name, suite in self.suites.items()}

@@ -1,4 +1,4 @@
-"""Rewards: a function that scores completions, or a weighted sum of several."""
+"""Rewards: a function that scores completions, or a weighted sum of several functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from itertools import combinations, starmap
 from typing import Annotated, Any, Final
 
 from pydantic import (
-    AfterValidator,
     Field,
     StrictBool,
     StrictFloat,
@@ -16,31 +15,21 @@ from pydantic import (
     model_validator,
 )
 
-from slurmrl.config.schema.base import PositiveFloat, PositiveInt, Section, Sequence, Word
+from slurmrl.config.schema.base import PositiveFloat, PositiveInt, Section, Sequence, Word, name_of
 
-PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
 """Pattern of the name of a user's own reward."""
 BINARY: Final = ("exact_match", "math", "code")
-"""The built-in rewards that can be 1 for a correct completion and 0 otherwise."""
+"""Built-in rewards that can be 1 for a correct completion and 0 otherwise."""
 WITH_PROCESSES: Final = ("math", "code")
-"""The built-in rewards that score in separate processes."""
+"""Built-in rewards that score in separate processes."""
 MODEL: Final = "model"
-"""The name of the reward that a model computes."""
+"""Name of the reward that a model computes."""
 ALONE: Final = ""
 """Name of the only part of a reward that is not a sum."""
 
 
-def _check_part_name(name: str) -> str:
-    if not PART_NAME.fullmatch(name):
-        raise ValueError(
-            "a part has a name of 1 to 64 letters, digits, '.', '_' or '-' that starts with a "
-            "letter or a digit"
-        )
-    return name
-
-
-PartName = Annotated[str, AfterValidator(_check_part_name)]
+PartName = Annotated[str, name_of("a part")]
 Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
 
 
@@ -49,7 +38,8 @@ class RewardPool(Section):
 
     A completion has no score if the reward raises, hangs, dies or returns no finite number.
     Baselines, losses and means leave such a completion out, unless `unjudged_score` gives it a
-    score. The log shows the sample and the reason, and the metric `reward_unjudged` is their share.
+    score. The log shows the sample and the reason. The metric `reward_unjudged` is the share of
+    completions without a score.
 
     The run fails if no completion of a call gets a score, or if most completions of five
     consecutive steps get none. Example: `{timeout_s: 10}`
@@ -59,7 +49,7 @@ class RewardPool(Section):
     """Number of processes per rank. Default: the CPU cores of the host per rank, at most 8.
     Example: `4`"""
     timeout_s: PositiveFloat = 30.0
-    """Time for one completion, after which its process is killed and replaced."""
+    """Time for one completion, after which slurmrl kills and replaces the process."""
     batch_timeout_s: PositiveFloat = 600.0
     """Time for all completions of a call, after which the remaining completions get no score."""
     memory_mib: PositiveInt = 4096
@@ -81,19 +71,20 @@ class RewardPart(Section):
     """Run your own function or class in separate processes: `{}`, or with other limits. Default:
     the rank's process scores all its completions in one call."""
     weight: float = 1.0
-    """Factor of its score in the sum. With 0 it is only a metric. Example: `0.2`"""
+    """Factor of the function's score in the sum. With 0, the score is only a metric. Example: `0.2`
+    """
     where: dict[Word, Scalar | Sequence[Scalar]] = Field(default_factory=dict)
-    """Rows that it scores, by the values of their fields. A field inside an object is written with
-    dots: `extra_info.source`. Default: all rows. Example: `{source: [gsm8k, math]}`"""
+    """Rows that the function scores, by the values of their fields. Write a field inside an object
+    with dots: `extra_info.source`. Default: all rows. Example: `{source: [gsm8k, math]}`"""
 
     @property
     def has_processes(self) -> bool:
-        """Whether it scores in separate processes."""
+        """Whether the function scores in separate processes."""
         return self.pool is not None or self.name in WITH_PROCESSES
 
     @property
     def is_binary(self) -> bool:
-        """Whether its scores are 1 for a correct completion, else 0."""
+        """Whether the function's scores are 1 for a correct completion, else 0."""
         whole = self.name != "code" or self.options.get("score", "all") == "all"
         return self.name in BINARY and whole
 
@@ -144,14 +135,14 @@ class Reward(Section):
 
     @property
     def functions(self) -> dict[str, RewardPart]:
-        """Return the functions by the names of their parts (`ALONE` for a single function)."""
+        """The functions, by the names of their parts (`ALONE` for a single function)."""
         if self.name is None:
             return dict(self.parts)
         return {ALONE: RewardPart(name=self.name, options=self.options, pool=self.pool)}
 
     @property
     def title(self) -> str:
-        """Return its name for messages."""
+        """Name of the reward for messages."""
         return self.name or " + ".join(self.parts)
 
     @property
@@ -169,8 +160,8 @@ class Reward(Section):
     def is_binary(self) -> bool:
         """Whether each completion scores 1 if it is correct, else 0.
 
-        This holds if every function with a weight is binary and has weight 1, and no two of them
-        score the same row.
+        The condition is that functions with a weight are binary and have weight 1, and that no two
+        of these functions score the same row.
         """
         counted = [part for part in self.functions.values() if part.weight]
         plain = all(part.weight == 1.0 and part.is_binary for part in counted)
@@ -180,12 +171,12 @@ class Reward(Section):
 
     @property
     def has_own(self) -> bool:
-        """Whether one of the functions is a user's own."""
+        """Whether one of the functions is the user's own."""
         return any(OWN_REWARD.fullmatch(part.name) for part in self.functions.values())
 
 
 def _may_share_rows(one: RewardPart, other: RewardPart) -> bool:
-    """Whether two parts may score the same row."""
+    """Return whether two parts may score the same row."""
     shared = one.where.keys() & other.where.keys()
     return all(_values(one, key) & _values(other, key) for key in shared)
 
@@ -198,6 +189,6 @@ def _values(part: RewardPart, key: str) -> set[Scalar]:
 def _check_pool(name: str, pool: RewardPool | None) -> None:
     if pool is not None and not OWN_REWARD.fullmatch(name):
         raise ValueError(
-            f"pool is not allowed with '{name}': it is for a reward of your own (module:name); "
+            f"pool is not allowed with '{name}', only with your own reward (module:name); "
             "built-in rewards have options instead"
         )

@@ -50,8 +50,8 @@ class ParallelSizes(Section):
     """Split the activations between tensor-parallel blocks along the sequence. Requires a tensor
     size above 1. Default: true for megatron with a tensor size above 1."""
     make_vocab_size_divisible_by: PositiveInt = 128
-    """Factor of the padded vocabulary: megatron pads it to a multiple of this times the tensor
-    size."""
+    """Divisor of the padded vocabulary: megatron pads the vocabulary to a multiple of this number
+    times the tensor size."""
 
 
 ALL_LINEAR: Final = "all-linear"
@@ -59,7 +59,7 @@ TARGETS: Final = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
 )
-"""The linear layers in a decoder layer, by their names in weight files."""
+"""Names, in weight files, of the linear layers in a decoder layer."""
 
 
 class Lora(Section):
@@ -97,18 +97,18 @@ class Lora(Section):
             return targets
         if not all(targets) or not targets or len(set(targets)) < len(targets):
             raise ValueError(
-                "an empty list, an empty name or a name twice is not allowed; allowed: "
+                "must not be empty or contain an empty or a repeated name; allowed: "
                 f"'{ALL_LINEAR}', or a list of names of linear layers"
             )
         return targets
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """Factor of the product B A."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     def adapts(self, name: str) -> bool:
-        """Whether a layer of the built-in decoder has an adapter; ``name`` ends its full name."""
+        """Return whether layers whose full names end with ``name`` have adapters."""
         return name in (TARGETS if self.targets in (None, ALL_LINEAR) else self.targets)
 
 
@@ -120,14 +120,14 @@ MOMENTS: Final[Mapping[Kind, tuple[str, ...]]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum",),
 }
-"""Names, in checkpoints, of the state tensors of a parameter, by optimizer."""
+"""Names, in checkpoints, of each parameter's state tensors, by optimizer."""
 
 USERS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "betas": ("adamw", "adam"),
     "momentum": ("sgd",),
     "eps": ("adamw", "adam"),
 }
-"""Settings that only some optimizers use, with these optimizers."""
+"""Optimizers that use a setting, by name of the setting; all use the other settings."""
 
 _WHOLE: Final = "it needs whole matrices, and a rank holds only a part of each"
 LEFT_OUT: Final[Mapping[str, str]] = {
@@ -141,15 +141,15 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "rprop": "it is for gradients of a whole dataset and has neither schedule nor decay",
     "asgd": "its purpose is averaged weights, which are neither used nor exported",
 }
-"""torch's optimizers that are not supported, in lower case, with the reason."""
+"""Reasons why optimizers of torch are not supported, by name in lower case."""
 
 
 class Optimizer(Section):
     """The optimizer and its schedule.
 
-    A role that is not trained ignores it. The defaults suit fine-tuning with `adamw`. They differ
-    from torch's defaults, which are a learning rate of 0.001 and betas of 0.9 and 0.999. Example:
-    `{lr: 1e-6, schedule: cosine, warmup_steps: 20}`
+    A role that is not trained ignores this section. The defaults suit fine-tuning with `adamw`;
+    torch's defaults are a learning rate of 0.001 and betas of 0.9 and 0.999. Example: `{lr: 1e-6,
+    schedule: cosine, warmup_steps: 20}`
     """
 
     name: Kind = "adamw"
@@ -166,8 +166,8 @@ class Optimizer(Section):
     denominator above 0."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices per step; norms and biases have none. `adamw` and `sgd` shrink
-    weights by this times the learning rate. `adam` adds this times the weights to the gradient.
-    Example: `0.01`"""
+    weights by this number times the learning rate. `adam` adds this number times the weights to the
+    gradient. Example: `0.01`"""
     warmup_steps: Annotated[NonNegativeInt, Unit("optimizer steps")] = 0
     """Steps over which the learning rate rises linearly from 0. Example: `20`"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -191,10 +191,10 @@ class Optimizer(Section):
         return name
 
     def learning_rate(self, step: int, run_steps: int) -> float:
-        """Return the rate of optimizer step ``step`` (from 0) in a run of ``run_steps``.
+        """Return the learning rate of optimizer step ``step`` (from 0) in a run of ``run_steps``.
 
-        Warm-up rises linearly and ends at ``lr``. Then the rate is constant, linear or half a
-        cosine down to ``lr * min_lr_ratio`` at the schedule's last step, where it stays.
+        Warm-up rises linearly and ends at ``lr``. Then the rate is constant, or falls linearly or
+        by half a cosine to ``lr * min_lr_ratio`` at the schedule's last step, and stays there.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
@@ -206,17 +206,17 @@ class Optimizer(Section):
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * left)
 
     def last_step(self, run_steps: int) -> int:
-        """The optimizer step (from 0) at which the schedule ends."""
+        """Return the optimizer step (from 0) at which the schedule ends."""
         return (self.schedule_steps or run_steps) - 1
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the state tensors of each parameter, which have its shape."""
+        """Names of each parameter's state tensors, which have the parameter's shape."""
         return tuple(kept for kept in MOMENTS[self.name] if kept != "momentum" or self.momentum)
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Settings that differ from their defaults and that this optimizer does not use."""
+        """Names of settings with non-default values that this optimizer does not use."""
         fields = type(self).model_fields
         return tuple(
             name
@@ -226,15 +226,15 @@ class Optimizer(Section):
 
 
 VISION: Final = "slurmrl_vision"
-"""Key of the ``config.json`` object of a role with `Model.vision`, in memory only."""
+"""Key that `Model.marked` adds to a ``config.json`` object in memory. No file has this key."""
 
 
 class Model(Section):
     """Weights, layout, precision and optimizer of one role.
 
-    A role other than the actor inherits these keys from the actor if it does not set them: the
-    weights (`path` or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`,
-    `dtype`, `fp8`, `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`.
+    A role except the actor inherits keys that it does not set from the actor: the weights (`path`
+    or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`, `dtype`, `fp8`,
+    `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`.
     `teacher` and `reward_model` must set their weights. No role inherits `lora` and `optimizer`.
     Example: `{path: /models/Qwen2.5-0.5B-Instruct, backend: "fsdp:d4"}`
     """
@@ -330,7 +330,7 @@ class Model(Section):
         return self
 
     def marked(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return a ``config.json`` object with `VISION`, if the image encoder is to be built."""
+        """Return the object ``values`` of a ``config.json``, with `VISION` if `vision` is set."""
         return {**values, VISION: True} if self.vision else values
 
     @property

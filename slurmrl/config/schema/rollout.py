@@ -37,9 +37,9 @@ SINGLE_TURN: Final = "single_turn"
 MULTI_TURN: Final = "multi_turn"
 VERIFIERS: Final = "verifiers"
 EARNS_NOTHING: Final = "tools"
-"""The environment whose turns earn no rewards."""
+"""Name of the environment whose turns earn no rewards."""
 CALLS_IN_JSON: Final = "json"
-"""The default of the option `format` of the environment `tools`."""
+"""Default of the option `format` of the environment `tools`."""
 OWN: Final = re.compile(r"[\w.]+:\w+")
 """Pattern of the name of a user's own episode, environment or tool."""
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
@@ -73,8 +73,8 @@ def subset_sizes(n: int) -> tuple[int, ...]:
 class Publish(Section):
     """Weight versions: the actor's weights as files in `versions/` of the run directory.
 
-    They serve generation outside the trainers' job. A version has the tensors of an export in
-    `actor.dtype`, or with `actor.lora` only the adapters, in float32. The first version of each
+    Generation outside the trainers' job reads the versions. A version has the tensors of an export
+    in `actor.dtype`, or with `actor.lora` only the adapters, in float32. The first version of each
     start has the step from which the start continues.
     """
 
@@ -85,11 +85,11 @@ class Publish(Section):
     delta: it contains only the bits that changed since the previous version. For deltas, the ranks
     keep a second copy of the weights in host memory. With 1, all versions are full."""
     keep_whole: PositiveInt = 2
-    """Number of newest full versions to keep, with the versions that build on them."""
+    """Number of newest full versions to keep, with the deltas that build on these versions."""
 
     @property
     def copies(self) -> int:
-        """Number of copies of a rank's tensors in host memory."""
+        """Number of copies of a rank's tensors in host memory that publication needs."""
         return 2 if self.whole_every > 1 else 1
 
 
@@ -130,7 +130,7 @@ class Tasks(Section):
             other = "max_staleness 0" if self.interruptible else "interruptible: false"
             raise ValueError(
                 f"stale_cache is not allowed with {other}: completions do not continue with new "
-                f"weights"
+                "weights"
             )
         return self
 
@@ -207,7 +207,7 @@ class EpisodeSettings(Section):
 
     @property
     def cache_bytes(self) -> int | None:
-        """``cache_gib`` in bytes."""
+        """Value of ``cache_gib`` in bytes."""
         return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
     @property
@@ -224,7 +224,7 @@ class EpisodeSettings(Section):
 
     @property
     def own(self) -> dict[str, str]:
-        """Return the settings' ``package.module:name`` of the user's own code, by their keys."""
+        """The ``package.module:name`` of the user's own code, by key of the setting."""
         named = {"name": self.name}
         if self.environment is not None:
             named["environment.name"] = self.environment.name
@@ -329,7 +329,7 @@ class Rollout(Section):
     temperature: PositiveFloat = 1.0
     """Divisor of the logits in sampling and in the log-probabilities of the losses."""
     top_p: PositiveFraction = 1.0
-    """Sample from the smallest set of tokens whose total probability is at least this. With
+    """Sample from the smallest set of tokens whose total probability is at least this value. With
     `top_k`, the set is part of these `top_k` tokens. Training with a `top_p` below 1 requires
     `top_k`. Example: `0.95`"""
     top_k: PositiveInt | None = None
@@ -365,7 +365,7 @@ class Rollout(Section):
 
     @property
     def needs_text(self) -> bool:
-        """Whether a server needs the tokenizer to sample completions."""
+        """Whether servers need the tokenizer to sample completions."""
         return self.min_new_tokens > 0 or bool(self.stop_strings)
 
     @property
@@ -432,7 +432,7 @@ class Address:
 
     @property
     def socket(self) -> str | None:
-        """Return the path of the Unix socket; None for TCP."""
+        """Path of the Unix socket; None for TCP."""
         scheme, _, path = self.text.partition(":")
         return path if scheme == "unix" else None
 
@@ -451,10 +451,9 @@ class ServerKeys:
 
 
 def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> ServerKeys:
-    """Return the keys in the lines of a file that only the user can read.
+    """Return the keys in a file that only the user can read, or in the environment if None.
 
-    The lines are the API key, then the admin key, if there is one. Without a file, return the keys
-    of the environment.
+    The first line of the file is the API key, and the second line, if any, is the admin key.
 
     Raises UsageError, and UnreadableInputError for a file that is missing or cannot be read.
     """
@@ -486,7 +485,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> Ser
 
 
 def _checked_key(key: str, where: str) -> str:
-    """Return the key; reject a key with a line break, which would add headers to the request."""
+    """Return the key. Raises UsageError for a line break, which would add headers to requests."""
     if not all("!" <= character <= "~" for character in key):
         raise UsageError(
             f"the key in {where} has spaces or other characters that a header cannot hold"

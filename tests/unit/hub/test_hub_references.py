@@ -110,7 +110,7 @@ def test_resumed_trial_downloads_removed_commits_again(
     messages = {problem.key: problem.message for problem in caught.value.problems}
     assert messages.keys() == {"actor.path", "dataset.path"}
     assert messages["actor.path"].startswith(
-        f"{model} is incomplete: model.safetensors missing or cut off, and cannot be fetched "
+        f"{model} is incomplete: model.safetensors is missing or truncated, and cannot be fetched "
         f"again: {site.hub.url}/org/model cannot be reached from here"
     )
     assert messages["dataset.path"].startswith(f"{rows} is missing, and cannot be fetched again")
