@@ -16,6 +16,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.conversations import (
     ASSISTANT,
+    MEDIA,
     Message,
     as_context,
     is_target,
@@ -182,8 +183,8 @@ class ChatTemplate:
         """Return the messages with the system prompt, in a form that the template can read."""
         whole = [self._open(each) for each in with_system(messages, self._system)]
         contents = [each["content"] for each in whole if isinstance(each.get("content"), list)]
-        has_images = any(part.get("type") == "image" for parts in contents for part in parts)
-        if contents and not has_images and self._joins_parts:
+        has_media = any(part.get("type") in MEDIA for parts in contents for part in parts)
+        if contents and not has_media and self._joins_parts:
             return [{**each, "content": text_of(each)} for each in whole]
         return whole
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 Message = Mapping[str, Any]
 ASSISTANT: Final = "assistant"
+MEDIA: Final = ("image", "video")
+"""Types of parts of messages in whose place the chat template writes a placeholder."""
 
 
 def wrong_messages(value: Any) -> str:
@@ -136,8 +138,8 @@ def _wrong_message(message: Any) -> str:
         return "" if message.get("tool_calls") else "has neither 'content' nor 'tool_calls'"
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
-        if isinstance(part, dict) and part.get("type") == "image":
-            continue  # `data.row_images` checks images
+        if isinstance(part, dict) and part.get("type") in MEDIA:
+            continue  # `data.row_images` checks images and videos
         if not isinstance(part, dict) or part.get("type") != "text":
             return f"has a part that is not text: {kind_of(part)}"
         if reason := wrong_text(part.get("text")):

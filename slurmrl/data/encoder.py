@@ -21,7 +21,7 @@ from slurmrl.errors import ChatTemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from slurmrl.data.image_files import ImageValue
+    from slurmrl.data.image_files import Pictured
     from slurmrl.data.picture_encoder import PictureEncoder
 
 
@@ -94,7 +94,7 @@ class Encoder:
         """``directory`` receives the rows' pictures; None writes no pictures."""
         self._config, self._directory = config, directory
         self.images = ImageFiles()
-        """The files of images that were read."""
+        """The files of images and videos that were read."""
         self._tokenizer = tokenizer
         self._continuations = Continuations(tokenizer)
         self.chat = ChatTemplate(config, tokenizer) if config.is_chat else None
@@ -144,18 +144,17 @@ class Encoder:
 
         return PictureEncoder(self._config, self._tokenizer, self._directory, self.images)
 
-    def pictured(
-        self, messages: Sequence[Message], tools: Any, images: Sequence[ImageValue], *, prompt: bool
-    ) -> RowTokens | str:
-        """Return the tokens of a conversation with images, or the reason why it has no tokens.
+    def pictured(self, chat: Pictured, tools: Any, *, prompt: bool) -> RowTokens | str:
+        """Return the tokens of a conversation with images and videos, or why it has none.
 
         With ``prompt``, the conversation ends with the beginning of the assistant's turn and has no
         targets. Otherwise the assistant's turns are the targets.
         """
         assert self.chat is not None
-        if not images and not prompt:
+        messages, images, videos = chat
+        if not images and not videos and not prompt:
             return self.conversations([(messages, tools)])[0]
-        if not images:
+        if not images and not videos:
             (ids,) = self.chat_prompts([(messages, tools)])
             if isinstance(ids, str):
                 return ids
@@ -167,7 +166,7 @@ class Encoder:
                 marked = self.chat.conversation(messages, tools)
         except ChatTemplateError as error:
             return str(error)
-        made = self._pictures.encode(marked, images)
+        made = self._pictures.encode(marked, images, videos)
         if isinstance(made, str):
             return made
         if prompt:

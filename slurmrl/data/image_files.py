@@ -1,4 +1,4 @@
-"""Check images and read their pixels, from files and from columns of Arrow tables. Torch-free.
+"""Check images and videos and read their pixels, from files and Arrow tables. Torch-free.
 
 A column of images has objects with the content of a file and its name, as the library `datasets`
 saves them. In a row, the content is base64 text (`as_text`).
@@ -9,27 +9,36 @@ from __future__ import annotations
 import errno
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.conversations import Message
 from slurmrl.data.image_sources import ImageFiles
 from slurmrl.errors import MissingDependencyError
 from slurmrl.fsio import inputs
+from slurmrl.tensors.layout import Array
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 ImageValue = str | Mapping[str, Any]
 """An image of a row: the path of a file, or an object of a column of images."""
+VideoValue = str | Sequence[ImageValue]
+"""A video of a row: the path of a file, or its frames."""
 CONTENT, NAME = "bytes", "path"
 """Keys of an object of a column of images."""
 URL: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 LARGEST_FILE: Final = 64 * 2**20
 LARGEST_PIXELS: Final = 64 * 2**20
 """Limits of an image: bytes of its file, and pixels."""
+LARGEST_VIDEO: Final = 2**30
+"""Limit of a video: bytes of its file."""
+LEAST_FRAMES: Final = 2
+"""Minimum number of frames of a video: processors join two."""
 MAY_PASS: Final = frozenset(
     (
         *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
@@ -40,6 +49,16 @@ MAY_PASS: Final = frozenset(
 """
 WIDE: Final = ("I", "F")
 """Pillow's modes of integers and floats with 32 bits, whose range is unknown."""
+
+
+class Pictured(NamedTuple):
+    """A conversation with images and videos."""
+
+    messages: list[Message]
+    images: list[ImageValue]
+    """The images in the order of their parts."""
+    videos: list[VideoValue]
+    """The videos in the order of their parts."""
 
 
 class ImageError(ValueError):
@@ -99,6 +118,128 @@ def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -
         except Exception as error:  # Pillow's decoders raise errors without a common base
             _require_lasting(error, base, image)
             raise ImageError(f"('{_shown(image)}') is damaged: {_line(error)}") from error
+
+
+class Video(NamedTuple):
+    """The frames of a video that a model reads."""
+
+    frames: Array
+    """[frames, height, width, 3] uint8, in RGB."""
+    places: Sequence[int]
+    """The number of each frame in the video."""
+    total: int
+    """Number of frames of the video."""
+    rate: float | None
+    """Frames per second of a file; None for a list of images."""
+
+
+def check_video(base: Path, video: VideoValue) -> None:
+    """Raise ImageError if a video is a URL, missing, broken or too large.
+
+    Raises UnreadableInputError for errors that may pass, and MissingDependencyError without PyAV.
+    """
+    if isinstance(video, str):
+        with closing(_container(base, video)):
+            return
+    if len(video) < LEAST_FRAMES:
+        raise ImageError(f"has {len(video)} frames; at least {LEAST_FRAMES} are necessary")
+    for number, frame in enumerate(video, start=1):
+        with _frame(number):
+            check_image(base, frame)
+
+
+def load_video(
+    base: Path,
+    video: VideoValue,
+    choose: Callable[[int, float | None], Sequence[int]],
+    files: ImageFiles,
+) -> Video:
+    """Return the frames of a video that ``choose`` names. Raises as `check_video` does.
+
+    ``choose`` gets the number of frames and their rate. ``files`` records the files.
+    """
+    if isinstance(video, str):
+        with closing(_container(base, video, files)) as container:
+            try:
+                return _decoded(container, _shown(video), choose)
+            except (ImageError, MemoryError):
+                raise
+            except Exception as error:  # PyAV's errors have no common base
+                reason = _line(error)
+                raise ImageError(f"('{_shown(video)}') is damaged: {reason}") from error
+    check_video(base, video)
+    places = choose(len(video), None)
+    frames = []
+    for place in places:
+        with _frame(place + 1):
+            frames.append(load_image(base, video[place], files))
+    if len({frame.size for frame in frames}) > 1:
+        raise ImageError("has frames of different sizes")
+    import numpy as np
+
+    return Video(np.stack([np.asarray(frame) for frame in frames]), places, len(video), None)
+
+
+def _decoded(
+    container: Any, name: str, choose: Callable[[int, float | None], Sequence[int]]
+) -> Video:
+    """Return the chosen frames of an open file."""
+    import numpy as np
+
+    stream = container.streams.video[0]
+    if (total := stream.frames) == 0:  # some formats do not store the number
+        total = sum(1 for _ in container.decode(video=0))
+        container.seek(0)
+    rate = stream.average_rate or stream.guessed_rate
+    if total < LEAST_FRAMES or not rate:
+        raise ImageError(f"('{name}') has {total} frames: name images as a list of frames")
+    places = choose(total, float(rate))
+    wanted, found = set(places), dict[int, Array]()
+    for place, frame in enumerate(container.decode(video=0)):
+        if frame.is_corrupt:  # the decoder has filled it with other pixels
+            raise ImageError(f"('{name}') is damaged at frame {place}")
+        if place in wanted:
+            turned = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4)
+            found[place] = turned
+        if place >= max(wanted):
+            break
+    if missing := sorted(wanted - found.keys()):
+        raise ImageError(f"('{name}') is damaged: it has no frame {missing[0]}")
+    return Video(np.stack([found[place] for place in places]), places, total, float(rate))
+
+
+@contextmanager
+def _frame(number: int) -> Iterator[None]:
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(f"frame {number} {error}") from error
+
+
+def _container(base: Path, video: str, files: ImageFiles | None = None) -> Any:
+    """Open a video file."""
+    try:
+        import av
+    except ImportError as error:
+        raise MissingDependencyError(
+            "files of videos need the package av: pip install av; lists of images need none"
+        ) from error
+    path, name = _path(base, video), _shown(video)
+    try:
+        if (size := path.stat().st_size) > LARGEST_VIDEO:
+            limit = f"at most {LARGEST_VIDEO >> 20} MiB are allowed"
+            raise ImageError(f"('{name}') has {size / 2**20:.0f} MiB; {limit}")
+        content = None if files is None else BytesIO(files.read(base, video))
+        container = av.open(str(path) if content is None else content)
+    except (ImageError, MemoryError):
+        raise
+    except Exception as error:  # PyAV's errors have no common base
+        _require_lasting(error, base, video)
+        raise ImageError(f"('{name}') is not a video that PyAV can read") from error
+    if container.streams.video:
+        return container
+    container.close()
+    raise ImageError(f"('{name}') has no stream of pictures")
 
 
 def _require_lasting(error: BaseException | None, base: Path, image: ImageValue) -> None:

@@ -1,20 +1,30 @@
-"""Turn conversations with images into tokens and prepared pictures, with the model's processor.
+"""Turn conversations with images and videos into tokens and pictures, with the processor.
 
 Torch-free, except for imports of transformers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import MarkedText
-from slurmrl.data.image_files import ImageError, ImageValue, base_of, load_image
+from slurmrl.data.image_files import (
+    ImageError,
+    ImageValue,
+    Video,
+    VideoValue,
+    base_of,
+    load_image,
+    load_video,
+)
 from slurmrl.data.image_sources import ImageFiles
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
@@ -24,6 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
+OLDER: Final = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
+"""Processors whose videos have other sizes and frames than Qwen3-VL's."""
+FPS: Final = 2.0
+"""Frames per second without a setting, as in qwen-vl-utils."""
 TEXT_FIELDS: Final = frozenset(
     (
         *("attention_mask", "input_ids", "mm_token_type_ids", "num_crops"),
@@ -35,10 +49,10 @@ TEXT_FIELDS: Final = frozenset(
 
 
 class EncodedPictures(NamedTuple):
-    """A conversation with images."""
+    """A conversation with images and videos."""
 
     tokens: list[int]
-    """Token ids, with the placeholders of all images."""
+    """Token ids, with the placeholders of all images and videos."""
     offsets: Sequence[tuple[int, int]]
     """Place of each token in the string of ``marked``."""
     marked: MarkedText
@@ -63,16 +77,18 @@ class PictureEncoder:
 
         Raises UsageError if the tokenizer's folder has no processor.
         """
-        self._processor: Any = load_processor(tokenizer)
+        self._processor: Any = load_processor(tokenizer, config)
         self._base, self._directory = base_of(config), directory
         self._files = files
         limits = (config.max_tokens, config.max_prompt_tokens if config.kind == "prompt" else None)
         self._most = min((limit for limit in limits if limit is not None), default=None)
 
-    def encode(self, marked: MarkedText, images: Sequence[ImageValue]) -> EncodedPictures | str:
-        """Return the tokens of a conversation with images, or the reason why it has no tokens.
+    def encode(
+        self, marked: MarkedText, images: Sequence[ImageValue], videos: Sequence[VideoValue]
+    ) -> EncodedPictures | str:
+        """Return the tokens of a conversation with images and videos, or why it has none.
 
-        Raises EnvironmentFailure if pictures cannot be written, and UnreadableInputError if images
+        Raises EnvironmentFailure if pictures cannot be written, and UnreadableInputError if files
         cannot be read for now.
         """
         try:
@@ -80,26 +96,35 @@ class PictureEncoder:
         except ImageError as error:
             return f"an image {error}"
         try:
+            shown = self._load_videos(videos)
+        except (ImageError, ValueError) as error:
+            return f"a video {error}"
+        try:
             made = self._processor(
-                images=loaded,
+                images=loaded or None,
                 text=[marked.text],
+                **shown,
                 add_special_tokens=False,
                 return_offsets_mapping=True,
                 return_text_replacement_offsets=True,
             )
         except (ValueError, TypeError, IndexError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            return f"the processor rejects its images: {reason}"
+            return f"the processor rejects its images or videos: {reason}"
         (tokens,), (offsets,) = made["input_ids"], made["offset_mapping"]
         arguments = {name: _array(made[name]) for name in made if name not in TEXT_FIELDS}
         # The first id marks a hidden state of an image. InternVL's other ids only enclose images.
         image, *_ = self._processor.image_token_ids
-        places = [each for each, token in zip(offsets, tokens, strict=True) if token == image]
+        video = self._processor.video_token_ids[0] if videos else None
         replaced = made["text_replacement_offsets"][0]
-        if (found := _outside(places, replaced)) is not None:
-            shown = _expanded(marked, replaced).text[slice(*found)]
-            return f"has the text {shown!r}, which stands for an image: remove it"
-        pictures = PictureInputs(len(places), arguments)
+        counts = []
+        for token, what in ((image, "an image"), (video, "a video")):
+            places = [at for at, each in zip(offsets, tokens, strict=True) if each == token]
+            if (found := _outside(places, replaced)) is not None:
+                text = _expanded(marked, replaced).text[slice(*found)]
+                return f"has the text {text!r}, which stands for {what}: remove it"
+            counts.append(len(places))
+        pictures = PictureInputs(counts[0], arguments, counts[1])
         left_out = self._most is not None and len(tokens) > self._most
         if self._directory is None or left_out:
             key = key_of(pictures.arrays)
@@ -107,12 +132,30 @@ class PictureEncoder:
             key = write(self._directory, pictures)
         return EncodedPictures(list(tokens), offsets, _expanded(marked, replaced), key)
 
+    def _load_videos(self, videos: Sequence[VideoValue]) -> dict[str, Any]:
+        """Return the processor's arguments for videos; none without videos.
 
-def load_processor(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the processor in the folder of a tokenizer.
+        Raises ImageError, and ValueError if the processor cannot choose frames.
+        """
+        if not videos:
+            return {}
+        processor = self._processor.video_processor
+        read = partial(load_video, self._base, choose=processor.choose, files=self._files)
+        loaded = [read(video) for video in videos]
+        options = {
+            "do_sample_frames": False,  # `load_video` has chosen them
+            "do_convert_rgb": False,
+            "input_data_format": "channels_last",
+            "video_metadata": [processor.metadata(each) for each in loaded],
+        }
+        return {"videos": [each.frames for each in loaded], "videos_kwargs": options}
 
-    Images are processed by transformers' code for Pillow and NumPy, whether torchvision is
-    installed or not, so that the result does not depend on it.
+
+def load_processor(tokenizer: PreTrainedTokenizerBase, config: DatasetConfig) -> Any:
+    """Return the processor in the folder of a tokenizer, for the rows of a dataset.
+
+    Images are processed by transformers' code for Pillow and NumPy, and videos by its code for
+    torch, whether torchvision is installed or not, so that the result does not depend on it.
 
     Raises UsageError if there is none, or transformers cannot make it without other packages.
     """
@@ -129,14 +172,110 @@ def load_processor(tokenizer: PreTrainedTokenizerBase) -> Any:
         load: Any = AutoImageProcessor.from_pretrained
         images = load(str(folder), backend="pil", local_files_only=True)
         own = {"image_processor": images, "tokenizer": tokenizer}
+        if config.videos_key is not None:
+            own["video_processor"] = _video_processor(folder, name, config)
         parts = [own.get(part) for part in kind.get_attributes()]
-        # The part for videos needs torchvision; it is left out.
         unchecked = {"check_argument_for_proper_class": lambda *_: None}
         made: Any = type(name, (kind,), unchecked)
         return made.from_args_and_dict(parts, values)
     except (OSError, ValueError, ImportError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no processor for images in {folder}: {reason}") from error
+
+
+def _video_processor(folder: Path, name: str, config: DatasetConfig) -> Any:
+    """Return the processor for videos in a folder; ``name`` is the class of the whole processor."""
+    newer, older = _video_processors()
+    kind = older if name in OLDER else newer
+    values, _ = kind.get_video_processor_dict(str(folder), local_files_only=True)
+    most = config.video_frames or values.get("max_frames") or kind.max_frames
+    least = min(values.get("min_frames") or kind.min_frames, most)
+    rate = config.video_fps or values.get("fps") or FPS
+    number = None if config.video_fps else values.get("num_frames")
+    values = {**values, "max_frames": most, "min_frames": least, "fps": rate, "num_frames": number}
+    size = dict(values.get("size") or kind.size)
+    for edge, limit in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if (pixels := values.pop(limit, None)) and kind is older:
+            size[edge] = pixels
+    return kind(**{**values, "size": size})
+
+
+@cache
+def _video_processors() -> tuple[Any, Any]:
+    """Return the processors for videos of Qwen3-VL and of older families.
+
+    They are transformers' class for Qwen3-VL, with resizing and normalization by torch instead of
+    torchvision. Videos of the older families have other sizes and frames.
+    """
+    import torch
+    from torch.nn.functional import interpolate
+    from transformers.image_processing_backends import TorchvisionBackend
+    from transformers.image_utils import PILImageResampling, SizeDict
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil,
+        smart_resize,
+    )
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    backend: Any = TorchvisionBackend
+    newest: Any = Qwen3VLVideoProcessor
+
+    class Torch(backend):  # type: ignore[misc]
+        def resize(self, image: Any, size: Any, resample: Any = None, **_: Any) -> Any:
+            mode = PILImageResampling(resample).name.lower()
+            frames, sides = image.flatten(0, -4), (size.height, size.width)
+            made = interpolate(frames, sides, mode=mode, antialias=True, align_corners=False)
+            return made.view(*image.shape[:-2], *sides)
+
+        def normalize(self, image: Any, mean: Any, std: Any, **_: Any) -> Any:
+            center, scale = (torch.as_tensor(each)[:, None, None] for each in (mean, std))
+            return (image - center) / scale
+
+    class Videos(newest, Torch):  # type: ignore[misc]
+        def choose(self, total: int, rate: float | None) -> list[int]:
+            """Return the numbers of the frames to read of a file, or of a list without a rate."""
+            if rate is None and total <= self.max_frames:
+                return list(range(total))
+            known = VideoMetadata(total_num_frames=total, fps=rate)
+            if rate is None or self.num_frames:
+                number = min(total, self.num_frames or total, self.max_frames)
+                return [int(each) for each in self.sample_frames(known, num_frames=number)]
+            return [int(each) for each in self.sample_frames(known, fps=self.fps)]
+
+        def metadata(self, video: Video) -> Any:
+            rate = self.fps if video.rate is None else video.rate
+            places: Any = np.array(video.places)
+            return VideoMetadata(video.total, fps=rate, frames_indices=places)
+
+    class OlderVideos(Videos):
+        image_mean = Qwen2VLImageProcessorPil.image_mean
+        image_std = Qwen2VLImageProcessorPil.image_std
+        size: ClassVar[Any] = {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}
+        patch_size, max_video_tokens = 14, 128_000
+
+        def sample_frames(
+            self, metadata: Any, num_frames: int | None = None, fps: float = FPS, **_: Any
+        ) -> Any:
+            total, factor = metadata.total_num_frames, self.temporal_patch_size
+            count: float = round((num_frames or 0) / factor) * factor
+            if num_frames is None:
+                most = min(self.max_frames, total) // factor * factor
+                count = min(max(total / metadata.fps * fps, self.min_frames), most)
+                count = math.floor(count / factor) * factor
+            return torch.arange(0, total, total / min(count, total)).int()
+
+        def resize(self, videos: Any, size: Any, resample: Any = None, **given: Any) -> Any:  # type: ignore[override]
+            least, most, factor = size.shortest_edge, size.longest_edge, given["factor"]
+            if given["cap_pixels_per_frame"]:
+                budget = int(self.max_video_tokens * factor * factor * 0.9)
+                budget *= given["temporal_factor"]
+                most = max(min(most, budget // videos.shape[1]), int(least * 1.05))
+            height, width = videos.shape[-2:]
+            height, width = smart_resize(height, width, factor, min_pixels=least, max_pixels=most)
+            return Torch.resize(self, videos, SizeDict(height=height, width=width), resample)
+
+    return Videos, OlderVideos
 
 
 def _processor_class(folder: Path) -> str:

@@ -76,7 +76,7 @@ def prepare(
     except EnvironmentFailure as error:
         _remove(directory, calls)
         if cause(error) in FULL:
-            parts = "a copy of its prompts" + (" and its pixels" if config.images_key else "")
+            parts = "a copy of its prompts" + (" and its pixels" if config.media_keys else "")
             message = f"{error}; the tokens of {config.path} and {parts} must fit"
             raise UsageError(f"{message} there: free space, then slurmrl resume") from error
         raise
@@ -197,7 +197,7 @@ def _make(
     reader = TokenReader(config, tokenizer, progress, directory)
     small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
     began = time.monotonic()
-    pictures = config.images_key is not None
+    pictures = bool(config.media_keys)
     made = PreparedWriter(directory, 2 if small else 4, pictures=pictures, calls=calls)
     with closing(made) as writer:
         for record, row in reader:
@@ -248,7 +248,7 @@ class TokenReader:
         )
         self._checks = RowChecks(self.kind, self.records.where)
         self._tokens = RowTokenizer(self.kind, tokenizer, self.records.where, directory)
-        self._most_rows = CHUNK_ROWS if config.images_key is None else IMAGE_ROWS
+        self._most_rows = IMAGE_ROWS if config.media_keys else CHUNK_ROWS
         self._progress = progress
 
     @property

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.conversations import wrong_text
-from slurmrl.data.row_images import wrong_images
+from slurmrl.data.row_images import wrong_media
 from slurmrl.data.sources import open_source
 from slurmrl.data.types import (
     ABSENT,
@@ -376,7 +376,7 @@ class RowChecks:
         complete = self._required <= set(keys)
         problem = None
         if complete:
-            problem = self._kind.wrong_row(row) or wrong_images(self._kind.config, row)
+            problem = self._kind.wrong_row(row) or wrong_media(self._kind.config, row, self._fields)
         return [problem] if problem else []
 
     def _reason(self, row: Mapping[str, Any], key: str) -> str:
@@ -413,7 +413,7 @@ def longest_row(dataset: DatasetConfig) -> int | None:
 
     A string has at most as many tokens as bytes, and at most as many bytes as its JSON. The bound
     is unknown if files are larger than `MOST_BYTES` or unreadable, if a user's own type makes the
-    rows, or if rows have images.
+    rows, or if rows have images or videos.
     """
     sizes = [_longest_of(part) for part in dataset.parts.values()]
     known = [size for size in sizes if size is not None]
@@ -421,7 +421,7 @@ def longest_row(dataset: DatasetConfig) -> int | None:
 
 
 def _longest_of(part: DatasetConfig) -> int | None:
-    if part.like is not None or part.images_key is not None:
+    if part.like is not None or part.media_keys:
         return None
     path = Path(part.path)
     try:
@@ -453,12 +453,12 @@ MOST_ROWS: Final = 100
 
 
 def has_messages(config: DatasetConfig) -> bool | None:
-    """Return whether rows have images or messages, and so need a chat template by default.
+    """Return whether rows have media or messages, and so need a chat template by default.
 
-    Only the first row is searched for messages, under the keys of the type. Return None if no row
-    can be read; other checks report the reason.
+    Media are images and videos. Only the first row is searched for messages, under the keys of the
+    type. Return None if no row can be read; other checks report the reason.
     """
-    if config.images_key is not None:
+    if config.media_keys:
         return True
     path = Path(config.path)
     if not (path.is_file() or path.is_dir()):

@@ -1,120 +1,136 @@
-"""The images of a dataset's rows: where they are in a conversation. Torch-free.
+"""The images and videos of a dataset's rows: where they are in a conversation. Torch-free.
 
-A row names its images under ``images_key``, or in parts of its messages:
-``{"type": "image", "image": "dots.png"}``. Paths are relative to the data file. `with_images`
-converts both forms into one: messages with a part for each image, and the images in the order of
-these parts.
+A row names its images under ``images_key`` and its videos under ``videos_key``, or both in parts
+of its messages: ``{"type": "image", "image": "dots.png"}``. Paths are relative to the data file. A
+video is also a list of images. `with_media` converts all forms into one: messages with a part
+for each image or video, and the images and videos in the order of these parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.conversations import Message, is_messages, kind_of, text_of
-from slurmrl.data.image_files import ImageError, ImageValue, base_of, check_image, is_content
+from slurmrl.data.conversations import MEDIA, Message, is_messages, kind_of, text_of
+from slurmrl.data.image_files import (
+    ImageError,
+    Pictured,
+    base_of,
+    check_image,
+    check_video,
+    is_content,
+)
 from slurmrl.data.types import ABSENT, Row, value_at
 
-PART: Final[Mapping[str, str]] = {"type": "image"}
-"""Part of a message that stands for an image; the chat template replaces it by a placeholder."""
-MARK: Final = "<image>"
-"""Text that an image of the row's list replaces."""
-
-UNREAD: Final = ("video", "videos", "audio", "audios")
-"""Usual names of columns with videos and sounds. They are rejected, because training would ignore
-them."""
+UNREAD: Final = ("video", "videos", "audio", "audios", "image", "images")
+"""Usual names of columns with media. They are rejected without their key, because training would
+ignore them."""
+CHECKS: Final = {"image": check_image, "video": check_video}
 
 
-class Pictured(NamedTuple):
-    """A conversation with images."""
+def with_media(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> Pictured | str:
+    """Return a row's conversation with its images and videos, or why one has no place in it."""
+    found: dict[str, list[Any]] = {medium: [] for medium in MEDIA}
+    made = list(messages)
+    for medium, key in reversed(config.media_keys.items()):  # the images come first
+        placed = _placed(medium, value_at(row, key), made)
+        if isinstance(placed, str):
+            return f"'{key}' {placed}"
+        made, found[medium] = placed
+    return Pictured(made, found["image"], found["video"])
 
-    messages: list[Message]
-    images: list[ImageValue]
-    """The images in the order of their parts."""
 
-
-def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> Pictured | str:
-    """Return a row's conversation with its images, or why an image has no place in it."""
-    assert config.images_key is not None, "checked by the caller"
-    listed = _listed(value_at(row, config.images_key))
+def _placed(
+    medium: str, value: Any, messages: Sequence[Message]
+) -> tuple[list[Message], list[Any]] | str:
+    """Return the messages with the images or videos under a key, and these in their order."""
+    listed = _listed(medium, value)
     if isinstance(listed, str):
-        return f"'{config.images_key}' {listed}"
-    left, images = list(listed), list[ImageValue]()
-    made: list[Message] = []
+        return listed
+    left, found, made = list(listed), list[Any](), list[Message]()
+    mark, place = f"<{medium}>", {"type": medium}
     for message in messages:
-        parts = list(_parts(message.get("content"), marks=bool(listed)))
-        if not any(_is_image(part) for part in parts):
+        parts = list(_parts(message.get("content"), medium, marks=bool(listed)))
+        if not any(_is(medium, part) for part in parts):
             made.append(message)
             continue
         for part in parts:
-            if not _is_image(part):
+            if not _is(medium, part):
                 continue
-            own = part.get("image")
+            own = part.get(medium)
             if own is None and not left:
-                return _mismatch(config.images_key, len(listed), "has more image parts")
-            images.append(left.pop(0) if own is None else own)
-        made.append({**message, "content": [PART if _is_image(p) else p for p in parts]})
-    marked = any(MARK in text_of(message) for message in messages)
-    if value_at(row, config.images_key) == [] and marked:
-        return _mismatch(config.images_key, 0, f"has {MARK}")
+                return _mismatch(medium, len(listed), f"has more {medium} parts")
+            found.append(left.pop(0) if own is None else own)
+        made.append({**message, "content": [place if _is(medium, p) else p for p in parts]})
+    marked = any(mark in text_of(message) for message in messages)
+    if value == [] and marked:
+        return _mismatch(medium, 0, f"has {mark}")
     if left and len(left) < len(listed):
-        return _mismatch(config.images_key, len(listed), f"has no place for {len(left)} of them")
+        return _mismatch(medium, len(listed), f"has no place for {len(left)} of them")
     if left:
         first = next((n for n, each in enumerate(made) if each["role"] == "user"), None)
         if first is None:
-            return _mismatch(config.images_key, len(listed), "has no message of the user")
-        text = list(_parts(made[first].get("content"), marks=False))
-        made[first] = {**made[first], "content": [*(PART for _ in left), *text]}
-        before = sum(_is_image(part) for each in made[:first] for part in _of(each))
-        images[before:before] = left
-    return Pictured(made, images)
+            return _mismatch(medium, len(listed), "has no message of the user")
+        text = list(_parts(made[first].get("content"), medium, marks=False))
+        made[first] = {**made[first], "content": [*(place for _ in left), *text]}
+        before = sum(_is(medium, part) for each in made[:first] for part in _of(each))
+        found[before:before] = left
+    return made, found
 
 
-def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
-    """Return the problem of a row's images with its key; None if all images can be used.
+def wrong_media(
+    config: DatasetConfig, row: Row, keys: Collection[str] = ()
+) -> tuple[str, str] | None:
+    """Return the problem of a row's media with its key; None if all can be used.
 
-    Only the beginning of each file is read.
+    ``keys`` are the keys of the row that may have messages. Only the beginning of each file is
+    read.
 
-    Raises MissingDependencyError without Pillow.
+    Raises MissingDependencyError without Pillow, or without PyAV for a file of a video.
     """
-    parts = _image_parts(config, row)
-    if config.images_key is None:
+    known = config.media_keys
+    for medium in MEDIA:
+        if medium not in known and _media_parts(medium, config, row, keys):
+            return _key(config), f"has {_a(medium)}: set {medium}s_key, for example to {medium}s"
+    if not known:
         column = next((key for key, value in row.items() if _holds_content(value)), None)
-        if column is not None:
-            return column, f"holds images: set images_key to {column}, or drop the column"
-        return (_key(config), NO_KEY) if parts else None
-    for key in (each for each in UNREAD if row.get(each) and each != config.images_key):
-        return key, "is not allowed: slurmrl reads no videos and no sounds; drop the column"
-    listed = _listed(value_at(row, config.images_key))
-    if isinstance(listed, str):
-        return config.images_key, listed
-    own = [part["image"] for part in parts if part.get("image") is not None]
-    for image in own:
-        if reason := _wrong_image(image):
-            return _key(config), f"has an image that {reason}"
-    for number, image in enumerate([*listed, *own], start=1):
-        try:
-            check_image(base_of(config), image)
-        except ImageError as error:
-            key = config.images_key if number <= len(listed) else _key(config)
-            return key, f"image {number} {error}"
+        reason = f"holds images: set images_key to {column}, or drop the column"
+        return None if column is None else (column, reason)
+    for key in (each for each in UNREAD if row.get(each) and each.removesuffix("s") not in known):
+        if (medium := key.removesuffix("s")) in MEDIA:
+            return key, f"is not read without {medium}s_key: set it to {key}, or drop the column"
+        return key, "is not allowed: slurmrl reads no sounds; drop the column"
+    for medium, key in known.items():
+        listed = _listed(medium, value_at(row, key))
+        if isinstance(listed, str):
+            return key, listed
+        parts = _media_parts(medium, config, row, keys)
+        own = [part[medium] for part in parts if part.get(medium) is not None]
+        for each in own:
+            if reason := _wrong(medium, each):
+                return _key(config), f"has {_a(medium)} that {reason}"
+        for number, each in enumerate([*listed, *own], start=1):
+            try:
+                CHECKS[medium](base_of(config), each)
+            except ImageError as error:
+                where = key if number <= len(listed) else _key(config)
+                return where, f"{medium} {number} {error}"
     return None
 
 
-def has_images(config: DatasetConfig, row: Row) -> bool:
-    """Return whether a row has images under ``images_key`` or in parts of its messages."""
-    assert config.images_key is not None, "checked by the caller"
-    under_key = value_at(row, config.images_key) not in (ABSENT, None, [])
-    return under_key or bool(_image_parts(config, row))
+def has_media(config: DatasetConfig, row: Row, medium: str) -> bool:
+    """Return whether a row has media of a kind, under their key or in parts of its messages."""
+    under_key = value_at(row, config.media_keys[medium]) not in (ABSENT, None, [])
+    return under_key or bool(_media_parts(medium, config, row))
 
 
-def _image_parts(config: DatasetConfig, row: Row) -> list[Any]:
-    """Return the image parts of a row's messages."""
-    return [part for message in _messages(config, row) for part in _of(message) if _is_image(part)]
-
-
-NO_KEY: Final = "has an image: set images_key, for example to images"
+def _media_parts(
+    medium: str, config: DatasetConfig, row: Row, keys: Collection[str] = ()
+) -> list[Any]:
+    """Return the parts of this type in a row's messages."""
+    messages = _messages(config, row, keys)
+    return [part for message in messages for part in _of(message) if _is(medium, part)]
 
 
 def _holds_content(value: Any) -> bool:
@@ -122,26 +138,36 @@ def _holds_content(value: Any) -> bool:
     return is_content(value[0] if isinstance(value, list) and value else value)
 
 
-def _listed(value: Any) -> list[ImageValue] | str:
-    """Return the images under a row's key as a list, or the reason why they cannot be used."""
+def _listed(medium: str, value: Any) -> list[Any] | str:
+    """Return the media under a row's key as a list, or the reason why they cannot be used."""
     if value is ABSENT or value is None:
         return []
-    images = value if isinstance(value, list) else [value]
-    for number, image in enumerate(images, start=1):
-        if reason := _wrong_image(image):
-            return f"has an image {number} that {reason}"
-    return images
+    found = value if isinstance(value, list) else [value]
+    for number, each in enumerate(found, start=1):
+        if reason := _wrong(medium, each):
+            return f"has {_a(medium)} {number} that {reason}"
+    return found
 
 
-def _wrong_image(value: Any) -> str:
-    if is_content(value) or (isinstance(value, str) and value.strip()):
+def _wrong(medium: str, value: Any) -> str:
+    if isinstance(value, str) and value.strip():
         return ""
-    return f"must be the path of a file, but is {kind_of(value)}"
+    if medium == "image":
+        good, wanted = is_content(value), "the path of a file"
+    else:
+        good = isinstance(value, list) and all(not _wrong("image", each) for each in value)
+        wanted = "the path of a file or a list of images"
+    return "" if good else f"must be {wanted}, but is {kind_of(value)}"
 
 
-def _messages(config: DatasetConfig, row: Row) -> Iterator[Message]:
+def _a(medium: str) -> str:
+    return f"an {medium}" if medium == "image" else f"a {medium}"
+
+
+def _messages(config: DatasetConfig, row: Row, keys: Collection[str]) -> Iterator[Message]:
     """Yield all messages of a row."""
-    for key in dict.fromkeys((config.prompt_key, config.answer_key, config.messages_key)):
+    own = (config.prompt_key, config.answer_key, config.messages_key)
+    for key in dict.fromkeys((*own, *keys)):
         value = value_at(row, key)
         if is_messages(value):
             yield from value
@@ -156,25 +182,25 @@ def _of(message: Message) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _parts(content: Any, *, marks: bool) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a content. With ``marks``, each `MARK` in text becomes an image part."""
+def _parts(content: Any, medium: str, *, marks: bool) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a content. With ``marks``, each mark in text becomes a part."""
     given = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     for part in given:
-        if _is_image(part) or not marks:
+        if part.get("type") in MEDIA or not marks:
             yield part
             continue
-        first, *others = part["text"].split(MARK)
+        first, *others = part["text"].split(f"<{medium}>")
         if first:
             yield {**part, "text": first}
         for text in others:
-            yield dict(PART)
+            yield {"type": medium}
             if text:
                 yield {**part, "text": text}
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"
+def _is(medium: str, part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == medium
 
 
-def _mismatch(key: str, count: int, reason: str) -> str:
-    return f"'{key}' has {count} images, but the conversation {reason}"
+def _mismatch(medium: str, count: int, reason: str) -> str:
+    return f"has {count} {medium}s, but the conversation {reason}"

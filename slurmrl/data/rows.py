@@ -14,7 +14,7 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Continuations, Encoder, RowTokens
 from slurmrl.data.image_files import without_pixels
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
-from slurmrl.data.row_images import has_images
+from slurmrl.data.row_images import has_media
 from slurmrl.data.tokenizer import text_ids
 from slurmrl.data.types import ABSENT, Row, RowType, own_convert, type_of_rows, value_at
 from slurmrl.data.types.prompt import Prompts, conversation, tools
@@ -128,7 +128,7 @@ class DatasetRows:
     def scored(self, rows: Sequence[int]) -> list[Row]:
         """Return rows as rewards receive them: with their answers, without contents of images."""
         chosen = [self.records.rows[row] for row in rows]
-        if self._config.images_key is not None:
+        if self._config.media_keys:
             chosen = [without_pixels(row) for row in chosen]
         pairs = zip(chosen, self.answers(rows), strict=True)
         return [{**row, "answer": answer} for row, answer in pairs]
@@ -153,8 +153,8 @@ class DatasetRows:
         """
         made = RowTokenizer(type_of_rows(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
-        has_images = self._config.images_key is not None
-        if has_images:
+        has_media = bool(self._config.media_keys)
+        if has_media:
             numbered = numbered[:IMAGE_ROWS]
         elif not limited and most is not None:
             numbered = [(number, row) for number, row in numbered if _may_be_longer(row, most)]
@@ -163,7 +163,7 @@ class DatasetRows:
             kept = made.tokens(numbered[start : start + CHUNK_ROWS])
             if most is not None:
                 beyond += sum(_longest(row) > most for row in kept if row is not None)
-        if has_images:
+        if has_media:
             made.require_tokens()
             return LongRows(0, beyond, whole=False)
         made.finish()
@@ -231,12 +231,13 @@ class Remarks:
         ``called`` are the names of the episodes' tools. ``without_schema`` returns the reason why a
         tool has no JSON schema, or "". Raises ConfigError, UsageError.
         """
-        key = self._config.images_key
-        if key is not None and not any(has_images(self._config, row) for row in self._rows):
+        for medium, key in self._config.media_keys.items():
+            if any(has_media(self._config, row, medium) for row in self._rows):
+                continue
             present = list(dict.fromkeys(chain.from_iterable(self._rows)))
             yield Remark(
-                "images_key",
-                f"none of the first {len(self._rows)} rows has an image under '{key}' or in a "
+                f"{medium}s_key",
+                f"none of the first {len(self._rows)} rows has {medium}s under '{key}' or in a "
                 f"message, so the model reads only text; {near(key, present)}",
             )
         if called and self._config.kind == "prompt":

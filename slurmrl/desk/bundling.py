@@ -164,8 +164,9 @@ def collect_contents(
     for key, dataset in config.datasets().items():
         paths = [Path(part.path) for part in dataset.parts.values()]
         texts = [each for each in paths if each.is_file() and each.suffix not in TABLES]
-        if dataset.images_key and texts:
-            problems.append(source.problem((*key, "images_key"), IMAGES))
+        if texts:
+            media = (f"{medium}s_key" for medium in dataset.media_keys)
+            problems += [source.problem((*key, name), IMAGES) for name in media]
     if problems:
         raise ConfigError(tuple(problems))
     for key, text in left.items():
@@ -368,6 +369,7 @@ def extras_of(config: Config, files: Iterable[str]) -> list[str]:
     needed = {
         "data": any(name.endswith(TABLES) for name in files),
         "images": any(section.images_key for section in config.datasets().values()),
+        "videos": any(section.videos_key for section in config.datasets().values()),
         "megatron": any(layout.startswith("megatron:") for layout in layouts),
         "mlflow": logging.mlflow is not None,
         "tensorboard": logging.tensorboard,

@@ -79,6 +79,7 @@ def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | Non
     except ConfigError:  # another check reports the error
         return ""
     base, images = base_of(part), None
+    what = "image or video" if part.videos_key else "image"
     for directory, manifest in _manifests(prepared):
         try:
             listed = images_of(directory) if manifest.pictures else None
@@ -93,7 +94,7 @@ def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | Non
             if before and before[: len(files)] != now[: len(files)]:
                 return part.path
             if before and before != now and sum(now) > MOST_BYTES:
-                return f"an image of {part.path}"
+                return f"an {what} of {part.path}"
             images = listed
     sources = Sources(files, base, images)
     if sum(sources.sizes()) > MOST_BYTES:
@@ -101,10 +102,10 @@ def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | Non
     present = sources.fingerprint(lambda share: None)
     if present == fingerprint:
         return ""
-    if part.images_key is None or not fingerprint.startswith(present[:HALF]):
+    if not part.media_keys or not fingerprint.startswith(present[:HALF]):
         return part.path
     # Without the list of images, the run compares them after it has prepared the data again.
-    return "" if images is None else f"image {sources.changed_image()} of {part.path}"
+    return "" if images is None else f"{what} {sources.changed_image()} of {part.path}"
 
 
 def _manifests(prepared: Path) -> Iterator[tuple[Path, PreparedManifest]]:

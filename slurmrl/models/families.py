@@ -426,12 +426,16 @@ PICTURE_FAMILIES: Final = frozenset(
     )
 )
 """Families that join the images of several prompts along dim 0 of each argument."""
+VIDEO_FAMILIES: Final = frozenset(("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"))
+"""Families among these that also read videos."""
 PATCH: Final = {"patch_size": 14, "temporal_patch_size": 2, "in_channels": 3}
 """Sizes of Qwen2.5-VL's patches. SGLang mistakes other patches for hidden states of images."""
 STRAY: Final = 0
 """The token that is read in place of a placeholder without an image."""
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
 """Fields of a ``config.json`` object of which one has the token id of placeholders."""
+VIDEO_FIELD: Final = "video_token_id"
+"""Field with the token id of placeholders of videos."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "sglang": ("qwen2_5_vl", "qwen3_vl"),
     "vllm": ("qwen2_5_vl", "qwen3_vl"),
@@ -461,6 +465,14 @@ def served_refusal(values: Mapping[str, Any], server: str) -> str:
         return ""
     names = ", ".join(known)
     return f"{server} servers get no images for {family} models; allowed families: {names}"
+
+
+def video_refusal(values: Mapping[str, Any]) -> str:
+    """Return why the model of a ``config.json`` object cannot read videos here; or ""."""
+    if (family := values.get("model_type")) in VIDEO_FAMILIES:
+        return ""
+    known = ", ".join(sorted(VIDEO_FAMILIES))
+    return f"videos are not possible for {family} models; allowed families: {known}"
 
 
 def picture_refusal(values: Mapping[str, Any]) -> str:

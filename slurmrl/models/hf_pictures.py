@@ -1,8 +1,9 @@
-"""Images in the batches of a model of transformers.
+"""Images and videos in the batches of a model of transformers.
 
 A processor has put placeholder tokens where images belong, one for each hidden state of an image.
 The model replaces their embeddings in order. Only the first tokens of a sequence are placeholders,
-as many as its pictures have: a policy may sample the same token id, which has no image. Every pass
+as many as its pictures have: a policy may sample the same token id, which has no image. The same
+holds for videos, which some families read and which have another token id. Every pass
 reads such a token as `STRAY`, so that it means the same in training and generation.
 
 R rows, W their width.
@@ -22,14 +23,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slurmrl.errors import UsageError
-from slurmrl.models.families import PICTURE_FAMILIES, STRAY, picture_refusal
+from slurmrl.models.families import (
+    PICTURE_FAMILIES,
+    STRAY,
+    VIDEO_FAMILIES,
+    VIDEO_FIELD,
+    picture_refusal,
+)
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_loading import sketch
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.pictures import NONE, PictureInputs, read
 
 TYPES: Final = ("mm_token_type_ids", "token_type_ids")
-"""Names of the argument that marks placeholders with 1. Some families have none."""
+"""Names of the argument that marks placeholders: 1 for images, 2 for videos. Some families have
+none."""
+POSITIONS: Final = ("input_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+"""Arguments of models on which the positions of their tokens depend."""
 OTHERS: Final = ("audio_tower", "embed_audio")
 """Names of parts of a model that read neither text nor images."""
 CACHED: Final = 8
@@ -41,12 +51,12 @@ class RowPictures:
     """The pictures of rows."""
 
     counts: Tensor
-    """[R] int64: placeholder tokens of each row."""
+    """[R, 2] int64: placeholder tokens of each row for images and for videos."""
     arguments: Mapping[str, Tensor]
     """Arguments of the model's ``forward``; empty without pictures."""
 
 
-NOTHING: Final = RowPictures(torch.zeros(0, dtype=torch.int64), {})
+NOTHING: Final = RowPictures(torch.zeros((0, 2), dtype=torch.int64), {})
 """Rows of which none has pictures."""
 
 
@@ -58,7 +68,9 @@ class PictureReader:
         config: Any = inner.config
         parameters = inspect.signature(inner.forward).parameters
         self._inner = inner
-        self._token = int(config.image_token_id)
+        self._tokens = [int(config.image_token_id)]
+        if config.model_type in VIDEO_FAMILIES:
+            self._tokens.append(int(getattr(config, VIDEO_FIELD)))
         self._types = next((name for name in TYPES if name in parameters), "")
 
     @staticmethod
@@ -107,10 +119,14 @@ class PictureReader:
             return NOTHING
         read_rows = [_read(path) for path in paths if path != NONE]
         found = iter(read_rows)
-        counts = torch.tensor([0 if path == NONE else next(found).tokens for path in paths])
-        names = read_rows[0].arguments
+        empty = PictureInputs(0, {})
+        rows = [empty if path == NONE else next(found) for path in paths]
+        counts = torch.tensor([[row.tokens, row.videos] for row in rows])
+        names = list(dict.fromkeys(name for row in rows for name in row.arguments))
         joined = [
-            torch.cat([torch.from_numpy(each.arguments[name]) for each in read_rows])
+            torch.cat(
+                [torch.from_numpy(row.arguments[name]) for row in rows if name in row.arguments]
+            )
             for name in names
         ]
         counts, *arguments = upload((counts, *joined), device)
@@ -118,16 +134,21 @@ class PictureReader:
 
     def text_only(self, ids: Tensor) -> Tensor:
         """Return tokens without pictures as the model reads them; any shape."""
-        return ids.masked_fill(ids == self._token, STRAY)
+        for token in self._tokens:
+            ids = ids.masked_fill(ids == token, STRAY)
+        return ids
 
     def arguments(self, ids: Tensor, pictures: RowPictures) -> dict[str, Tensor]:
         """Return the model's arguments for rows [R, W] of tokens, without their positions."""
         if not pictures.arguments:
             return {"input_ids": self.text_only(ids)}
-        image = ids == self._token
-        own = image & (image.cumsum(1) <= pictures.counts[:, None])
-        ids = ids.masked_fill(image & ~own, STRAY)
-        types = {self._types: own.long()} if self._types else {}
+        marks = torch.zeros_like(ids)
+        for number, token in enumerate(self._tokens):
+            places = ids == token
+            own = places & (places.cumsum(1) <= pictures.counts[:, number, None])
+            ids = ids.masked_fill(places & ~own, STRAY)
+            marks += (number + 1) * own
+        types = {self._types: marks} if self._types else {}
         return {"input_ids": ids, **types, **pictures.arguments}
 
     def positions(
@@ -140,7 +161,7 @@ class PictureReader:
         body: Any = self._inner.base_model
         if self._types not in arguments or not hasattr(body, "get_rope_index"):
             return None
-        given = {name: arguments[name] for name in ("input_ids", "image_grid_thw")}
+        given = {name: arguments[name] for name in POSITIONS if name in arguments}
         places, offsets = body.get_rope_index(
             **given, mm_token_type_ids=arguments[self._types], attention_mask=mask
         )

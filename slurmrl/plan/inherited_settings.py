@@ -68,7 +68,7 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
     )
     roles = {use.role: _from_actor(config, use.role, actor) for use in uses_of(config, algorithm)}
     roles["actor"] = actor
-    vision = any(each.images_key for each in config.datasets().values())
+    vision = any(each.media_keys for each in config.datasets().values())
     vision |= any(each.vision or each.train_vision for each in roles.values())
     for role, each in roles.items():
         model = _with_vision(each) if vision else each

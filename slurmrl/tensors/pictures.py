@@ -43,15 +43,18 @@ class PictureInputs:
     """The pictures of one sequence as arguments of a model."""
 
     tokens: int
-    """Number of placeholder tokens."""
+    """Number of placeholder tokens of images."""
     arguments: Mapping[str, Array]
     """Arrays by the name of the argument of the model's ``forward``. The pictures of several
     sequences are joined along dim 0."""
+    videos: int = 0
+    """Number of placeholder tokens of videos."""
 
     @property
     def arrays(self) -> dict[str, Array]:
         """All arrays of the file."""
-        return {**self.arguments, COUNT: np.array([self.tokens], np.int64)}
+        counts = [self.tokens, self.videos] if self.videos else [self.tokens]
+        return {**self.arguments, COUNT: np.array(counts, np.int64)}
 
 
 def key_of(arrays: Mapping[str, Array]) -> bytes:
@@ -100,4 +103,5 @@ def read(path: Path, *, calls: SystemCalls = REAL) -> PictureInputs:
     if COUNT not in arrays or key_of(arrays).hex() != path.stem:
         discard(path.parents[2] / MANIFEST, calls)
         raise corrupt(path, problem, REMEDY)
-    return PictureInputs(int(arrays.pop(COUNT)[0]), arrays)
+    tokens, *videos = arrays.pop(COUNT).tolist()
+    return PictureInputs(tokens, arrays, sum(videos))

@@ -57,7 +57,8 @@ INTERN_TOKENS = {
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% if p.type == 'image' %}IMAGE{% elif p.type == 'video' %}VIDEO"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEXT: dict[str, Any] = {
@@ -85,13 +86,14 @@ def write_tokenizer(folder: Path, tokens: dict[str, str], placeholder: str) -> d
     core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
+    video = placeholder.replace(QWEN_TOKENS["image_token"], QWEN_TOKENS["video_token"])
     made = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=["<|im_start|>"],
         extra_special_tokens=tokens,
-        chat_template=TEMPLATE.replace("IMAGE", placeholder),
+        chat_template=TEMPLATE.replace("IMAGE", placeholder).replace("VIDEO", video),
     )
     made.save_pretrained(folder)
     known: dict[str, int] = made.get_vocab()
@@ -309,3 +311,22 @@ def draw(path: Path, dots: int, size: tuple[int, int] = (24, 16)) -> None:
         x, y = 6 * (dot % 4) + 1, 6 * (dot // 4) + 1
         pen.ellipse((x, y, x + 3, y + 3), fill="black")
     image.save(path)
+
+
+def write_video(path: Path, frames: int, rate: int, *, damaged: bool = False) -> None:
+    """Write a video of a dot that moves; ``damaged``: a part of its data is overwritten."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(frames):
+            image = Image.new("RGB", (64, 48), "white")
+            ImageDraw.Draw(image).ellipse((number, 9, number + 9, 18), fill="black")
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
+        container.mux(stream.encode())
+    if damaged:
+        content = bytearray(path.read_bytes())
+        middle = content.index(b"mdat") + 300
+        content[middle : middle + 400] = bytes(400)
+        path.write_bytes(content)

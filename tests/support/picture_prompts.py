@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,16 @@ ROWS = (
     {"prompt": "Which picture?", "images": []},
     {"prompt": "How many <image>?", "images": ["c.png"]},
 )
+FRAMES = ["1.png", "2.png", "3.png", "4.png"]
+VIDEO_ROWS = (
+    {"prompt": "What is in <video>?", "videos": [FRAMES[:3]]},
+    {"prompt": "<image>, <video>" + "which has more dots? " * 2, "images": ["b.png"],
+     "videos": [FRAMES]},
+    {"prompt": "Which picture?"},
+    {"prompt": "What is in <video>?", "videos": [FRAMES[1:]]},
+    {"prompt": "How many <image>?", "images": ["c.png"]},
+)  # fmt: skip
+"""Rows with an image, a video, both, and neither."""
 
 
 class Prompts(NamedTuple):
@@ -39,7 +49,9 @@ class Prompts(NamedTuple):
     ids: tuple[Tensor, ...]
     pictures: list[str]
     image: int
-    """Token id of placeholders."""
+    """Token id of placeholders of images."""
+    video: int | None
+    """Token id of placeholders of videos; None if no row has any."""
 
     def alone(self, inner: Any, number: int, more: Tensor) -> Tensor:
         """Return the logits [T, V] of a model of transformers: a prompt with further tokens."""
@@ -47,7 +59,10 @@ class Prompts(NamedTuple):
         if not self.pictures[number]:
             text: Tensor = inner(input_ids=ids, use_cache=False).logits[0]
             return text
-        types = torch.nn.functional.pad((self.ids[number] == self.image).long(), (0, len(more)))
+        types = (self.ids[number] == self.image).long()
+        if self.video is not None:
+            types += 2 * (self.ids[number] == self.video)
+        types = torch.nn.functional.pad(types, (0, len(more)))
         family = self.model.config.model_type
         name = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
         marks = {} if family in ("internvl", "llava") else {name: types[None]}
@@ -57,27 +72,35 @@ class Prompts(NamedTuple):
         return logits
 
 
-def prompts_of(model: HFModel, processor: Path, folder: Path) -> Prompts:
-    """Return a model with `ROWS`, prepared in ``folder`` by the processor of another folder."""
+def prompts_of(model: HFModel, processor: Path, folder: Path, *, videos: bool = False) -> Prompts:
+    """Return a model with rows, prepared in ``folder`` by the processor of another folder.
+
+    They are `ROWS`, or `VIDEO_ROWS` with ``videos``.
+    """
+    rows: Sequence[Mapping[str, Any]] = VIDEO_ROWS if videos else ROWS
     draw(folder / "a.png", 2)
     draw(folder / "b.png", 5, (40, 24))
     draw(folder / "c.png", 3)
-    path = write_rows(folder, *ROWS)
-    config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
-    rows = prepared(config, load_tokenizer(processor), folder / "data")
-    sample = rows.sample([(0, number) for number in range(len(ROWS))])
+    for dots, name in enumerate(FRAMES):
+        draw(folder / name, dots)
+    path = write_rows(folder, *map(dict, rows))
+    more = {"videos_key": "videos"} if videos else {}
+    config = Dataset(type="prompt", path=path, images_key="images", chat_template=True, **more)
+    data = prepared(config, load_tokenizer(processor), folder / "data")
+    sample = data.sample([(0, number) for number in range(len(rows))])
     lengths = [length for row in sample.lengths["prompt_ids"] for length in row]
     values: Any = model.inner.config
     ids = sample.tensor("prompt_ids").split(lengths)
-    return Prompts(model, ids, pictures_of(sample), int(values.image_token_id))
+    video = int(values.video_token_id) if videos else None
+    return Prompts(model, ids, pictures_of(sample), int(values.image_token_id), video)
 
 
-def random_prompts(folder: Path, family: str) -> Prompts:
+def random_prompts(folder: Path, family: str, *, videos: bool = False) -> Prompts:
     """Return a random model of a family with prepared prompts."""
     marked = Model(vision=True).marked(write_processor(folder, family))
     model = HFModel(HFConfig.from_hf(marked), "lm", source=None, seed=3, dtype=torch.float32)
     show(model.inner)
-    return prompts_of(model, folder, folder)
+    return prompts_of(model, folder, folder, videos=videos)
 
 
 def show(inner: Any) -> None:

@@ -195,6 +195,16 @@ class Dataset(Section):
     """Key of the images of a row: a list of paths, relative to the data file (docs/images.md). Also
     set this key if only messages have images, as parts `{type: image, image: PATH}`. Requires a
     chat template. Default: none; rows have no images. Example: `images`"""
+    videos_key: Word | None = None
+    """Key of the videos of a row: a list of paths, relative to the data file, or of lists of images
+    (docs/images.md#videos). Also set this key if only messages have videos, as parts `{type: video,
+    video: PATH}`. Requires a chat template. Default: no videos. Example: `videos`"""
+    video_fps: PositiveFloat | None = None
+    """Frames per second that the model reads of a video. A list of images has this rate. Default:
+    from the files of the processor, else 2."""
+    video_frames: Annotated[int, Field(ge=2)] | None = None
+    """Maximum number of frames that the model reads of a video. They are spread over the whole
+    video. Default: from the files of the processor, else 768. Example: `32`"""
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
     may lack it."""
@@ -252,6 +262,8 @@ class Dataset(Section):
                     f"{name} is not allowed with type {self.kind}, which does not use it; allowed "
                     f"with type: {', '.join(kinds)}"
                 )
+        if self.videos_key is None and (self.video_fps or self.video_frames):
+            raise ValueError("video_fps and video_frames are not allowed without videos_key")
         if bool(self.path) == bool(self.sources):
             raise ValueError("needs a path, or sources" if not self.path else BOTH)
         weights = [source.weight is not None for source in self.sources.values()]
@@ -298,6 +310,12 @@ class Dataset(Section):
     def is_chat(self) -> bool:
         """Whether a chat template formats the rows."""
         return self.kind == "messages" or self.chat_template not in (None, False)
+
+    @property
+    def media_keys(self) -> dict[str, str]:
+        """Keys of images and videos of rows, by the type of their parts in messages."""
+        keys = {"image": self.images_key, "video": self.videos_key}
+        return {medium: key for medium, key in keys.items() if key is not None}
 
     def rules(self) -> dict[str, Any]:
         """Return the settings that determine how the rows are read, as JSON values.

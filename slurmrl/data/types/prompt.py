@@ -16,7 +16,7 @@ from slurmrl.data import conversations
 from slurmrl.data.conversations import ASSISTANT, Message, as_context
 from slurmrl.data.encoder import Chat, RowTokens, TokenSequence
 from slurmrl.data.image_files import without_pixels
-from slurmrl.data.row_images import with_images
+from slurmrl.data.row_images import with_media
 from slurmrl.data.types import Requirement, Row, RowField, RowType, value_at, wrong_full_text
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ class Prompts(RowType):
         return [*fields, answer, *tools_field(self)]
 
     def stored(self, row: Row, raw: bytes) -> bytes:
-        if self.config.images_key is None:
+        if not self.config.media_keys:
             return raw
         return json.dumps(without_pixels(row)).encode()
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
-        if self.config.images_key is not None:
+        if self.config.media_keys:
             chats = [(conversation(self, row), tools(self, row)) for row in rows]
             return _pictured(self, rows, chats, encoder, prompt=True)
         found = prompts(self, rows, encoder)
@@ -107,8 +107,8 @@ def tools(kind: RowType, row: Row) -> list[Any] | None:
 def conversations_of(
     kind: RowType, rows: Sequence[Row], chats: Sequence[Chat], encoder: Encoder
 ) -> list[RowTokens | str]:
-    """Return the tokens of conversations, with the images of their rows."""
-    if kind.config.images_key is not None:
+    """Return the tokens of conversations, with the images and videos of their rows."""
+    if kind.config.media_keys:
         return _pictured(kind, rows, chats, encoder, prompt=False)
     return encoder.conversations(chats)
 
@@ -116,12 +116,12 @@ def conversations_of(
 def _pictured(
     kind: RowType, rows: Sequence[Row], chats: Sequence[Chat], encoder: Encoder, *, prompt: bool
 ) -> list[RowTokens | str]:
-    """Return the tokens of conversations with the images of their rows; see `Encoder.pictured`."""
+    """Return the tokens of conversations with media of their rows; see `Encoder.pictured`."""
     made: list[RowTokens | str] = []
     for row, (messages, wanted) in zip(rows, chats, strict=True):
-        found = with_images(kind.config, row, messages)
+        found = with_media(kind.config, row, messages)
         if not isinstance(found, str):
-            made.append(encoder.pictured(found.messages, wanted, found.images, prompt=prompt))
+            made.append(encoder.pictured(found, wanted, prompt=prompt))
         else:
             made.append(found)
     return made

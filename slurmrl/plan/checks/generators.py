@@ -322,7 +322,7 @@ def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
         flags = {**rules.experts_conflicts, **flags}
     if rollout.tasks is not None and rollout.tasks.stale_cache:
         flags = {**rules.stale_cache_conflicts, **flags}
-    if any(each.images_key for each in draft.config.datasets().values()):
+    if any(each.media_keys for each in draft.config.datasets().values()):
         flags = {**rules.image_conflicts, **flags}
     for argument in rollout.server_args:
         word = argument.partition("=")[0]

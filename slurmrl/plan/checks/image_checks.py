@@ -1,4 +1,4 @@
-"""Checks of datasets with images: what reads them, trains on them and generates from them."""
+"""Checks of datasets with images or videos: their readers, trainers and generators."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import resolve
 
 REFUSAL: Final = "slurmrl.models.families:picture_refusal"
+VIDEO_REFUSAL: Final = "slurmrl.models.families:video_refusal"
 SERVED_REFUSAL: Final = "slurmrl.models.families:served_refusal"
 """Functions of a layer above the plan's, so they are resolved by name."""
 ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
@@ -31,31 +32,37 @@ TYPES: Final = ("prompt", "prompt_answer", "messages")
 
 
 def images(draft: Draft) -> Iterator[Problem]:
-    """Only some models, algorithms and engines read images."""
+    """Only some models, algorithms and engines read images and videos."""
     yield from _towers(draft)
-    sections = {w: each for w, each in draft.config.datasets().items() if each.images_key}
+    sections = {w: each for w, each in draft.config.datasets().items() if each.media_keys}
     if not sections:
         return
     for where, dataset in sections.items():
-        yield from _section(draft, where, dataset)
-    key = (*next(iter(sections)), "images_key")
+        for medium in dataset.media_keys:
+            yield from _section(draft, (*where, f"{medium}s_key"), dataset)
+    where, first = next(iter(sections.items()))
+    medium = next(iter(first.media_keys))
+    key = (*where, f"{medium}s_key")
     if draft.algorithm.name not in ALGORITHMS:
-        reason = f": {draft.algorithm.name} reads no images; allowed algorithms: "
+        reason = f": {draft.algorithm.name} reads no {medium}s; allowed algorithms: "
         yield draft.reject(key, reason + ", ".join(ALGORITHMS))
     for use in uses_of(draft.config, draft.algorithm):
         if use.head == "value":
-            yield draft.reject(key, f": {use.role} is a model with values, which reads no images")
-    yield from _models(draft)
+            reason = f": {use.role} is a model with values, which reads no {medium}s"
+            yield draft.reject(key, reason)
+    videos = any(each.videos_key for each in sections.values())
+    yield from _models(draft, VIDEO_REFUSAL if videos else REFUSAL)
     yield from _forms(draft)
     yield from _servers(draft)
 
 
 def pillow(draft: Draft) -> Iterator[Problem]:
-    """Pillow reads images."""
+    """Pillow reads images and the frames of videos."""
     for where, dataset in draft.config.datasets().items():
-        if dataset.images_key and find_spec("PIL") is None:
-            reason = ": images need the package pillow: pip install pillow"
-            yield draft.reject((*where, "images_key"), reason, dataset.images_key)
+        for medium, key in dataset.media_keys.items():
+            if find_spec("PIL") is None:
+                reason = f": {medium}s need the package pillow: pip install pillow"
+                yield draft.reject((*where, f"{medium}s_key"), reason, key)
 
 
 def _towers(draft: Draft) -> Iterator[Problem]:
@@ -76,17 +83,17 @@ def _towers(draft: Draft) -> Iterator[Problem]:
                     yield draft.reject(key, reason, value=True)
 
 
-def _section(draft: Draft, where: KeyPath, dataset: Dataset) -> Iterator[Problem]:
-    key = (*where, "images_key")
+def _section(draft: Draft, key: KeyPath, dataset: Dataset) -> Iterator[Problem]:
+    value = getattr(dataset, str(key[-1]))
     if dataset.kind not in TYPES:
         reason = f" with type {dataset.kind}; allowed types: {', '.join(TYPES)}"
-        yield draft.reject(key, reason, dataset.images_key)
+        yield draft.reject(key, reason, value)
     elif not all(part.is_chat for part in dataset.parts.values()):
         reason = " without a chat template, which writes where images belong: set chat_template"
-        yield draft.reject(key, reason, dataset.images_key)
+        yield draft.reject(key, reason, value)
 
 
-def _models(draft: Draft) -> Iterator[Problem]:
+def _models(draft: Draft, refusal: str) -> Iterator[Problem]:
     for role, model in draft.models():
         where = role if draft.writes(role, "implementation") else "actor"
         if model.implementation != HF:
@@ -94,7 +101,7 @@ def _models(draft: Draft) -> Iterator[Problem]:
             yield draft.reject((where, "implementation"), reason, model.implementation)
             return
         with suppress(UsageError):  # the check of weights reports errors of the folder
-            if (values := config_values(model)) and (reason := resolve(REFUSAL)(values)):
+            if (values := config_values(model)) and (reason := resolve(refusal)(values)):
                 source = "path" if model.path is not None else "architecture"
                 yield draft.reject((role, source), f": {reason}")
                 return
@@ -129,6 +136,7 @@ def _side(value: Any) -> Any:
 def _servers(draft: Draft) -> Iterator[Problem]:
     """Servers that the run starts get the images of some families."""
     config, remedy = draft.config, "leave it out: the model generates with transformers then"
+    videos = any(each.videos_key for each in config.datasets().values())
     if config.rollout.servers:
         reason = " with images: only servers that slurmrl starts get them; set rollout.python"
         yield draft.reject((ROLLOUTS, "servers"), reason)
@@ -137,6 +145,9 @@ def _servers(draft: Draft) -> Iterator[Problem]:
     for key, text in (own, (("evaluation", "tasks", "backend"), tasks and tasks.backend)):
         with suppress(AllocationError, UsageError):  # reported by other checks
             backend = parse(text).backend if text else ""
-            values = config_values(config.actor) if backend and BACKENDS[backend].serves else {}
-            if values and (reason := resolve(SERVED_REFUSAL)(values, backend)):
+            serves = backend and BACKENDS[backend].serves
+            values = config_values(config.actor) if serves and not videos else {}
+            if serves and videos:
+                yield draft.reject(key, f": {backend} servers get no videos; {remedy}", text)
+            elif values and (reason := resolve(SERVED_REFUSAL)(values, backend)):
                 yield draft.reject(key, f": {reason}; {remedy}", text)

@@ -120,15 +120,15 @@ class HttpDialect(Dialect):
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
         stale_cache: bool = False,
-        image_token: int | None = None,
+        placeholders: tuple[int, ...] = (),
         quantizer: torch.device | None = None,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
 
         ``model``: `connect` rejects servers of other models. ``checks``: the checks of all servers
         of this run. ``health_s``: time limit of `health`; at least the longest step of the model.
-        ``stale_cache``: requests in flight keep the caches of older weights. ``image_token``: the
-        token id of placeholders of a model that reads images. ``quantizer``: the device that
+        ``stale_cache``: requests in flight keep the caches of older weights. ``placeholders``: the
+        token ids of placeholders of a model that reads images. ``quantizer``: the device that
         computes FP8 matrices for the server; None: it gets the weights as they are.
         """
         self._client, self._control = client, control or client
@@ -136,7 +136,7 @@ class HttpDialect(Dialect):
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
         self._health_s, self._stale_cache = health_s, stale_cache
-        self._image_token = image_token
+        self._placeholders = placeholders
         self._quantizer = quantizer
         self._loaded: str | None = None
         """The last version that was loaded since the connection was made."""
@@ -176,10 +176,10 @@ class HttpDialect(Dialect):
         A sampled placeholder ends a completion: the server would read it as another token than
         training does. Raises as `ServedPrompt.of` does.
         """
-        if (token := self._image_token) is None:
+        if not (tokens := self._placeholders):
             return sampling
-        made = await asyncio.to_thread(ServedPrompt.of, sampling.prompt, token, sampling.pictures)
-        stops = (*sampling.options.stop_token_ids, token)
+        made = await asyncio.to_thread(ServedPrompt.of, sampling.prompt, tokens, sampling.pictures)
+        stops = (*sampling.options.stop_token_ids, *tokens)
         return replace(
             sampling,
             prompt=made.tokens,

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.errors import UsageError
-from slurmrl.models.families import PICTURE_FAMILIES, STRAY, TOKEN_FIELDS
+from slurmrl.models.families import (
+    PICTURE_FAMILIES,
+    STRAY,
+    TOKEN_FIELDS,
+    VIDEO_FAMILIES,
+    VIDEO_FIELD,
+)
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.pictures import key_of, read
 
@@ -27,11 +33,17 @@ CACHED: Final = 8
 """Prompts whose images stay in host memory: the completions of a prompt are separate requests."""
 
 
-def image_token_of(values: Mapping[str, Any]) -> int | None:
-    """Return the token id of placeholders of a ``config.json`` object; None without images."""
-    if values.get("model_type") not in PICTURE_FAMILIES:
-        return None
-    return next((int(values[name]) for name in TOKEN_FIELDS if name in values), None)
+def placeholders_of(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the token ids of placeholders of a ``config.json`` object; none without images.
+
+    The first one is for images. The other one is for videos, which requests do not have.
+    """
+    family = values.get("model_type")
+    if family not in PICTURE_FAMILIES:
+        return ()
+    images = [int(values[name]) for name in TOKEN_FIELDS if name in values][:1]
+    videos = images and family in VIDEO_FAMILIES and VIDEO_FIELD in values
+    return (*images, *([int(values[VIDEO_FIELD])] if videos else []))
 
 
 @dataclass(frozen=True)
@@ -57,17 +69,18 @@ class ServedPrompt:
     images: tuple[PromptImage, ...]
 
     @staticmethod
-    def of(prompt: Sequence[int], token: int, pictures: str) -> ServedPrompt:
+    def of(prompt: Sequence[int], placeholders: Sequence[int], pictures: str) -> ServedPrompt:
         """Return a prompt with its images.
 
-        ``token`` is the id of placeholders. ``pictures`` is the path of the prepared images, or
+        ``placeholders``: see `placeholders_of`. ``pictures`` is the path of the prepared images, or
         "". Raises UsageError for images without a token between them, CorruptFileError,
         EnvironmentFailure.
         """
         left, parts = _images(pictures) if pictures else (0, ())
+        token, *others = placeholders
         tokens, found = list[int](), list[PromptImage]()
         for is_image, group in groupby(prompt, lambda each: each == token):
-            run = list(group)
+            run = [STRAY if each in others else each for each in group]
             if is_image:
                 length = min(len(run), left)
                 if length and len(found) < len(parts):

@@ -34,7 +34,7 @@ from slurmrl.plan.estimates.server_types import fp8_config
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.fp8_weights import require_fp8
-from slurmrl.rollouts.generation.image_requests import image_token_of
+from slurmrl.rollouts.generation.image_requests import placeholders_of
 from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
 from slurmrl.rollouts.generation.server_client import ServerClient
@@ -202,7 +202,7 @@ class ServerKind(ABC):
         self.model = ServedModel.of(self.model_config(), text=serving.text, experts=serving.experts)
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
         self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
-        self.image_token = image_token_of(config.values) if isinstance(config, HFConfig) else None
+        self.placeholders = placeholders_of(config.values) if isinstance(config, HFConfig) else ()
         if self.quantized:
             require_fp8("rollout.quantization", device)
 
@@ -227,7 +227,7 @@ class ServerKind(ABC):
 
         A model that reads images has a processor there, without which servers do not start.
         """
-        return serving.tokenizer if self.image_token is None else serving.processor
+        return serving.processor if self.placeholders else serving.tokenizer
 
     @property
     def unties(self) -> bool:
@@ -248,7 +248,7 @@ class ServerKind(ABC):
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
-            image_token=self.image_token,
+            placeholders=self.placeholders,
             quantizer=self.device if self.quantized else None,
             **self.dialect_options(),
         )
@@ -288,7 +288,7 @@ class ServerKind(ABC):
         for each in (model, temporary):
             each.mkdir(mode=0o700)
         write_json(model / CONFIG_FILE, self.model_config(), REAL)
-        if self.image_token is not None and serving.processor is not None:
+        if self.placeholders and serving.processor is not None:
             for file in (*PROCESSOR_FILES, VIDEO_FILE):
                 with suppress(FileNotFoundError):
                     shutil.copyfile(serving.processor / file, model / file)

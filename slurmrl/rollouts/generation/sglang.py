@@ -431,7 +431,7 @@ class SglangServer(ServerKind):
         return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:
-        slow = self.image_token is not None and self.device.type == "cpu"
+        slow = bool(self.placeholders) and self.device.type == "cpu"
         return {**ENVIRONMENT, **(UNCOMPILED if slow else {})}
 
     def dialect_options(self) -> Mapping[str, Any]:

@@ -413,7 +413,7 @@ class VllmServer(ServerKind):
             *("--max-model-len", "-1", "--scheduling-policy", "priority"),
             "--enable-prefix-caching",
             *(CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()),
-            *(VLLM_IMAGE_FLAGS if self.image_token is not None else ()),
+            *(VLLM_IMAGE_FLAGS if self.placeholders else ()),
             *("--dtype", self.dtype),
             *cache_flags(serving),
             *serving.arguments,

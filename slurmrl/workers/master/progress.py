@@ -210,7 +210,7 @@ class Progress:
         """Return the files that differ, or all files if the commit does not know its sources."""
         then = before.get("sources") or {}
         paths = [
-            f"{part.path} (or an image of its rows)" if part.images_key else part.path
+            f"{part.path} (or an image or video of its rows)" if part.media_keys else part.path
             for name, part in self.config.dataset.parts.items()
             if name in then and then[name] != now["sources"].get(name)
         ]

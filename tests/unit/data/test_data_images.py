@@ -128,8 +128,10 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
         ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
          "prompt", "image 1 .*x.png.* cannot be read"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "", "more image parts"),
-        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "prompt", "text: .*video"),
-        ({"images": ["a.png"], "videos": [["a.png"]]}, "videos", "slurmrl reads no videos and no"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
+         "prompt", "has a video: set videos_key"),
+        ({"images": ["a.png"], "videos": [["a.png"]]}, "videos", "without videos_key: set it"),
+        ({"images": ["a.png"], "audio": ["a.wav"]}, "audio", "slurmrl reads no sounds"),
     ],
 )  # fmt: skip
 def test_unusable_image_is_a_problem_of_its_row(

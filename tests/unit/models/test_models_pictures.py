@@ -16,7 +16,7 @@ from slurmrl.config.schema import Lora, Model
 from slurmrl.config.schema.roles import VISION
 from slurmrl.engines.fsdp.parameters import frozen_tower
 from slurmrl.models import hf_files
-from slurmrl.models.families import PICTURE_FAMILIES, STRAY
+from slurmrl.models.families import PICTURE_FAMILIES, STRAY, VIDEO_FAMILIES
 from slurmrl.models.hf import as_array
 from slurmrl.models.hf_adapters import attach_to
 from slurmrl.models.hf_config import MODULE, HFConfig
@@ -34,14 +34,16 @@ from tests.support.picture_prompts import (
 )
 
 FAMILIES = sorted(PICTURE_FAMILIES)
+CASES = [(each, False) for each in FAMILIES] + [(each, True) for each in sorted(VIDEO_FAMILIES)]
+"""Families, and whether rows have videos too."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "videos"), CASES)
 def test_batches_with_images_have_transformers_logprobs_and_gradients(
-    family: str, tmp_path: Path
+    family: str, videos: bool, tmp_path: Path
 ) -> None:
     """Two of the sequences would fit into one row of the longest one."""
-    prompts = random_prompts(tmp_path, family)
+    prompts = random_prompts(tmp_path, family, videos=videos)
     model, more = prompts.model, [torch.tensor([7, 8, 9])] * len(prompts.ids)
     found = trained_logprobs(prompts, more)
     wanted = transformers_logprobs(model.inner, prompts, more)
@@ -64,12 +66,12 @@ def test_batches_with_images_have_transformers_logprobs_and_gradients(
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "videos"), CASES)
 def test_generation_from_images_has_logprobs_of_the_training_pass(
-    family: str, tmp_path: Path
+    family: str, videos: bool, tmp_path: Path
 ) -> None:
     """The first and last prompts have equal tokens and other pictures."""
-    prompts = random_prompts(tmp_path, family)
+    prompts = random_prompts(tmp_path, family, videos=videos)
     assert torch.equal(prompts.ids[0], prompts.ids[3])
     whole = complete(prompts, 10_000)
     assert [each.tokens for each in complete(prompts, 1)] == [each.tokens for each in whole]
@@ -81,13 +83,16 @@ def test_generation_from_images_has_logprobs_of_the_training_pass(
         torch.testing.assert_close(found[-len(exact) :], exact, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_placeholder_token_without_image_is_read_as_text(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "videos"), CASES)
+def test_placeholder_token_without_image_is_read_as_text(
+    family: str, videos: bool, tmp_path: Path
+) -> None:
     """A policy may sample the placeholder's id. Training and generation read the same then."""
-    prompts = random_prompts(tmp_path, family)
+    prompts = random_prompts(tmp_path, family, videos=videos)
     model, first = prompts.model, prompts.ids[0]
     ends = {}
-    for token in (prompts.image, STRAY):
+    placeholders = (prompts.image, *({prompts.video} - {None}))
+    for token in (*placeholders, STRAY):
         ids = torch.cat([first, torch.tensor([9, token, 9])])
         cu = torch.tensor([0, len(ids)], dtype=torch.int32)
         with torch.no_grad(), model.showing(prompts.pictures[:1]):
@@ -99,13 +104,15 @@ def test_placeholder_token_without_image_is_read_as_text(family: str, tmp_path: 
                 logits = session.next(torch.tensor([each]), torch.ones(1, dtype=torch.bool))
         head: Any = model.inner.get_output_embeddings()
         torch.testing.assert_close(head(ends[token])[None], logits, atol=1e-5, rtol=0)
-    assert torch.equal(*ends.values())
+    assert all(torch.equal(ends[token], ends[STRAY]) for token in placeholders)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_outputs_are_unchanged_by_earlier_image_batches(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "videos"), CASES)
+def test_text_outputs_are_unchanged_by_earlier_image_batches(
+    family: str, videos: bool, tmp_path: Path
+) -> None:
     """Some models of transformers remember the positions of the last images."""
-    prompts = random_prompts(tmp_path, family)
+    prompts = random_prompts(tmp_path, family, videos=videos)
     model = prompts.model
     ids = torch.arange(30)
     cu = torch.tensor([0, 20, 25, 30], dtype=torch.int32)

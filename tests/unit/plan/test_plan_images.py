@@ -30,6 +30,7 @@ dataset: {type: prompt, path: rows.jsonl, images_key: images, max_prompt_tokens:
 rollout: {max_new_tokens: 8}
 reward: {name: exact_match}
 """
+VIDEOS = ["dataset.images_key=null", "dataset.videos_key=videos"]
 SFT = ["algorithm.name=sft", "dataset.type=prompt_answer", "reward=null", "rollout=null"]
 
 
@@ -50,6 +51,7 @@ def load(folder: Path, *overrides: str) -> Settings:
 
 def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
     assert load(folder).config.dataset.chat_template is True
+    assert load(folder, *VIDEOS).config.dataset.chat_template is True
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,17 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model",
           "actor.vision=true", "dataset.images_key=null"],
          "actor.vision", "llama models have no image encoder here"),
+        ([*VIDEOS, "actor.path=null", "actor.architecture={model_type: gemma3}",
+          "actor.tokenizer=model"], "actor.architecture",
+         "videos are not possible for gemma3 models; allowed families: qwen2_5_vl, qwen2_vl"),
+        ([*VIDEOS, "actor.implementation=builtin"], "actor.implementation", "reads no images"),
+        ([*VIDEOS, "dataset.chat_template=false"], "dataset.videos_key", "set chat_template"),
+        ([*VIDEOS, "rollout.backend=vllm:d1"], "rollout.backend", "vllm servers get no videos"),
+        ([*VIDEOS, "rollout.tasks={max: 1}", "rollout.backend=sglang:d1"], "rollout.backend",
+         "sglang servers get no videos; leave it out"),
+        ([*VIDEOS, "algorithm.name=ppo"], "dataset.videos_key", "critic is a model with values"),
+        ([*VIDEOS, "algorithm.name=dpo", "dataset.type=preference", "reward=null",
+          "rollout=null"], "dataset.videos_key", "dpo reads no videos; allowed algorithms: sft"),
         (["actor.backend=fsdp:t2"], "actor.implementation", "'t' is not possible for qwen3_vl"),
         (["actor.backend=megatron:d1"], "actor.implementation", "runs its own models only"),
     ],

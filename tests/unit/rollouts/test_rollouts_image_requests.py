@@ -9,7 +9,12 @@ import pytest
 
 from slurmrl.errors import UsageError
 from slurmrl.models.families import STRAY
-from slurmrl.rollouts.generation.image_requests import GRID, PIXELS, ServedPrompt
+from slurmrl.rollouts.generation.image_requests import (
+    GRID,
+    PIXELS,
+    ServedPrompt,
+    placeholders_of,
+)
 from slurmrl.tensors.pictures import PictureInputs, path_of, write
 
 TOKEN = 9
@@ -26,7 +31,7 @@ def pictures(tmp_path: Path) -> str:
 
 def test_request_has_the_place_and_pixels_of_each_image(pictures: str) -> None:
     """A placeholder after the images was sampled, so it is another token, as in training."""
-    made = ServedPrompt.of([1, TOKEN, 2, TOKEN, TOKEN, 3, TOKEN], TOKEN, pictures)
+    made = ServedPrompt.of([1, TOKEN, 2, TOKEN, TOKEN, 3, TOKEN], (TOKEN,), pictures)
     assert made.tokens == (1, TOKEN, 2, TOKEN, TOKEN, 3, STRAY)
     assert [(each.offset, each.length) for each in made.images] == [(1, 1), (3, 2)]
     first, second = made.images
@@ -37,10 +42,21 @@ def test_request_has_the_place_and_pixels_of_each_image(pictures: str) -> None:
 
 
 def test_prompt_without_images_has_no_placeholders() -> None:
-    assert ServedPrompt.of([1, TOKEN, 2], TOKEN, "") == ServedPrompt((1, STRAY, 2), ())
+    assert ServedPrompt.of([1, TOKEN, 2], (TOKEN,), "") == ServedPrompt((1, STRAY, 2), ())
+
+
+def test_sampled_placeholder_of_a_video_is_another_token(pictures: str) -> None:
+    """Training reads it so, whether rows have videos or not."""
+    values = {"model_type": "qwen3_vl", "image_token_id": TOKEN, "video_token_id": 8}
+    tokens = placeholders_of(values)
+    assert tokens == (TOKEN, 8)
+    assert placeholders_of({**values, "model_type": "gemma3"}) == (TOKEN,)
+    assert placeholders_of({**values, "model_type": "llama"}) == ()
+    made = ServedPrompt.of([8, TOKEN, 2, TOKEN, TOKEN, 8], tokens, pictures)
+    assert made.tokens == (STRAY, TOKEN, 2, TOKEN, TOKEN, STRAY)
 
 
 def test_images_without_a_token_between_them_are_rejected(pictures: str) -> None:
     """Their placeholders cannot be told apart."""
     with pytest.raises(UsageError, match="has 2 images, but the prompt has 1 places"):
-        ServedPrompt.of([1, TOKEN, TOKEN, TOKEN], TOKEN, pictures)
+        ServedPrompt.of([1, TOKEN, TOKEN, TOKEN], (TOKEN,), pictures)
