@@ -97,7 +97,7 @@ class GenerationRequest:
         options = dict(values["options"])
         for name in ("stop_token_ids", "stop_strings"):
             options[name] = tuple(options[name])
-        tokens = {name: tuple(values[name]) for name in ("prompt", "keys")}
+        tokens = {name: tuple(values[name]) for name in ("prompt", "keys", "images")}
         return cls(**{**values, **tokens, "options": GenerationOptions(**options)})
 
 

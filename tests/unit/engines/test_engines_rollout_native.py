@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +128,13 @@ def test_completions_do_not_depend_on_the_batch(
         assert difference.abs().max() < 1e-5
         assert completion.versions == ("0.1",) * len(completion.tokens)
     assert everything_is_free(engine)
+
+
+def test_request_survives_a_round_trip_through_json() -> None:
+    """The leader of a split model sends it to the other ranks."""
+    options = GenerationOptions(max_new_tokens=3, stop_token_ids=(7,), stop_strings=("x",))
+    sent = request("a", (3, 5), options, -1, 2)
+    assert GenerationRequest.from_values(json.loads(json.dumps(asdict(sent)))) == sent
 
 
 def test_repeated_requests_give_identical_bits() -> None:

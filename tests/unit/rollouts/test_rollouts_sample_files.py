@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load
+from safetensors.numpy import load, save
 
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
@@ -112,6 +113,17 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
     used = {name for each in ended for name in each.versions if name}
     assert found.versions == (tuple(name for name in NAMES if name in used) or ("1.1",))
     assert judged == (found.scores is not None)
+
+
+def test_scores_written_by_earlier_code_are_read() -> None:
+    """It wrote no number of the submission if that was 0, and left out empty lists."""
+    judged = {"scores": [1, None], "parts": [{"right": 0.5}, {}], "stats": {"x": [1.0, 2]}}
+    own = {"item": 1, "lease": "1.0", "versions": VERSIONS, "judged": judged}
+    plain = small_group(1)
+    arrays = {name: getattr(plain, name) for name in (*PER_TOKEN, *PER_COMPLETION)}
+    found = SampleGroup.from_bytes(save(arrays, {"group": json.dumps(own)}))
+    expected = (1, None), ({"right": 0.5}, {}), {"x": (1.0, 2)}, 0
+    assert (found.scores, found.parts, found.stats, found.submission) == expected
 
 
 @pytest.mark.parametrize(
