@@ -275,11 +275,11 @@ def tensor_refusal(values: Mapping[str, Any]) -> str:
 
 def constants_refusal(family: str, constants: Mapping[str, TensorSpec]) -> str:
     """Return why a checkpoint of a trained model cannot store its constants; or ""."""
-    odd = sorted(name for name, spec in constants.items() if spec.dtype != "float32")
+    odd = sorted(name for name, spec in constants.items() if spec.dtype not in ("float32", "int64"))
     if not odd:
         return ""
     dtype = constants[odd[0]].dtype
-    return f"{family} models cannot be trained here: {odd[0]} is {dtype}, not float32"
+    return f"{family} models cannot be trained here: {odd[0]} is {dtype}, not float32 or int64"
 
 
 def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:

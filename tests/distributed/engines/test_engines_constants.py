@@ -1,5 +1,5 @@
 """Models of transformers with tensors that are no parameters and belong to the model all the
-same: what balances the experts of deepseek_v3.
+same: what balances the experts of deepseek_v3, and the experts of each token in deepseek_v4.
 """
 
 from __future__ import annotations
@@ -41,6 +41,33 @@ def logits(made: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = made(batch().tensor("input_ids")[None]).logits
     return found
+
+
+@pytest.fixture
+def hashed(tmp_path: Path) -> Path:
+    """A folder of deepseek_v4, whose first layers choose experts by token id."""
+    torch.manual_seed(4)
+    config = AutoConfig.for_model(**tiny("deepseek_v4", vocab_size=33))
+    made = AutoModelForCausalLM.from_config(config)
+    for name, values in made.named_buffers():
+        if name.endswith("tid2eid"):
+            values.random_(config.n_routed_experts)
+    made.save_pretrained(tmp_path / "hashed")
+    return tmp_path / "hashed"
+
+
+def test_export_keeps_integer_constants(ranks: RankPool, tmp_path: Path, hashed: Path) -> None:
+    """Training changes the other weights; checkpoint and export keep the table of experts."""
+    config = tiny("deepseek_v4", vocab_size=33)
+    settings = model(architecture=config, implementation="hf", optimizer={"lr": 1e-2})
+    setup = Setup(model=settings, split=SPLIT, source=hashed)
+    _, again = train_and_export(ranks, setup, tmp_path, "hf")
+    before, after = AutoModelForCausalLM.from_pretrained(hashed).state_dict(), again.state_dict()
+    tables = [name for name, values in after.items() if values.dtype == torch.int64]
+    assert tables
+    assert all(torch.equal(after[name], before[name]) for name in tables)
+    assert all(before[name].any() for name in tables)
+    assert any(not torch.equal(after[name], before[name]) for name in after)
 
 
 @pytest.mark.parametrize("layers", [False, True])
@@ -85,11 +112,11 @@ def test_checkpoint_keeps_constant_tensors(ranks: RankPool, tmp_path: Path, sour
 
 
 def counting(setup: Setup) -> str:
-    """Make an engine of a model that counts in whole numbers."""
+    """Make an engine of a model whose constant is a boolean."""
     from slurmrl.models.hf_model import HFModel
 
     made = HFModel.constants
-    HFModel.constants = lambda self: {"inner.count": torch.zeros(1, dtype=torch.int64)}  # type: ignore[method-assign]
+    HFModel.constants = lambda self: {"inner.count": torch.zeros(1, dtype=torch.bool)}  # type: ignore[method-assign]
     try:
         cases.make(setup)
     except UsageError as error:
@@ -103,5 +130,5 @@ def test_constants_that_a_checkpoint_cannot_hold_are_rejected(ranks: RankPool) -
     settings = model(architecture=ARCHITECTURE, implementation="hf")
     (message,) = ranks(1, f"{HERE}:counting", Setup(model=settings, split=[range(10)]))
     assert message == (
-        "deepseek_v3 models cannot be trained here: inner.count is int64, not float32"
+        "deepseek_v3 models cannot be trained here: inner.count is bool, not float32 or int64"
     )
