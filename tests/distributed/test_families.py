@@ -32,11 +32,11 @@ def compare(family: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", TODAY)
-def test_recorded_results_hold_for_a_tenth_of_the_families(family: str) -> None:
+def test_recorded_model_results_hold_for_a_tenth_of_the_families(family: str) -> None:
     compare(family)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", sorted(set(all_families()) - set(TODAY)))
-def test_recorded_results_hold_for_the_other_families(family: str) -> None:
+def test_recorded_model_results_hold_for_the_other_families(family: str) -> None:
     compare(family)

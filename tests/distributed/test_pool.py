@@ -81,7 +81,7 @@ def test_pool_job_leaves_no_threads_of_its_process_groups(ranks: RankPool) -> No
     assert ranks(2, f"{HERE}:threads") == before
 
 
-def test_returned_rank_stays_connected_until_all_ranks_answered(ranks: RankPool) -> None:
+def test_rank_that_has_returned_stays_connected_until_all_have_answered(ranks: RankPool) -> None:
     """A slower rank may still be building a group, which fails when a peer leaves."""
     _, reason = ranks(2, f"{HERE}:listen_to_a_rank_that_has_returned")
     assert "Timed out" in reason

@@ -124,7 +124,7 @@ def _run_all(runner: Runner, folder: Path) -> None:
     [broken_creator, partial(broken_writer, in_place), partial(broken_writer, unnoticed)],
     ids=["check then act", "in place", "not at all"],
 )
-def test_kill_test_detects_wrong_protocols(actor: Actor, tmp_path: Path) -> None:
+def test_kill_schedules_detect_wrong_protocols(actor: Actor, tmp_path: Path) -> None:
     actors = (actor, actor, files.slot_reader)
     runner = Runner(Scenario("wrong", lambda folder: None, actors, files.check_folder, actor))
     try:

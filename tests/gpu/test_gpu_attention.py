@@ -83,7 +83,9 @@ def test_attention_forward_and_backward_equal_float64(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_sinks_equal_float64(dtype: torch.dtype, window: int | None, kv_heads: int) -> None:
+def test_attention_with_sinks_equals_float64(
+    dtype: torch.dtype, window: int | None, kv_heads: int
+) -> None:
     lengths = (300, 7, 7, 1)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, mix = (

@@ -39,7 +39,9 @@ def test_every_call_receives_its_inputs(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("filtered", [2, 4])
-def test_chosen_items_keep_their_earlier_results(ranks: RankPool, filtered: int) -> None:
+def test_items_accepted_by_a_filter_keep_their_earlier_results(
+    ranks: RankPool, filtered: int
+) -> None:
     """Calls up to a filter see all candidates of several rounds, calls after it the chosen items
     with what the former made of them, wherever that is: also of parts that are empty, of a round
     without a chosen item, and after a step in which none was chosen.

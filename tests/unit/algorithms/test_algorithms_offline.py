@@ -262,7 +262,7 @@ def test_means_and_ratios_have_correct_intervals() -> None:
     assert all(map(math.isnan, alone[1:]))
 
 
-def test_mean_of_a_score_leaves_out_items_that_lack_it() -> None:
+def test_mean_of_a_score_ignores_items_without_the_score() -> None:
     """Those of one kind of answer; other measures want each item to have it."""
     scores = [{"id": "a", "own": 1.0}, {"id": "b"}, {"id": "c", "own": 4.0}]
     estimate = summarize(scores, {"own": Measure.PART_MEAN}).estimates["own"]
@@ -321,7 +321,7 @@ def test_offline_pass_keeps_file_order_and_commits_each_step(tmp_path: Path, exa
         (["rollout.greedy=true"], "rollout", "n 8 is not allowed with greedy"),
     ],
 )
-def test_meaningless_settings_are_rejected(
+def test_offline_pass_rejects_settings_without_effect(
     tmp_path: Path, overrides: list[str], key: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

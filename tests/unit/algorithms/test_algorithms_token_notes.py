@@ -81,7 +81,7 @@ def test_token_values_begin_at_the_completion_and_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("kept", [Logging(samples=0), Logging(sample_tokens=0)])
-def test_token_notes_are_off_by_default(kept: Logging) -> None:
+def test_token_notes_of_samples_are_off_by_default(kept: Logging) -> None:
     sample = two_items()
     assert token_notes(sample, {"v": torch.zeros(12)}, torch.ones(3).bool(), kept) == []
     assert token_texts(sample, kept, Bytes()) == []

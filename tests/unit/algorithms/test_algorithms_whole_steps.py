@@ -206,7 +206,7 @@ class Case:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_steps_equal_loops_over_single_tokens(name: str) -> None:
+def test_policy_gradient_steps_equal_loops_over_single_tokens(name: str) -> None:
     """Weights and metrics after a step with any settings: minibatches and epochs, groups of
     different sizes, failed episodes, several turns, micro-batches, and ranks of which some have
     nothing.

@@ -18,7 +18,7 @@ from slurmrl.errors import AllocationError, UnknownNameError
         ("megatron:attn:d4t2|ffn:d8+sglang:d2", [1, 1], 10, [0, 8]),
     ],
 )
-def test_bar_binds_tighter_than_plus(
+def test_allocation_bar_binds_tighter_than_plus(
     text: str, places: list[int], world_size: int, starts: list[int]
 ) -> None:
     components = parse_components(text)

@@ -50,7 +50,7 @@ def test_incomplete_message_is_read_once_complete(tmp_path: Path) -> None:
     assert seen[len(encode({"n": 0}))] == [{"n": 0}]
 
 
-def test_zeros_are_treated_as_unwritten_data(tmp_path: Path) -> None:
+def test_zeros_in_a_log_are_treated_as_unwritten_data(tmp_path: Path) -> None:
     path, data = tmp_path / "log", encode({"n": 0})
     path.write_bytes(b"\x00" * len(data))
     reader = LogReader(path)

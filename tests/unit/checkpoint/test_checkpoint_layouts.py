@@ -123,7 +123,7 @@ def test_a_tensor_is_read_in_blocks(
     assert np.array_equal(checkpoint.read("w.1", box), target)
 
 
-def test_a_scalar_is_read(tmp_path: Path) -> None:
+def test_checkpoint_reads_a_tensor_without_dimensions(tmp_path: Path) -> None:
     """Models of transformers may have such constants."""
     spec = TensorSpec((), "float32")
     layout = Layout.of({"scale": spec}, [[Shard.contiguous("scale", Box.whole(()))]])

@@ -148,7 +148,7 @@ def test_note_states_unconfirmed_heartbeat_or_scheduler_problem() -> None:
         ({"state": "RUNNING"}, ["the run continues", "slurmrl stop add/1 --root /r"]),
     ],
 )
-def test_conclusion_names_outcome_and_next_command(
+def test_conclusion_of_a_run_names_outcome_and_next_command(
     changes: dict[str, Any], words: list[str]
 ) -> None:
     text = status_text.conclusion(status(**changes), " --root /r")
@@ -206,7 +206,7 @@ def test_plain_view_prints_one_line_per_change(tmp_path: Any) -> None:
     assert again == ["incarnation 2 continues from step 1", "step 2/60  reward 0.5"]
 
 
-def test_plain_view_prints_end_after_last_steps(tmp_path: Path) -> None:
+def test_watch_without_terminal_prints_the_end_after_the_last_steps(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.metrics({"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0})
     lines: list[str] = []

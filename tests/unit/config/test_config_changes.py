@@ -34,7 +34,7 @@ EVALUATION = "evaluation={dataset: {type: prompt, path: data.jsonl}"
         "rollout.slurm.partition=preemptible",
     ],
 )
-def test_allowed_change_is_no_difference(tmp_path: Path, override: str) -> None:
+def test_allowed_change_is_not_reported_as_a_difference(tmp_path: Path, override: str) -> None:
     assert differences(config(tmp_path), config(tmp_path, override)) == []
 
 
@@ -49,7 +49,9 @@ def test_allowed_change_is_no_difference(tmp_path: Path, override: str) -> None:
         (f"{EVALUATION}}}", "evaluation: nothing in the trial, a section now"),
     ],
 )
-def test_forbidden_change_is_a_difference(tmp_path: Path, override: str, line: str) -> None:
+def test_forbidden_change_is_reported_as_a_difference(
+    tmp_path: Path, override: str, line: str
+) -> None:
     assert differences(config(tmp_path), config(tmp_path, override)) == [line]
 
 

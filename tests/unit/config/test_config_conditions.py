@@ -27,7 +27,7 @@ def test_invalid_condition_is_rejected_with_the_rule(text: str) -> None:
         StopWhen.parse(text)
 
 
-def test_frequency_without_settings_is_never_due() -> None:
+def test_checkpoint_frequency_without_settings_is_never_due() -> None:
     frequency = Frequency()
     assert not any(frequency.check(step, step, float(step)) for step in range(100))
 

@@ -110,7 +110,7 @@ def test_recursive_alias_is_a_problem(tmp_path: Path) -> None:
     assert ["alias" in problem.message for problem in source.problems] == [True]
 
 
-def test_alias_copies_its_value(tmp_path: Path) -> None:
+def test_yaml_alias_copies_its_value(tmp_path: Path) -> None:
     source = source_of(tmp_path, "a: &x {k: 1}\nb: *x\n")
     assert source.values == {"a": {"k": 1}, "b": {"k": 1}}
     assert not source.problems

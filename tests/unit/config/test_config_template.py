@@ -19,7 +19,9 @@ from slurmrl.errors import UsageError
         ("{{prompt}} {prompt}{prompt}", "{prompt} 1+1?1+1?"),
     ],
 )
-def test_fields_are_replaced_and_doubled_braces_become_braces(template: str, text: str) -> None:
+def test_template_fields_are_filled_and_doubled_braces_become_braces(
+    template: str, text: str
+) -> None:
     values = {"prompt": "1+1?", "a hint": "small {prompt}"}
     assert Template.parse(template).fill(values) == text
 
@@ -36,7 +38,7 @@ def test_fields_are_replaced_and_doubled_braces_become_braces(template: str, tex
         ("{{prompt}}", "no {key}"),
     ],
 )
-def test_other_braces_are_rejected(template: str, message: str) -> None:
+def test_template_with_unmatched_braces_is_rejected(template: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Template.parse(template)
 

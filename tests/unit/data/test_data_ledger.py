@@ -116,7 +116,7 @@ def test_commit_size_does_not_grow_with_the_trial() -> None:
 
 @pytest.mark.parametrize("end", ["train", "drop", "give_back"])
 @pytest.mark.parametrize("items", [[0], [2], [1, 1], [1, 9]])
-def test_item_can_be_ended_only_once(end: str, items: list[int]) -> None:
+def test_ledger_item_can_be_ended_only_once(end: str, items: list[int]) -> None:
     """One that is trained, queued or named twice is refused, and nothing changes."""
     ledger = Ledger()
     ledger.take(3, 1)
@@ -159,7 +159,7 @@ def test_contradictory_ledger_record_is_rejected(change: dict[str, Any], problem
         read(json.dumps(documents.to_json(wrong)))
 
 
-def test_window_too_large_for_a_commit_is_rejected() -> None:
+def test_ledger_rejects_more_items_than_a_commit_can_hold() -> None:
     ledger = Ledger(LedgerRecord(settled=0, next=1))
     with pytest.raises(ValueError, match=f"more than {MOST_COUNT} items"):
         ledger.take(MOST_COUNT + 1, 1)

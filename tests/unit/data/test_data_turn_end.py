@@ -159,7 +159,7 @@ def test_next_role_s_token_is_trained_if_it_ends_the_turn(tokenizer: Any) -> Non
     assert marked(tokenizer, NEXT_ROLE, USER, SAID, SAID).replace("\n", "") == twice
 
 
-def test_turn_is_trained_up_to_the_token_that_generation_stops_at(tokenizer: Any) -> None:
+def test_turn_is_trained_up_to_the_stop_token_of_generation(tokenizer: Any) -> None:
     expected = "<|user|>\nHi<|end|>\n<|assistant|>\n[Hello<|end|>]\n<|endoftext|>"
     assert marked(tokenizer, CLOSED, USER, SAID) == expected
 

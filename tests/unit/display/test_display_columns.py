@@ -34,7 +34,7 @@ def test_long_words_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("width", [None, 10])
-def test_head_without_text_is_printed_without_trailing_spaces(width: int | None) -> None:
+def test_column_head_without_text_is_printed_without_trailing_spaces(width: int | None) -> None:
     assert terminal.hanging("head  ", "", width) == ["head"]
 
 

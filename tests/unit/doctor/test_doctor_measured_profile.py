@@ -187,7 +187,7 @@ def test_known_gpu_keeps_the_vendors_peak() -> None:
     assert found["host_link"] == pytest.approx(2**30 / 0.05, rel=1e-3)
 
 
-def test_noise_gives_no_negative_numbers() -> None:
+def test_measured_profile_has_no_negative_numbers_despite_noise() -> None:
     """Long sequences were faster than short ones, and many rows than few."""
     noisy = points(TRUE)
     for point in noisy:

@@ -143,7 +143,7 @@ class RefusedGraphs(RecordedGraphs):
     ("kind", "reason"),
     [(WrongGraphs, "tokens differ"), (RefusedGraphs, "not permitted when stream is capturing")],
 )
-def test_graph_that_fails_or_samples_differently_is_not_used(
+def test_cuda_graph_that_fails_or_samples_differently_is_not_used(
     start: Any, caplog: pytest.LogCaptureFixture, kind: Any, reason: str, overlap: bool
 ) -> None:
     """The log says so, and all calls are direct ones from then on."""

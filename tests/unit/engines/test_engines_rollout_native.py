@@ -740,7 +740,7 @@ def test_stop_string_may_overlap_one_before_the_minimum_tokens() -> None:
         lambda: Limits(cache_tokens=64, cache_bytes=2**20),
     ],
 )
-def test_wrong_limits_are_rejected(wrong: Callable[[], Limits]) -> None:
+def test_native_engine_rejects_invalid_limits(wrong: Callable[[], Limits]) -> None:
     with pytest.raises(UsageError, match=r"must be at least|not both"):
         wrong()
 

@@ -165,7 +165,7 @@ def failed(*endings: EndedStart) -> FailedStarts:
     return starts
 
 
-def test_only_a_repeated_error_without_any_answer_is_hopeless() -> None:
+def test_server_is_abandoned_only_after_a_repeated_error_without_answers() -> None:
     """However long each start was ready, if it was asked nothing; an answer or another error in
     between begins the count again.
     """
@@ -182,7 +182,7 @@ def test_only_a_repeated_error_without_any_answer_is_hopeless() -> None:
     assert not failed(unknown, unknown, unknown).hopeless
 
 
-def test_start_is_good_if_long_and_no_request_stayed_unanswered() -> None:
+def test_server_start_is_good_if_long_and_no_request_stayed_unanswered() -> None:
     """A good start leaves only its own end in the count."""
     short = EndedStart(reason="")
     idle = EndedStart(reason="", served_s=60.0)

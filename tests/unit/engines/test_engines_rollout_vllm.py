@@ -203,7 +203,9 @@ def test_cpu_server_is_rejected_if_it_does_not_update_weights(
         ({"POST /reset_prefix_cache": {"success": False}}, "did not empty its prefix cache"),
     ],
 )
-def test_update_without_effect_fails(answers: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_server_update_without_effect_fails(
+    answers: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     async def load(answers: dict[str, Any]) -> None:
         dialect = VllmDialect(ScriptedClient(answers), model=MODEL)
         await dialect.connect()

@@ -76,7 +76,9 @@ def test_failed_link_is_retried(tmp_path: Path, error: int) -> None:
     assert len(calls.slept) == 3
 
 
-def test_uncertain_link_is_lost_if_the_file_has_other_content(tmp_path: Path) -> None:
+def test_exclusive_create_is_lost_if_the_file_has_other_content_after_an_error(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "slot").write_bytes(b"theirs")
     calls = Scripted("link", errno.EIO)
     assert not atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
@@ -246,7 +248,7 @@ class SweptBefore(SystemCalls):
         pass
 
 
-def test_writers_survive_a_sweep(tmp_path: Path) -> None:
+def test_create_and_replace_survive_a_removal_of_their_temporary_file(tmp_path: Path) -> None:
     creating, replacing = SweptBefore(), SweptBefore()
     assert atomic.exclusive_create(tmp_path / "a", b"1", calls=creating)
     atomic.replace(tmp_path / "a", b"2", calls=replacing)
@@ -311,7 +313,7 @@ def test_directory_below_a_path_that_allows_none_is_reported(tmp_path: Path) -> 
         atomic.make_private_directory(Path("/proc/nothing-here/below"))
 
 
-def test_reading_takes_four_operations(tmp_path: Path) -> None:
+def test_reading_a_file_takes_four_operations(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     calls = Counting()
     atomic.read(tmp_path / "a", calls=calls)

@@ -37,7 +37,7 @@ def test_appended_records_are_read(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_slot_is_won_once(tmp_path: Path) -> None:
+def test_history_slot_is_won_by_one_writer(tmp_path: Path) -> None:
     ours, theirs = History(tmp_path), History(tmp_path)
     ours.append(Kind.BEGIN, 1, {}, after=-1)
     with pytest.raises(SlotTakenError) as caught:

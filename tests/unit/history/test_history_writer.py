@@ -120,7 +120,7 @@ def test_master_cannot_commit_after_its_own_end_record(tmp_path: Path) -> None:
         writer.append(Kind.COMMIT, STEP)
 
 
-def test_meaningless_commands_are_rejected(tmp_path: Path) -> None:
+def test_history_rejects_resume_without_an_end_and_end_without_an_end_kind(tmp_path: Path) -> None:
     history = History(tmp_path)
     with pytest.raises(UsageError, match="nothing to resume"):
         resume(history, {})

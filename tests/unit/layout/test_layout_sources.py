@@ -125,7 +125,7 @@ def test_missing_elements_are_named() -> None:
         Layout.of(TENSORS, [[Shard.contiguous("e", Box((0,), (1,)))]])
 
 
-def test_piece_outside_its_tensor_is_rejected() -> None:
+def test_sequence_piece_outside_its_tensor_is_rejected() -> None:
     shard = Shard.contiguous("b", Box((3,), (3,)))
     with pytest.raises(LayoutError, match="lies outside 'b'"):
         Layout.of({"b": TENSORS["b"]}, ((shard,),)).check()

@@ -150,7 +150,7 @@ def test_suspended_observer_leaves_holders_alive(watcher: Watcher) -> None:
     assert not watcher.look(seconds=3600.0).alive
 
 
-def test_note_is_sent_with_the_counter_and_never_hides_it(watcher: Watcher) -> None:
+def test_lease_note_is_written_with_the_counter_and_never_hides_it(watcher: Watcher) -> None:
     """A shorter note leaves the rest of the one before behind it."""
     watcher.lease.beat(b"a long note")
     assert (watcher.look().counter, watcher.look().note) == (2, b"a long note")

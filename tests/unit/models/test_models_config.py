@@ -152,7 +152,7 @@ def test_unsupported_checkpoint_fields_are_rejected(changes: dict[str, Any], mes
         ModelConfig.from_hf({**LLAMA, **changes})
 
 
-def test_null_field_gets_the_default() -> None:
+def test_config_field_with_null_gets_the_default() -> None:
     values = {**LLAMA, "rms_norm_eps": None, "num_key_value_heads": None, "eos_token_id": None}
     config = ModelConfig.from_hf(values)
     assert (config.norm_eps, config.num_kv_heads) == (1e-6, 4)
@@ -283,7 +283,9 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
         ({"model_type": "gpt_oss", "swiglu_limit": None}, "swiglu_limit is null, must be a number"),
     ],
 )
-def test_impossible_part_is_rejected(changes: dict[str, Any], message: str) -> None:
+def test_config_with_impossible_expert_settings_is_rejected(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         ModelConfig.from_hf({**GLM, **changes})
 

@@ -197,7 +197,7 @@ def test_family_with_states_outside_the_cache_cannot_generate() -> None:
 @pytest.mark.parametrize(
     ("family", "message"), [("recurrent_gemma", "cannot generate"), ("qwen3", None)]
 )
-def test_rollout_task_of_such_a_family_fails_before_it_has_weights(
+def test_rollout_task_fails_at_start_if_the_family_cannot_generate(
     tmp_path: Path, family: str, message: str | None
 ) -> None:
     """Tasks that fail at their start end the trial with the reason."""

@@ -146,7 +146,9 @@ def test_text_gives_every_trained_parameter_a_gradient(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_model_without_mark_has_no_image_encoder(family: str, tmp_path: Path) -> None:
+def test_model_of_an_image_family_has_no_image_encoder_unless_requested(
+    family: str, tmp_path: Path
+) -> None:
     """Transformers has two classes. Without images, a trial runs the language model."""
     values = write_processor(tmp_path, family)
     files = {}
@@ -188,7 +190,7 @@ def test_transformers_loads_files_with_the_image_encoder(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
-def test_model_with_values_reads_text(family: str, tmp_path: Path) -> None:
+def test_value_model_of_an_image_family_reads_text(family: str, tmp_path: Path) -> None:
     """It has an image encoder, but no images."""
     values = write_processor(tmp_path, family)
     model = HFModel(HFConfig.from_hf(values), "value", source=None, seed=3, dtype=torch.float32)

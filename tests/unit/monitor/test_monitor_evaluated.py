@@ -96,7 +96,9 @@ def test_results_of_other_trials_and_rolled_back_steps_are_left_out(
     assert len(metrics.read_evaluated(other)) == 1
 
 
-def test_own_values_take_precedence_then_the_later_evaluation(run: FakeRun) -> None:
+def test_values_of_the_trial_override_evaluations_and_later_ones_override_earlier_ones(
+    run: FakeRun,
+) -> None:
     paths = run.paths
     first = evaluation(paths, "add-1-step-40", "step-00000040.2-checkpoint", **{"avg@1": 0.1})
     evaluation(paths, "add-1-step-40-2", "step-00000040.2-checkpoint", **{"avg@1": 0.2})

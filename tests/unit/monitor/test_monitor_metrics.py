@@ -97,7 +97,7 @@ def test_latest_evaluation_and_single_columns_skip_damaged_lines(path: Path) -> 
 
 
 @pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
-def test_cut_drops_later_steps_and_an_incomplete_end(
+def test_metrics_file_loses_later_steps_and_an_incomplete_line_when_cut(
     path: Path, last: int, kept: list[int]
 ) -> None:
     write(path, 0, 1, 2, 3)

@@ -422,7 +422,7 @@ def test_total_steps_of_an_offline_pass_come_from_the_master(
     assert look(run)["total_steps"] == 7
 
 
-def test_finished_pass_has_the_number_of_steps_of_its_dataset(tmp_path: Path) -> None:
+def test_finished_offline_pass_has_the_number_of_steps_of_its_dataset(tmp_path: Path) -> None:
     """Also in a trial that an older version has submitted with the limit.
 
     A submission with another one counts before its master reports.

@@ -67,7 +67,7 @@ def forget() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("half", list(Half))
-def test_both_halves_compile_and_load(half: Half) -> None:
+def test_cpu_and_cuda_operators_compile_and_load(half: Half) -> None:
     """The toolchain is required, not optional: scripts/test provides it."""
     operators = loading.load(half)
     names = {"gae", "scan", "copy"}

@@ -71,7 +71,7 @@ def test_discounted_sums_equal_a_loop(
     assert torch.equal(found, scan_reference(x, offsets(lengths), factor, decay, tail))
 
 
-def test_zero_decay_hides_later_values() -> None:
+def test_discounted_sum_ignores_values_after_a_zero_decay() -> None:
     x = torch.tensor([1.0, 2.0, float("inf")])
     decay = torch.tensor([1.0, 0.0, 1.0])
     found = discounted_sums(x, offsets([3]), 1.0, decay, torch.tensor([float("nan")]))

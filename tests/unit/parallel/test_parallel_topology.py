@@ -30,7 +30,9 @@ def test_coordinate_outside_the_grid_is_rejected_with_the_range() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
-def test_any_grid_agrees_with_brute_force(sizes: list[int], data: st.DataObject) -> None:
+def test_process_topology_agrees_with_brute_force_on_any_grid(
+    sizes: list[int], data: st.DataObject
+) -> None:
     axes = [f"a{index}" for index in range(len(sizes))]
     topology = ProcessTopology(axes, sizes)
     points = list(itertools.product(*(range(size) for size in sizes)))

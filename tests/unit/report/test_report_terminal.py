@@ -116,7 +116,7 @@ def test_step_ticks_are_whole_numbers(low: int, high: int, ticks: list[int]) -> 
     assert [int(word) for word in text.splitlines()[-1].split()] == ticks
 
 
-def test_section_missing_in_one_trial_is_one_line(
+def test_compare_shows_a_section_missing_in_one_trial_on_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held_out = "{dataset: {type: prompt, path: /held}, n: 4, greedy: false, samples: 512}"

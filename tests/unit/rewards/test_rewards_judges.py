@@ -65,7 +65,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_verdicts_come_in_the_order_of_the_requests(make: Make, processes: int) -> None:
+def test_scoring_results_come_in_the_order_of_the_requests(make: Make, processes: int) -> None:
     pool = make(processes)
     wanted = [x % 2 == 0 for x in range(50)]
     assert verdicts(pool, [{"x": x} for x in range(50)]) == wanted
@@ -76,25 +76,25 @@ def test_long_requests_are_answered(make: Make) -> None:
     assert verdicts(make(), [{"x": 2, "text": "a" * 1_000_000}]) == [True]
 
 
-def test_idle_judge_that_was_killed_changes_no_verdict(make: Make) -> None:
+def test_killed_idle_scoring_process_changes_no_result(make: Make) -> None:
     pool = make()
     assert verdicts(pool, [{"x": 2}]) == [True]
     os.kill(pool.pids[0], signal.SIGKILL)
     assert verdicts(pool, [{"x": 2}, {"x": 3}]) == [True, False]
 
 
-def test_judge_program_that_never_starts_is_an_error(make: Make) -> None:
+def test_scoring_program_that_never_starts_is_an_error(make: Make) -> None:
     with pytest.raises(WorkerDiedError, match="failed to start three times"):
         make(text="raise SystemExit(1)").ask([{"x": 1}])
 
 
-def test_missing_judge_program_is_named() -> None:
+def test_missing_scoring_program_is_named() -> None:
     pool = ProcessPool(PoolProgram("the judge", ["/no/such/program"]), 1.0)
     with pytest.raises(EnvironmentFailure, match="cannot start the judge with '/no/such/program'"):
         pool.ask([{}])
 
 
-def test_interrupted_call_leaves_no_verdict_for_the_next_call(make: Make) -> None:
+def test_interrupted_scoring_call_leaves_no_result_for_the_next_call(make: Make) -> None:
     """Its judge may still answer the old request, with the same index."""
     pool = make()
     with pytest.raises(TypeError):
@@ -102,7 +102,7 @@ def test_interrupted_call_leaves_no_verdict_for_the_next_call(make: Make) -> Non
     assert verdicts(pool, [{"x": 3}, {"x": 3}]) == [False, False]
 
 
-def test_judge_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
+def test_scoring_process_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
     pool = make()
     pool.start()
     [pid] = pool.pids
@@ -113,14 +113,14 @@ def test_judge_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
         os.kill(pid, 0)
 
 
-def test_at_most_one_judge_per_request_is_started(make: Make) -> None:
+def test_at_most_one_scoring_process_per_request_is_started(make: Make) -> None:
     pool = make(None)
     verdicts(pool, [{"x": 2}] * 3, most=8)
     assert len(pool.pids) == 3
     assert len(make(2).pids) == 0
 
 
-def test_judges_end_when_the_pool_is_closed(make: Make) -> None:
+def test_scoring_processes_end_when_the_pool_is_closed(make: Make) -> None:
     pool = make(2)
     pool.ask([{"x": x} for x in range(8)])
     pids = pool.pids
@@ -154,7 +154,7 @@ def judge(prompts, completions, rows):
 
 
 @pytest.mark.parametrize(("kind", "processes"), [("function", 1), ("auto", 3)])
-def test_judges_die_with_the_process_that_started_them(
+def test_scoring_processes_die_with_the_process_that_started_them(
     tmp_path: Path, kind: str, processes: int
 ) -> None:
     """A rank is killed with SIGKILL while they are busy."""

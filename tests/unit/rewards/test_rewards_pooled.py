@@ -119,7 +119,7 @@ def test_batch_without_any_score_is_an_error(make: Make) -> None:
         judge(reward, ["raise"] * 3)
 
 
-def test_endless_single_failures_are_an_error(make: Make) -> None:
+def test_reward_that_always_fails_on_single_completions_is_an_error(make: Make) -> None:
     """A call of one completion may fail, as in a small batch on many ranks."""
     reward = make()
     assert judge(reward, ["raise"]) == [None]
@@ -148,7 +148,7 @@ def test_async_functions_and_classes_are_supported(make: Make, tmp_path: Path) -
     assert (tmp_path / "closed").exists(), "close() is called"
 
 
-def test_options_arrive_unchanged(make: Make) -> None:
+def test_reward_options_reach_the_pool_unchanged(make: Make) -> None:
     """JSON has no infinity."""
     assert judge(make("bounded", {"bound": float("inf")}), ["a"]) == [1.0]
 

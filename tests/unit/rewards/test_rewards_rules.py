@@ -98,7 +98,7 @@ def wrong_verdicts(reward: MathReward, pairs: Sequence[Pair], *, finished: bool)
     return [pair for pair, score in zip(pairs, scores, strict=True) if score != pair.score]
 
 
-def test_math_agrees_with_hand_made_verdicts(judged: MathReward) -> None:
+def test_math_agrees_with_hand_made_scores(judged: MathReward) -> None:
     pairs = read_pairs()
     truncated = [pair for pair in pairs if pair.kind.startswith("truncated:")]
     literal = [pair for pair in pairs if pair.kind.startswith("literal:")]
@@ -223,7 +223,7 @@ def test_text_tail_begins_at_a_line_if_few_characters_are_lost() -> None:
 @pytest.mark.parametrize(
     ("cores", "options", "judges"), [(3, {}, 3), (64, {}, 8), (64, {"processes": 9}, 9)]
 )
-def test_number_of_judges_follows_the_cores(
+def test_number_of_scoring_processes_follows_the_cores(
     cores: int,
     options: dict[str, int],
     judges: int,
@@ -254,5 +254,5 @@ def test_number_of_judges_follows_the_cores(
     assert len(started) == judges
 
 
-def test_empty_batch_is_scored_without_a_judge(judged: MathReward) -> None:
+def test_empty_batch_is_scored_without_a_process(judged: MathReward) -> None:
     assert judged([], [], [], finished=[]) == []

@@ -72,7 +72,7 @@ def test_single_reward_has_no_part_metrics(reward: Make) -> None:
     assert made.metrics() == {}
 
 
-def test_row_chooses_its_parts_of_the_sum(reward: Make) -> None:
+def test_row_selects_the_reward_parts_that_score_it(reward: Make) -> None:
     """Environments: each row is judged by the parts that are meant for it, and a row without any is
     refused, at submission and in a run.
     """
@@ -125,7 +125,7 @@ def test_pooled_part_contributes_scores_and_statistics(reward: Make) -> None:
     }
 
 
-def test_sum_has_no_score_if_a_part_with_weight_has_none(reward: Make) -> None:
+def test_sum_of_rewards_has_no_score_if_a_weighted_part_has_none(reward: Make) -> None:
     failing = {"name": FAILING, "pool": {"processes": 1}}
     for weight, scores in ((0.5, [1.5, None]), (0.0, [1.0, 0.0])):
         made = reward(parts={"a": {**failing, "weight": weight}, "b": {"name": "exact_match"}})

@@ -49,7 +49,9 @@ def test_extension_waits_for_a_claimant_about_to_submit(
     assert list(slurm.jobs) == ["41", "42"]
 
 
-def test_empty_claim_becomes_void(run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler) -> None:
+def test_claim_without_a_job_becomes_void(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
     theirs = extensions.Claim(index=1, first=3, count=3, by="x", records=0)
     extensions.take(run, 1, "trainer", theirs)
     times = iter([0.0, 1.0, extensions.SETTLE_S + 1])

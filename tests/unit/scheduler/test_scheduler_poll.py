@@ -57,7 +57,7 @@ def test_poll_pauses_grow_while_status_is_unchanged(
     assert scheduler.questions == 10
 
 
-def test_change_resets_the_poll_pause(
+def test_poll_pause_is_reset_by_a_change_of_state(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
     for _ in range(4):
@@ -68,7 +68,7 @@ def test_change_resets_the_poll_pause(
     assert poll.pause_s == SHARED_SHORTEST_S
 
 
-def test_elapsed_time_is_no_change(
+def test_poll_pause_grows_if_only_remaining_time_changes(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
     poll.query(JOBS)

@@ -34,7 +34,7 @@ RESULTS = f"""<testsuites><testsuite>
         (["distributed"], ["no fast test of lane distributed", "none was found"]),
     ],
 )
-def test_lane_without_a_passed_test_fails(
+def test_ci_fails_if_a_lane_has_no_passed_test(
     tmp_path: Path, lanes: list[str], said: list[str]
 ) -> None:
     results = tmp_path / "results.xml"

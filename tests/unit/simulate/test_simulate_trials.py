@@ -109,7 +109,7 @@ def test_slurm_may_signal_a_job_30_s_early(
     assert jobs.count(1) == pytest.approx(100 * 5 / 30, abs=12)
 
 
-def test_time_parts_add_up_and_seeds_reproduce_runs(
+def test_simulated_time_parts_add_up_and_seeds_reproduce_runs(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     disturbed = (
@@ -349,7 +349,7 @@ def test_tasks_with_jobs_shorter_than_a_group_are_rejected(config: Path) -> None
         TrialRun(given, conditions(), "1").run()
 
 
-def test_task_clock_never_goes_back_with_short_jobs(
+def test_simulated_task_clock_never_goes_back_with_short_jobs(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm signals most jobs of 125 s when they start, because it may be 30 s early."""

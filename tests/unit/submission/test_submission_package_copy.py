@@ -176,7 +176,7 @@ def test_module_that_does_not_compile_is_copied_unchanged() -> None:
         assert file.namelist() == ["broken.py"]
 
 
-def test_programs_import_nothing_of_the_package() -> None:
+def test_sandboxed_programs_import_nothing_of_the_package() -> None:
     for name in PROGRAMS:
         assert b"import slurmrl" not in package.read(name)
         assert b"from slurmrl" not in package.read(name)

@@ -148,7 +148,7 @@ def test_sending_ranks_share_the_load() -> None:
     assert plan.links() == {(0, 2): 64, (1, 2): 64}
 
 
-def test_elements_are_sent_in_the_narrower_dtype() -> None:
+def test_weight_move_sends_elements_in_the_narrower_dtype() -> None:
     plan = plan_move(
         whole((0,), (8,)), whole((1,), (8,), "bfloat16"), hosts={0: 0, 1: 0}, budget=64
     )

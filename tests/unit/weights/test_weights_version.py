@@ -17,6 +17,6 @@ def test_version_names_survive_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "1", "1.", "01.1", "1.1.1", "-1.1", "1.1\n", "١.١", "a.b"])
-def test_other_names_are_rejected(name: str) -> None:
+def test_version_names_in_another_form_are_rejected(name: str) -> None:
     with pytest.raises(CorruptFileError, match=r"expected STEP\.INCARNATION"):
         VersionId.parse(name)

@@ -121,7 +121,7 @@ def test_hanging_agent_on_the_masters_host_is_no_host_loss(bed: Bed) -> None:
         bed.names.get(keys.lost("n0"))
 
 
-def test_nothing_is_reported_without_a_lost_agent(bed: Bed) -> None:
+def test_no_lost_host_is_reported_if_all_agents_are_alive(bed: Bed) -> None:
     bed.registry.report_lost([])
 
 

@@ -86,7 +86,7 @@ def past(paths: RunPaths) -> Past:
     return Past(paths)
 
 
-def test_first_start_gets_no_verdict(past: Past) -> None:
+def test_trial_is_not_ended_before_its_first_start(past: Past) -> None:
     assert past.verdict() is None
 
 
@@ -313,7 +313,7 @@ def test_time_limit_after_a_commit_allows_another_start(past: Past) -> None:
     assert past.verdict() is None
 
 
-def test_verdict_ends_the_trial(past: Past) -> None:
+def test_trial_ends_with_the_reason_of_the_verdict(past: Past) -> None:
     with pytest.raises(TrialEndedError, match="it is broken"):
         begin(past.history, {}, lambda records: {"reason": "it is broken", "traceback": "at 7"})
     state = fold(past.history.read())

@@ -75,7 +75,7 @@ def test_loss_of_the_first_agents_host_is_detected(bed: Bed) -> None:
     assert (bed.failure.cause, bed.failure.host) == ("lost_host", "n0")
 
 
-def test_living_first_agent_is_not_reported_lost(bed: Bed) -> None:
+def test_live_first_agent_is_not_reported_lost(bed: Bed) -> None:
     assert bed.lost(bed.watcher(), bed.claims(0, "n0", "7.0.0")) is None
 
 

@@ -49,7 +49,7 @@ def test_dropped_lines_are_reported_by_file(caplog: pytest.LogCaptureFixture) ->
         ("reward >= 1", [{"step": 1, "reward": 0.0}], False),
     ],
 )
-def test_condition_on_a_missing_metric_is_reported_once(
+def test_stop_condition_on_a_missing_metric_is_reported_once(
     condition: str, lines: list[dict[str, Any]], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = SimpleNamespace(stop_when=StopWhen.parse(condition))

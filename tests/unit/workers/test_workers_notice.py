@@ -69,7 +69,7 @@ def hook(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     hook.server_close()
 
 
-def test_each_end_is_announced_once(
+def test_notification_is_sent_once_for_each_end_of_a_trial(
     run: RunPaths, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever links see it; not while the trial runs, nor if its user cancels it."""

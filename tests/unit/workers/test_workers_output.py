@@ -69,7 +69,7 @@ def test_output_flood_is_limited_to_its_newest_part(task: Task) -> None:
     assert "at most the last earlier part is kept (logging.output_mib)" in task.path.read_text()
 
 
-def test_single_burst_keeps_its_end_and_names_the_dropped_size(task: Task) -> None:
+def test_output_burst_keeps_its_end_and_names_the_dropped_size(task: Task) -> None:
     task.write(20 * PART)
     task.look()
     text = rotated(task.path).read_text()

@@ -70,7 +70,7 @@ def test_later_master_continues_reading_at_the_committed_position(tmp_path: Path
         assert late.position == positions[-1]
 
 
-def test_position_stays_before_the_damage_of_a_log(tmp_path: Path) -> None:
+def test_log_reader_stays_before_a_damaged_message(tmp_path: Path) -> None:
     log = LogWriter(tmp_path / "log")
     reader = LogReader(tmp_path / "log")
     log.append({"n": 0})

@@ -924,7 +924,7 @@ def test_sample_files_not_needed_by_a_commit_are_removed(
     assert bed.tasks.record().attempts == ()
 
 
-def test_surplus_tasks_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
+def test_surplus_tasks_get_the_message_leave(beds: Callable[..., Bed]) -> None:
     """Not before lost ones would be known, and the newest first; a smaller number holds for the
     next incarnation too.
     """

@@ -153,7 +153,7 @@ def test_measures_without_any_scores_are_left_out(paths: RunPaths, settings: Set
         ({"reward": 0.0, "pass@1": 3.0}, "the score 'pass@1' of item 'c' is 3: a rate must be"),
     ],
 )
-def test_unmeasurable_scores_end_the_trial_with_the_reason(
+def test_scores_without_a_defined_measure_end_the_trial_with_the_reason(
     paths: RunPaths, settings: Settings, own: dict[str, Any], message: str
 ) -> None:
     lines = {**LINES, "c@0": {**LINES["c@0"], **own}}

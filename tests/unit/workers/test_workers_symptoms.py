@@ -125,7 +125,7 @@ def test_end_of_fork_server_blames_no_rank(bed: Bed, code: int, why: str, reason
     assert failure_words(failure) == failure.reason
 
 
-def test_expected_ends_are_no_failure(bed: Bed) -> None:
+def test_expected_ends_of_processes_are_no_failure(bed: Bed) -> None:
     bed.see(ended=(died(None, 0),))  # the master; the history says why
     bed.symptoms.told_to_exit = True
     bed.see(ended=(died(3, 0), died(None, 0)))

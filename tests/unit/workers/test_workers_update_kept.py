@@ -59,7 +59,7 @@ def weights(size: int = 4096) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_kept_share_grows_as_small_updates_add_up(dtype: str) -> None:
+def test_kept_share_of_updates_grows_as_small_updates_add_up(dtype: str) -> None:
     """Those of Adam at a learning rate of 1e-6 are below the distance of values."""
     signs = torch.sign(torch.randn(4096, generator=torch.Generator().manual_seed(2)))
     first = kept(Held(w=weights()), 1e-7 * signs, dtype)

@@ -225,7 +225,9 @@ def test_error_of_a_rank_ends_the_wait_for_answers(site: Site) -> None:
     assert caught.value.failure == failure
 
 
-def test_end_is_announced_once_without_waiting(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_announces_the_end_of_an_incarnation_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.channel.end()
     assert site.posted() == [Over()]
 

@@ -46,7 +46,7 @@ def test_out_of_memory_is_recognized(error: Exception) -> None:
     "error",
     [ValueError("Connection closed by peer"), RuntimeError("shapes differ"), SystemExit(0)],
 )
-def test_other_errors_are_their_own_cause(error: BaseException) -> None:
+def test_unrecognized_error_has_cause_exception(error: BaseException) -> None:
     assert recognize(error) == Failure(cause="exception")
 
 
@@ -112,7 +112,9 @@ def test_bugs_and_out_of_memory_are_not_blamed_on_the_gpu(error: Exception, caus
     assert recognize(error) == Failure(cause=cause)
 
 
-def test_gpu_fault_is_found_behind_a_library_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_fault_is_found_in_the_cause_of_a_library_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """cuBLAS and cuDNN name a status of their own; CUDA itself is asked then."""
     hidden = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
     monkeypatch.setattr(device, "pending_error", lambda: None)

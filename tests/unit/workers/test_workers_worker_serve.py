@@ -142,7 +142,7 @@ def test_messages_are_answered_in_order(ready: Rank) -> None:
     ]
 
 
-def test_exit_closes_the_executor(ready: Rank) -> None:
+def test_worker_closes_its_executor_on_exit(ready: Rank) -> None:
     ready.order(Exit())
     assert ready.end() == 0
     assert ready.executor.closed
