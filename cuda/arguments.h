@@ -1,5 +1,5 @@
-// What the operators' loops get: raw pointers, counts and types. Free of torch and of CUDA.
-// T packed tokens, S sequences, N intervals.
+// Arguments of the operators' loops: raw pointers, counts and types, without torch and CUDA. T
+// packed tokens, S sequences, N intervals.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ struct Offsets {
 // advantages_t = delta_t + gamma lam advantages_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and
 // returns_t = advantages_t + V_t.
 struct Gae {
-    const void* rewards;           // [T] of dtype
-    const void* values;            // [T + S] of dtype, one more per sequence; or [T]
-    const void* bootstrap_values;  // [S] of dtype where values is [T], else null
-    const bool* truncated;         // [S]; where false, the value behind the end counts as 0
+    const void* rewards;           // [T] in dtype
+    const void* values;            // [T + S] in dtype, one more per sequence; or [T]
+    const void* bootstrap_values;  // [S] in dtype where values is [T], else null
+    const bool* truncated;         // [S]; where false, the value after the last token is 0
     Offsets cu_seqlens;
-    void* advantages;  // [T] of float64 for float64, of float32 for all others
+    void* advantages;  // [T] in float64 for float64, in float32 for all other types
     void* returns;     // the same
     int64_t tokens;
     int64_t sequences;
@@ -31,13 +31,13 @@ struct Gae {
     Dtype dtype;
 };
 
-// y_t = x_t + factor decay_t y_{t+1} inside each sequence; behind its end y is tail.
+// y_t = x_t + factor decay_t y_{t+1} within each sequence; after its last token, y is tail.
 struct Scan {
-    const void* x;      // [T] of dtype
-    const void* decay;  // [T] of dtype, or null for ones
-    const void* tail;   // [S] of dtype, or null for zeros
+    const void* x;      // [T] in dtype
+    const void* decay;  // [T] in dtype, or null for ones
+    const void* tail;   // [S] in dtype, or null for zeros
     Offsets cu_seqlens;
-    void* y;  // [T] of float64 for float64, of float32 for all others
+    void* y;  // [T] in float64 for float64, in float32 for all other types
     int64_t tokens;
     int64_t sequences;
     double factor;
@@ -53,7 +53,7 @@ struct Intervals {
     int64_t total;
 };
 
-// Elements of one size, moved as they are.
+// Copy of elements of one size without conversion.
 struct Move {
     const void* source;
     void* target;
@@ -62,8 +62,8 @@ struct Move {
     bool gather;         // the source is scattered and the target packed; else the other way round
 };
 
-// Floating-point elements with conversion. With eta = 1 the target's old content is not read;
-// otherwise target = eta source + (1 - eta) target.
+// Copy of floating-point elements with conversion. With eta = 1 the old content of the target is
+// not read. Otherwise target = eta source + (1 - eta) target.
 struct Blend {
     const void* source;
     void* target;

@@ -1,5 +1,5 @@
-// From torch's tensors to the loops' arguments. The library is called by slurmrl/tensors/ops/ only, which
-// has checked every argument, makes outputs and keeps tensors contiguous.
+// Conversion of torch's tensors to arguments of the loops. Only slurmrl/tensors/ops/ calls the
+// library. It checks every argument, allocates outputs and passes contiguous tensors.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -67,7 +67,7 @@ inline Intervals intervals_of(const Tensor& starts, const Tensor& offsets, int64
             static_cast<const int64_t*>(offsets.const_data_ptr()), starts.numel(), total};
 }
 
-// Elements that stay as they are may be of any type; only their size counts.
+// Elements that are copied without conversion may have any type, because only their size matters.
 inline bool moves_only(const Tensor& source, const Tensor& target, double eta) {
     return eta == 1.0 && source.scalar_type() == target.scalar_type();
 }

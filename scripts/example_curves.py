@@ -1,4 +1,4 @@
-"""Learning curves of the examples: metrics that were kept, and pictures of them for the pages.
+"""Learning curves of the examples: stored metrics, and pictures of them for the pages.
 
 ``docs/pictures/curves/NAME.json`` holds some metrics of one real trial of an example. `keep` writes
 it from the trial's directory, and `pictures` draws it.
@@ -23,7 +23,7 @@ LEFT, RIGHT, TOP, HEIGHT, BOTTOM = 46, 388, 46, 112, 30
 PANEL = TOP + HEIGHT + BOTTOM
 TICKS = 4
 DIGITS = 5
-"""Significant digits of a value that is kept."""
+"""Significant digits of a stored value."""
 STYLE = """\
 text { font: 12px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: #1b1f24; }
 .b { font-weight: bold; }

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CATEGORIES = ("breaking", "added", "changed", "fixed", "performance")
-"""In the order of the changelog."""
+"""Categories in the order of the changelog."""
 FOLDER = "changelog.d"
 CHANGELOG = "CHANGELOG.md"
 README = "README.md"
 WIDTH = 120
 LONGEST = 280
-"""Characters of one entry, with its link."""
+"""Maximum number of characters of one entry, including its link."""
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 UNBROKEN = re.compile(r"\[[^\]]*\]\([^)]*\)|`[^`]*`")
 SECTION = re.compile(r"(?m)^## ")
@@ -30,7 +30,7 @@ class Fragment:
 
 
 def fragments(root: Path) -> tuple[list[Fragment], list[str]]:
-    """Return the fragments of a checkout in the order of their names, and what is wrong."""
+    """Return the fragments of a checkout in the order of their names, and the problems."""
     found, problems = [], []
     for path in sorted((root / FOLDER).iterdir()):
         if path.name == README:
@@ -51,7 +51,7 @@ def fragments(root: Path) -> tuple[list[Fragment], list[str]]:
 
 
 def _problems(line: str, root: Path) -> list[str]:
-    """Return what is wrong with the text of an entry."""
+    """Return the problems of the text of an entry."""
     wrong = []
     if not re.match(r"[A-Z][a-z-]+ ", line) or not line.endswith("."):
         wrong.append("it must begin with a verb, such as 'Add', and end with a period")

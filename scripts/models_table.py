@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 Results = Mapping[str, str]
-"""By check: empty if it holds, or else the reason."""
+"""Result of each check: empty if it passed, or else the reason."""
 
 KEPT: Final = Path(__file__).with_name("models.json")
 PLACES: Final = {

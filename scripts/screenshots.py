@@ -1,4 +1,4 @@
-"""Pictures of what commands show, for the pages of the documentation: the status and the report."""
+"""Pictures of the status and the report for the documentation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _printed(*arguments: str) -> str:
     while True:
         try:
             part = os.read(ours, 65536)
-        except OSError:  # Linux reports the closed other end as an error.
+        except OSError:  # Linux reports an error when the other end is closed.
             break
         if not part:
             break

@@ -1,8 +1,8 @@
 """Call-outs and tabs of the documentation site (a hook of mkdocs).
 
-Pages write both so that they read well as plain Markdown, too. A call-out is a quotation whose
-first line is ``[!NOTE]``, ``[!TIP]``, ``[!IMPORTANT]``, ``[!WARNING]`` or ``[!CAUTION]``. Tabs lie
-between ``<!-- tabs -->`` and ``<!-- end of tabs -->``; a paragraph in bold names each of them.
+Their notation is also readable as plain Markdown. A call-out is a quotation whose first line is
+``[!NOTE]``, ``[!TIP]``, ``[!IMPORTANT]``, ``[!WARNING]`` or ``[!CAUTION]``. Tabs are between ``<!--
+tabs -->`` and ``<!-- end of tabs -->``; a bold paragraph is the name of each tab.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 r"""Formulas of the documentation site as MathML (a hook of mkdocs).
 
-The pages have formulas in LaTeX, between ``$`` or ``$$``. Browsers show MathML without a script.
+Pages contain LaTeX formulas between ``$`` or ``$$``. Browsers show MathML without a script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Files outside docs/ as pages of the documentation site (a hook of mkdocs).
 
-A page may link to a file of the repository, as ``../examples/grpo.yaml``. The site has such a file
-under ``files/``: Markdown as it is, anything else as a block of code. Links are rewritten to it.
+A page may link to a file of the repository, as ``../examples/grpo.yaml``. The site shows such a
+file under ``files/``: Markdown as a page, other files as a block of code. Links in the pages are
+rewritten to it.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ BEHIND = {"boost": 0.3}
 
 
 def repository_path(page: str) -> str:
-    """The file of a page of the site: ``docs/howto/python.md`` for ``howto/python.md``."""
+    """Return the file of a page of the site: ``docs/howto/python.md`` for ``howto/python.md``."""
     return page.removeprefix("files/") if page.startswith("files/") else join("docs", page)
 
 
 def page_of(path: str) -> str:
-    """The page of the site that shows this file of the repository."""
+    """Return the page of the site that shows this file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return join("files", path if path.endswith(".md") else f"{path}.md")
 
 
 def targets(markdown: str, page: str) -> set[str]:
-    """The repository's files that a page links to."""
+    """Return the files of the repository to which a page links."""
     folder = dirname(repository_path(page))
     return {normpath(join(folder, link)) for link in LINK.findall(markdown)}
 
 
 def shown(file: Path) -> str:
-    """The Markdown of a file's page."""
+    """Return the Markdown of the page of a file."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return text

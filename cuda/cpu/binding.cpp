@@ -1,4 +1,4 @@
-// The CPU half as torch operators, in torch's stable ABI.
+// The CPU operators as torch operators, in torch's stable ABI.
 
 #include "../binding.h"
 #include "loops.h"

@@ -1,4 +1,4 @@
-// Copies between a packed buffer and intervals of another one.
+// Copies between a packed buffer and intervals of another buffer.
 
 #include <cstring>
 
@@ -9,14 +9,15 @@
 namespace slurmrl::cpu {
 namespace {
 
-// The interval that holds a packed element: the last one that begins at it or before.
+// The interval that contains a packed element: the last interval that begins at the element or
+// before it.
 int64_t interval_of(const Intervals& intervals, int64_t element) {
     const int64_t* end = intervals.offsets + intervals.count;
     return std::upper_bound(intervals.offsets, end, element) - intervals.offsets - 1;
 }
 
-// Calls function(packed element, scattered element, count) for each run, split over threads by
-// elements, so that one long interval is shared as well.
+// Calls function(packed element, scattered element, count) for each run, divided among threads by
+// elements, so that threads also share one long interval.
 template <typename Function>
 void for_runs(const Intervals& intervals, const Pool& pool, Function function) {
     const int64_t parts = number_of_parts(intervals.total, pool);

@@ -1,4 +1,4 @@
-// Vectors of 16 numbers in float32, whatever the width of the processor's own.
+// Vectors of 16 float32 numbers, independent of the width of the processor's vectors.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,8 @@
 #define SLURMRL_INLINED __attribute__((always_inline))
 #define SLURMRL_INLINE SLURMRL_INLINED inline
 
-// How vectors would be passed does not matter: every function that takes them is inlined.
+// The calling convention for vectors does not matter, because every function that takes them is
+// inlined.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
@@ -87,7 +88,8 @@ SLURMRL_INLINE void over(int64_t size, F f) {
     if (i < size) f(i, size - i);
 }
 
-// Turns the pairs (i, i + size / 2) of a head by a token's angles, or back with a sign of -1.
+// Rotates the pairs (i, i + size / 2) of a head by a token's angles. A sign of -1 rotates them
+// back.
 SLURMRL_INLINE void turn(const float* x, const float* cos, const float* sin, float sign,
                          int64_t size, float* out) {
     const int64_t half = size / 2;

@@ -1,4 +1,5 @@
-// A layer of a decoder in one call: with few tokens, calls take longer than what they compute.
+// A layer of a decoder in one call. With few tokens, the calls of separate operators would take
+// longer than their computation.
 
 #include <cstddef>
 #include <memory>
@@ -8,7 +9,7 @@
 namespace slurmrl::cpu {
 namespace {
 
-// Where the parts lie in a layer's weights, in this order.
+// Places of the parts in a layer's weights, in this order.
 struct LayerWeights {
     const float *first_norm, *qkv, *qkv_bias, *o, *o_bias;
     const float *second_norm, *gate_up, *gate_up_bias, *down, *down_bias;

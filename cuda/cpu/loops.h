@@ -1,4 +1,4 @@
-// The operators on a CPU. Free of torch, so that they can be tested under sanitizers alone.
+// The operators on a CPU, without torch, so that tests can run them separately under sanitizers.
 #pragma once
 
 #include <cstdint>
@@ -31,15 +31,16 @@ struct Paged {
     const float* sinks;  // [heads]: a further score of each head, without a value; or null
 };
 
-// The same where each token's queries, key and value lie side by side: the key is turned by the
-// token's angles and written with the value into the token's cell, then the turned queries attend.
+// The same if the queries, key and value of a token are adjacent in memory. The key is rotated by
+// the token's angles and written with the value into the token's cell. Then the rotated queries
+// attend.
 struct Decode {
     Paged paged;          // without q
     const float* heads;   // [T, heads + 2 kv_heads, D]
-    const float* cos;     // [T, D], every angle twice; null where nothing is turned
+    const float* cos;     // [T, D], every angle twice; null without rotation
     const float* sin;     // the same, negated in the first half
     const int64_t* slots; // [T]
-    float* keys;          // those of `paged`
+    float* keys;          // keys of `paged`
     float* values;        // the same
 };
 
@@ -74,17 +75,17 @@ struct Gated {
     int64_t rows, size, stride;
 };
 
-// The pairs (i, i + size / 2) of each head, turned by the angles of its token.
+// Rotation of the pairs (i, i + size / 2) of each head by the angles of its token.
 struct Rotation {
     const float* x;    // [tokens, heads, size], `stride` from token to token
     const float* cos;  // [tokens, size], every angle twice
     const float* sin;  // the same, negated in the first half
     float* out;        // [tokens, heads, size]
     int64_t tokens, heads, size, stride;
-    float sign;  // -1 turns back
+    float sign;  // -1 rotates back
 };
 
-// Columns of a matrix that lie together in a packed one.
+// Number of columns of a matrix that a panel of the packed matrix holds.
 constexpr int64_t panel = 32;
 
 inline int64_t panels_of(int64_t outer) { return (outer + panel - 1) / panel; }
@@ -99,11 +100,11 @@ struct Product {
     int64_t rows, inner, outer, stride;
 };
 
-// A layer of a decoder for tokens that draw: norm, projections, attention, and a gated product.
+// A layer of a decoder during decoding: norm, projections, attention, and a gated product.
 struct Layer {
     Decode decode;         // without heads
     const float* x;        // [T, hidden]
-    const float* weights;  // what `LayerWeights` finds in it
+    const float* weights;  // parts in the order of `LayerWeights`
     float* out;            // [T, hidden]
     int64_t hidden, inner;
     float first_eps, second_eps;
@@ -120,7 +121,7 @@ void norm_gradient(const NormGradient& arguments, const Pool& pool);
 void gated(const Gated& arguments, const Pool& pool);
 void gated_gradient(const Gated& arguments, const Pool& pool);
 void rotate(const Rotation& arguments, const Pool& pool);
-// packed: [panels, inner, panel], with zeros for the columns behind the last one.
+// packed: [panels, inner, panel], with zeros after the last column.
 void pack(const float* weight, int64_t outer, int64_t inner, float* packed);
 void product(const Product& arguments, const Pool& pool);
 void layer(const Layer& arguments, const Pool& pool);

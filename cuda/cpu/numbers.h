@@ -1,4 +1,4 @@
-// 16-bit floating-point numbers, and which type each of ours is computed in.
+// 16-bit floating-point numbers, and the type in which each type is computed.
 #pragma once
 
 #include <bit>
@@ -16,7 +16,7 @@ struct bfloat16 {
     explicit bfloat16(float value) {
         const auto wide = std::bit_cast<uint32_t>(value);
         const bool nan = value != value;
-        // To nearest, ties to even: the carry may run into the exponent, as it should.
+        // Round to nearest, ties to even. A carry into the exponent is correct.
         bits = nan ? 0x7fc0 : static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
     }
     operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
@@ -31,7 +31,7 @@ struct float16 {
         const auto sign = static_cast<uint16_t>((wide >> 16) & 0x8000);
         const uint32_t size = wide & 0x7fffffff;
         if (size > 0x7f800000) {
-            bits = sign | 0x7e00;  // not a number
+            bits = sign | 0x7e00;  // NaN
         } else if (size >= 0x477ff000) {
             bits = sign | 0x7c00;  // 65520 and more round to infinity
         } else if (size < 0x38800000) {
@@ -48,16 +48,16 @@ struct float16 {
         const uint32_t size = static_cast<uint32_t>(bits & 0x7fff) << 13;
         uint32_t wide = size + 0x38000000;
         if (size >= 0x0f800000) {
-            wide = size + 0x70000000;  // infinity and what is not a number
+            wide = size + 0x70000000;  // infinity and NaN
         } else if (size < 0x00800000) {
-            // Below 2^-14: as a float of 2^-14 and more, less 2^-14.
+            // Below 2^-14: read as a float of at least 2^-14, minus 2^-14.
             wide = std::bit_cast<uint32_t>(std::bit_cast<float>(size + 0x38800000) - 0x1p-14F);
         }
         return std::bit_cast<float>(sign | wide);
     }
 };
 
-// What sums of T are computed and returned in.
+// Type in which sums of T are computed and returned.
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

@@ -1,7 +1,8 @@
 // Attention of single tokens over pages of a key-value cache, in float32.
 //
-// Every sum has a fixed order that depends on the token's own cells only, so a token's result does
-// not depend on the others of a call, on threads, or on the width of the processor's vectors.
+// Every sum has a fixed order that depends only on the token's own cells. The result of a token
+// therefore does not depend on other tokens of a call, on threads, or on the width of the
+// processor's vectors.
 
 #include <algorithm>
 #include <cmath>
@@ -54,7 +55,7 @@ struct Row {
     const float* q;        // of the heads that share a key head [group, size]
     const float* keys;     // of that key head, at cell 0
     const float* values;   // the same
-    const int64_t* cells;  // [padded], in elements from cell 0; those behind count repeat one
+    const int64_t* cells;  // [padded], in elements from cell 0; after count, one cell repeats
     float* scores;         // [group, padded]
     float* out;            // [group, size]
     int64_t count, padded, group, size;
@@ -90,7 +91,8 @@ SLURMRL_INLINE void score(const Row& row, int64_t size) {
     }
 }
 
-// Turn scores into e^(score - largest), 0 behind the last cell; return their sum and the sink's.
+// Replace scores by e^(score - largest), and by 0 after the last cell. Return their sum, including
+// the sink.
 SLURMRL_INLINE float weigh(float* scores, int64_t count, int64_t padded, const float* sink) {
     for (int64_t c = count; c < padded; ++c) scores[c] = -std::numeric_limits<float>::infinity();
     Lanes most = load(scores), total{};
@@ -144,7 +146,7 @@ SLURMRL_INLINE void mix_all(const Row& row, int64_t head, const float* factors) 
     }
 }
 
-// factors: room for a number of each head.
+// factors: buffer for one number per head.
 SLURMRL_WIDEST void attend(const Row& row, float* factors) {
     switch (row.size) {
         case 32: score(row, 32); break;
@@ -161,8 +163,8 @@ SLURMRL_WIDEST void attend(const Row& row, float* factors) {
     for (; head < row.group; ++head) mix_all<1>(row, head, factors);
 }
 
-// Where the cells that a token sees lie; returns their number. Repeats the last one up to a
-// multiple of the lanes.
+// Finds the places of the cells to which a token attends, and returns their number. Repeats the
+// last cell up to a multiple of the lanes.
 int64_t find_cells(const Paged& p, int64_t token, std::vector<int64_t>& cells) {
     const int64_t length = p.lengths[token], stride = p.kv_heads * p.size;
     const int64_t first = p.window ? std::max<int64_t>(0, length - p.window) : 0;
@@ -192,7 +194,7 @@ void attend_token(const Paged& p, int64_t token, const float* q, std::vector<int
     }
 }
 
-// Writes the turned key and the value of a token into its cell.
+// Writes the rotated key and the value of a token into its cell.
 SLURMRL_WIDEST void keep(const Decode& d, int64_t token) {
     const Paged& p = d.paged;
     const int64_t row = p.kv_heads * p.size, cell = d.slots[token] * row;

@@ -8,9 +8,9 @@
 
 namespace slurmrl::cpu {
 
-// Fewer elements than this are not worth another thread.
+// With fewer elements than this, another thread does not help.
 constexpr int64_t elements_per_part = 1 << 15;
-// Several parts a thread even out what differs in speed.
+// With several parts per thread, threads of different speed finish at about the same time.
 constexpr int64_t parts_per_thread = 4;
 
 inline int64_t number_of_parts(int64_t elements, const Pool& pool) {
@@ -18,7 +18,7 @@ inline int64_t number_of_parts(int64_t elements, const Pool& pool) {
     return std::clamp<int64_t>(elements / elements_per_part, 1, most);
 }
 
-// The first element of a part; that of part number `parts` is `elements`.
+// The first element of a part. For part number `parts`, it is `elements`.
 inline int64_t first_of_part(int64_t elements, int64_t parts, int64_t part) {
     return elements / parts * part + std::min(part, elements % parts);
 }

@@ -1,7 +1,8 @@
 // Products of a few rows with a matrix in panels, in float32.
 //
-// Every element is one sum over the inner dimension in its order, so a row's result does not depend
-// on the other rows or on threads. Processors with fused multiply-adds use them.
+// Every element is one sum over the inner dimension, in the order of this dimension. The result of
+// a row therefore does not depend on other rows or on threads. Processors with fused multiply-adds
+// use them.
 
 #include <algorithm>
 
@@ -18,7 +19,7 @@ namespace slurmrl::cpu {
 namespace {
 
 constexpr int64_t vectors = panel / lanes;
-// Rows that share what is read of a panel while it is in the cache next to the processor.
+// Number of rows that use a panel while it is in the first-level cache.
 constexpr int64_t block_rows = 64;
 
 // Sums of x[row * stride + i] * matrix[i * panel + column] over i, for some rows and all columns.
@@ -85,7 +86,7 @@ __attribute__((target("avx2,fma"))) void tile_of_256(const float* x, int64_t str
 
 constexpr int64_t most_rows = 12;
 
-// The tiles of 1, 2, ... rows, and how many rows the fastest one has.
+// The tiles of 1, 2, ... rows, and the number of rows of the fastest tile.
 struct Tiles {
     Tile of[most_rows];
     int64_t rows;

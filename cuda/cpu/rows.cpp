@@ -1,8 +1,8 @@
-// Passes over rows in float32: norms, gated products and rotations, and their gradients. Each reads
-// and writes every element once, where torch makes several passes.
+// Passes over rows in float32: norms, gated products and rotations, and their gradients. Each pass
+// reads and writes every element once. torch would make several passes.
 //
-// A row's results depend on that row only. Sums over rows are made of blocks of a fixed number of
-// rows, so they do not depend on threads either.
+// The results of a row depend only on this row. Sums over rows consist of blocks of a fixed number
+// of rows, so they do not depend on threads.
 
 #include <algorithm>
 #include <cmath>
@@ -34,7 +34,7 @@ SLURMRL_WIDEST void norm_rows(const Norm& n, int64_t first, int64_t last) {
     }
 }
 
-// grad_weight: the sum over these rows alone.
+// grad_weight: the sum over only these rows.
 SLURMRL_WIDEST void norm_gradient_rows(const NormGradient& n, int64_t first, int64_t last,
                                        float* grad_weight) {
     std::fill_n(grad_weight, n.size, 0.0F);

@@ -1,9 +1,9 @@
 // Generalized advantages and discounted sums, sequence by sequence.
 //
-// Sums are made by doubling the number of terms, in the order of slurmrl/tensors/ops/scan.py and
-// without fused multiply-adds: the results are the same as torch's to the last bit, so it does not
-// matter to a run whether these loops could be compiled. They touch a sequence log2(length) times,
-// but while it lies in the cache, with no multiplication waiting for the one before it.
+// The loops double the number of terms of a sum in each pass, in the order of
+// slurmrl/tensors/ops/scan.py and without fused multiply-adds. The results are bit-identical to
+// torch's, so a run does not depend on whether these loops could be compiled. A sequence is read
+// log2(length) times, but it is in the cache, and no multiplication waits for the previous one.
 
 #include <algorithm>
 #include <cmath>
@@ -13,8 +13,8 @@
 #include "numbers.h"
 #include "parts.h"
 
-// Compiled for several instruction sets, chosen by the machine that runs it: hosts of one cluster
-// share what one of them has built.
+// The loops are compiled for several instruction sets. The machine that runs them selects one,
+// because hosts of a cluster share one build.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define SLURMRL_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -75,8 +75,8 @@ SLURMRL_EACH_CPU void discount(double* sums, int64_t length, double factor) {
     discount_as(sums, length, factor);
 }
 
-// The same with a factor per token: factors[t] is the product of the factors of its terms. Where it
-// is 0, what is behind may be infinite and is not seen.
+// The same with a factor per token: factors[t] is the product of the factors of its terms. If it is
+// 0, later values do not count, even if they are infinite.
 template <typename T>
 [[gnu::always_inline]] inline void discount_as(T* sums, T* factors, int64_t length) {
     for (int64_t span = 1; span < length; span *= 2) {
@@ -100,7 +100,7 @@ int64_t offset(const Offsets& offsets, int64_t index) {
                         : static_cast<const int32_t*>(offsets.data)[index];
 }
 
-// The first sequence that starts at a token or behind it.
+// The first sequence that starts at a token or after it.
 int64_t first_sequence(const Offsets& offsets, int64_t sequences, int64_t token) {
     int64_t low = 0, high = sequences;
     while (low < high) {

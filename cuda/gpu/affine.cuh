@@ -1,4 +1,5 @@
-// Maps y -> value + factor y, and how the threads of a warp and the tiles of a grid chain them.
+// Maps y -> value + factor y, and their composition over the threads of a warp and the tiles of a
+// grid.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ struct Affine {
 
     static __device__ __forceinline__ Affine identity() { return {W(1), W(0)}; }
 
-    // With factor 0 nothing is seen of y, be it infinite or not a number.
+    // With factor 0 the result does not depend on y, even if y is infinite or NaN.
     __device__ __forceinline__ W operator()(W y) const {
         return factor == W(0) ? value : value + factor * y;
     }
@@ -31,7 +32,7 @@ __device__ __forceinline__ Affine<W> from_lane_behind(const Affine<W>& map, int 
             __shfl_down_sync(all_lanes, map.value, distance)};
 }
 
-// Each lane gets its own map after those of all lanes behind it (with higher numbers).
+// Each lane gets the composition of its own map with the maps of all lanes with higher numbers.
 template <typename W>
 __device__ __forceinline__ Affine<W> chain_lanes(Affine<W> map, int lane) {
 #pragma unroll
@@ -42,10 +43,10 @@ __device__ __forceinline__ Affine<W> chain_lanes(Affine<W> map, int lane) {
     return map;
 }
 
-// What tiles tell the tiles before them. Tiles are numbered in the order in which they are begun,
-// which is from the last tokens to the first. They form groups of 32; within a group a tile reads
-// the maps of all earlier ones, and across groups the one value that the group before it ends in.
-// Each tile so combines the same numbers in the same order in every run.
+// Data that tiles publish for later tiles. Tiles have numbers in the order in which they begin,
+// from the last tokens to the first. They form groups of 32. A tile reads the maps of all earlier
+// tiles of its group, and the final value of the previous group. Each tile therefore combines the
+// same numbers in the same order in every run.
 template <typename W>
 struct Tiles {
     unsigned* ticket;         // number of tiles begun
@@ -65,7 +66,7 @@ struct Tiles {
         return flag_bytes(tiles) + tiles * static_cast<int64_t>(sizeof(Affine<W>)) +
                groups(tiles) * static_cast<int64_t>(sizeof(W));
     }
-    // Whose flags, the first flag_bytes, must be set to 0 before the kernel.
+    // The flags in the first flag_bytes must be 0 before the kernel begins.
     static Tiles in(void* scratch, int64_t tiles) {
         auto* words = static_cast<unsigned*>(scratch);
         auto* maps =
@@ -82,8 +83,8 @@ struct Tiles {
         __threadfence();
     }
 
-    // Called by one whole warp: tells others this tile's map and returns the y behind the tile,
-    // the same in all lanes.
+    // Called by one whole warp. Publishes the map of this tile, and returns y after the tile in all
+    // lanes.
     __device__ W carry_into(int64_t tile, const Affine<W>& own, int lane) const {
         if (lane == 0) {
             maps[tile] = own;

@@ -1,7 +1,7 @@
-// The CUDA half as torch operators, in torch's stable ABI.
+// The CUDA operators as torch operators, in torch's stable ABI.
 //
-// It compiles and loads beside any torch, also one without CUDA: the one function of torch's CUDA
-// library that it needs, for the current stream, is looked up when it is first called.
+// The library compiles and loads with any build of torch, even without CUDA. It needs one function
+// of torch's CUDA library, for the current stream, and looks it up at the first call.
 
 #include "../binding.h"
 
@@ -22,8 +22,8 @@ CurrentStream find_current_stream() {
     return reinterpret_cast<CurrentStream>(found);
 }
 
-// Makes a tensor's device the current one while it lives, and knows the stream that is current
-// there.
+// Makes the device of a tensor current until destruction, and stores the current stream of this
+// device.
 class OnDeviceOf {
 public:
     explicit OnDeviceOf(const Tensor& tensor) : guard_(tensor.get_device_index()) {
@@ -44,7 +44,7 @@ void check(cudaError_t error, const char* what) {
     STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
-// Memory of torch's allocator, which hands it on in the order of the stream.
+// Memory of torch's allocator, which reuses it in the order of the stream.
 Tensor scratch_for(const Tensor& like) {
     const int64_t bytes = scan_scratch_bytes(like.numel(), dtype_of(like));
     return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);

@@ -1,10 +1,10 @@
-// Copies between a packed buffer and intervals of another one: one launch for any number of
-// intervals of any sizes.
+// Copies between a packed buffer and intervals of another buffer, in one launch for any number and
+// size of intervals.
 //
-// Work is divided by packed elements, not by intervals. A block takes a tile of the packed buffer;
-// each thread moves chunks of 16 packed bytes and finds the interval of its chunk among those of the
-// tile. Accesses are of 16 bytes on each side that is aligned. Neighboring threads so touch
-// neighboring memory whether intervals are long or short.
+// Work is divided by packed elements, not by intervals. A block copies a tile of the packed buffer.
+// Each thread copies chunks of 16 packed bytes and finds the interval of its chunk among the
+// intervals of the tile. Accesses have 16 bytes on each aligned side. Neighboring threads therefore
+// access neighboring memory for intervals of any length.
 
 #include "launch.h"
 #include "numbers.cuh"
@@ -17,12 +17,12 @@ constexpr int threads = 256;
 constexpr int chunks_per_thread = 4;
 constexpr int64_t tile_chunks = threads * chunks_per_thread;
 
-// 16 bytes that are only moved.
+// 16 bytes that are only copied.
 struct alignas(16) Bytes16 {
     uint64_t low, high;
 };
 
-// Writes `source` into `target`, or blends them.
+// Writes `source` into `target`, or blends both.
 template <typename Source, typename Target>
 struct Mix {
     using W = std::conditional_t<
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store(T* to, const Vector<T, N>& stored) {
     for (int i = 0; i < N; ++i) to[i] = stored.items[i];
 }
 
-// `count` neighboring elements, as vectors where they are a whole chunk.
+// Copies `count` neighboring elements; a whole chunk is copied as a vector.
 template <int N, typename Source, typename Target, typename Write>
 __device__ __forceinline__ void copy_run(const Source* source, Target* target, int64_t count,
                                          const Write& write) {

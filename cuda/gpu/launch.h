@@ -1,5 +1,5 @@
-// The operators on a CUDA device. Everything is put on `stream` and nothing is waited for; what
-// comes back is the error of the launch.
+// The operators on a CUDA device. All work is queued on `stream`. Functions return the error of the
+// launch without waiting.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@
 
 namespace slurmrl::gpu {
 
-// Whether the current device can run them: the driver is new enough, and the library holds code for
-// the card.
+// Returns if the current device can run the operators: the driver is new enough, and the library
+// contains code for the GPU.
 cudaError_t probe();
 
 // Bytes of scratch memory that `gae` and `scan` need, aligned to 16 bytes.

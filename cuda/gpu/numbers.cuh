@@ -1,4 +1,4 @@
-// Element types, what they are computed in, and vectors of them.
+// Element types, the types in which they are computed, and vectors of them.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,10 +1,10 @@
-// Generalized advantages and discounted sums: one pass over all tokens, however they are divided
-// into sequences.
+// Generalized advantages and discounted sums, in one pass over all tokens of all sequences.
 //
-// Every token is a map y_t = value_t + factor_t y_{t+1}, with factor 0 at the end of a sequence, so
-// that the packed batch is one chain of maps. A warp takes rows of 128 tokens, four a lane, and
-// chains them by shuffles; the warps of a tile chain their maps through shared memory, the tiles
-// through global memory (affine.cuh). Tokens are read once and results written once.
+// Every token is a map y_t = value_t + factor_t y_{t+1}, with factor 0 at the end of a sequence. A
+// packed batch is therefore one chain of maps. A warp processes rows of 128 tokens, four per lane,
+// and chains their maps by shuffles. The warps of a tile chain their maps through shared memory,
+// and the tiles through global memory (affine.cuh). Each token is read once, and each result is
+// written once.
 
 #include "affine.cuh"
 #include "launch.h"
@@ -18,13 +18,13 @@ constexpr int per_lane = 4;
 constexpr int per_row = per_lane * warp_size;
 constexpr int warps = 8;
 
-// Fewer rows for float64, whose numbers take twice the registers.
+// float64 has fewer rows, because its numbers take twice the registers.
 template <typename W>
 constexpr int rows = sizeof(W) == 4 ? 4 : 2;
 template <typename W>
 constexpr int64_t tile_tokens = static_cast<int64_t>(warps) * rows<W> * per_row;
 
-// Where the four tokens of a lane stand.
+// Places of the four tokens of a lane.
 struct Places {
     int64_t sequence[per_lane];
     bool last[per_lane];  // the sequence ends with this token
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_row(const T* from, int64_t token, int count
 
 template <typename W>
 __device__ __forceinline__ void store_row(W* to, int64_t token, int count, const W* from) {
-    if (count == per_lane) {  // outputs are made by us, so they are aligned
+    if (count == per_lane) {  // slurmrl allocates the outputs, so they are aligned
         Vector<W, per_lane> stored;
 #pragma unroll
         for (int i = 0; i < per_lane; ++i) stored.items[i] = from[i];
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_row(W* to, int64_t token, int count, const
     }
 }
 
-// delta_t and gamma lam; kept for the returns: the values before each step.
+// Maps with delta_t and gamma lam. The values before each step are kept for the returns.
 template <typename T>
 struct GaeProblem {
     using W = Wide<T>;
@@ -155,7 +155,7 @@ __device__ __forceinline__ Places locate(const Segments<Index>& sequences, int64
 #pragma unroll
     for (int i = 0; i < per_lane; ++i) {
         if (i < count && token + i >= end) {
-            // The next one begins here unless it is empty.
+            // The next sequence begins here unless it is empty.
             sequence = min(sequence + 1, high);
             end = sequences.begins[sequence + 1];
             if (token + i >= end) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ Places locate(const Segments<Index>& sequences, int64
             }
         }
         places.sequence[i] = sequence;
-        // Offsets may be wrong: behind the last token nothing may be read.
+        // Offsets may be wrong, so never read after the last token.
         places.last[i] = token + i + 1 == end || token + i + 1 == tokens;
     }
     return places;
@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(warps * warp_size)
     __shared__ Map warp_maps[warps];
     __shared__ W shared_carry;
     const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-    // Tiles begin in the order of their tickets, so that those waited for have begun already.
+    // Tiles begin in the order of their tickets, so the tiles for which a tile waits have begun
+    // already.
     if (threadIdx.x == 0) shared_ticket = atomicAdd(tiles.ticket, 1u);
     __syncthreads();
     const int64_t tile = shared_ticket;
@@ -210,7 +211,8 @@ __global__ void __launch_bounds__(warps * warp_size)
         }
     }
 
-    // From y behind each lane's four tokens of a row, as a function of y behind the warp's tokens.
+    // Computes y after the four tokens of each lane, as a function of y after the tokens of the
+    // warp.
     Map behind_lane[n];
     Map behind_row = Map::identity();
 #pragma unroll

@@ -1,4 +1,4 @@
-// Which of many neighboring segments an element belongs to.
+// Search for the segment of an element among many adjacent segments.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ struct Segments {
     const Index* begins;  // [count + 1], from 0 to the number of elements
     int64_t count;
 
-    // The last segment from `low` on that begins at `element` or before it, found by a whole warp:
-    // each round looks at 32 places. Segment `low` must begin there too.
+    // The last segment from `low` on that begins at `element` or before it. A whole warp searches
+    // 32 places per round. Segment `low` must also begin at `element` or before it.
     __device__ int64_t find_by_warp(int64_t element, int64_t low, int lane) const {
         int64_t high = count;
         while (high - low > 1) {
@@ -27,7 +27,7 @@ struct Segments {
         return low;
     }
 
-    // The same by one thread, for a segment that is not behind `high`.
+    // The same search by one thread, for a segment up to `high`.
     __device__ __forceinline__ int64_t find(int64_t element, int64_t low, int64_t high) const {
         while (low < high) {
             const int64_t middle = low + (high - low + 1) / 2;

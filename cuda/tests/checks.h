@@ -1,6 +1,7 @@
-// Checks of the operators without torch: every buffer is exactly as long as it must be, so that
-// sanitizers see one element too far, and results are compared with plain loops. Each takes a
-// `Run`, with functions gae, scan, move and blend that take the arguments of those names.
+// Checks of the operators without torch. Every buffer has exactly the necessary size, so that
+// sanitizers detect an access to one element too many. Results are compared with plain loops. Each
+// check gets a `Run` with functions gae, scan, move and blend, which take the arguments of those
+// names.
 #pragma once
 
 #include <cmath>

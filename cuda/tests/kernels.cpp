@@ -1,5 +1,5 @@
-// The CUDA kernels on a CPU, under sanitizers (emulated/cuda_runtime_api.h). What this cannot show:
-// the memory order of a card, its speed, and what nvcc makes of them.
+// Tests of the CUDA kernels on a CPU, under sanitizers (emulated/cuda_runtime_api.h). They do not
+// cover the memory order of a GPU, its speed and the code that nvcc generates.
 
 #include "../gpu/launch.h"
 #include "checks.h"
@@ -9,7 +9,7 @@ namespace {
 using namespace slurmrl;
 
 struct Emulated {
-    // As long as the kernels ask for, and full of what was there before.
+    // Exactly as long as the kernels request, and filled with old data.
     static std::vector<char> scratch_for(int64_t tokens, Dtype dtype) {
         return std::vector<char>(static_cast<size_t>(gpu::scan_scratch_bytes(tokens, dtype)), 9);
     }
@@ -25,8 +25,8 @@ struct Emulated {
     void blend(const Blend& arguments) const { check(gpu::blend(arguments, nullptr)); }
 };
 
-// Nobody reads on the host what offsets on a card hold: with wrong ones the results are wrong, but
-// nothing outside the buffers is touched.
+// The host does not read offsets on a GPU. With wrong offsets the results are wrong, but the
+// kernels never access memory outside the buffers.
 void check_wrong_offsets(std::mt19937& random) {
     const int64_t tokens = 9000, sequences = 3;
     const auto rewards = tests::numbers<float>(tokens, random);
@@ -50,7 +50,7 @@ void check_wrong_offsets(std::mt19937& random) {
     }
 }
 
-// A sequence of more than 32 tiles without discount, so that each value reaches all tokens before.
+// A sequence of more than 32 tiles without discount, so that each value affects all earlier tokens.
 void check_many_tiles(std::mt19937& random) {
     const int64_t tokens = 300000;
     std::vector<double> x(static_cast<size_t>(tokens)), y(x);

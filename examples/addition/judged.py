@@ -2,11 +2,11 @@
 
     python examples/addition/judged.py RESULTS PAIRS LABELS
 
-RESULTS is the `results.jsonl` of a `generate` trial with a reward. Each prompt that got both a
-right answer, with a reward of at least 1, and a wrong one has a line in PAIRS and two in LABELS:
-the first of either kind. Answers without a stop token are left out.
+RESULTS is the `results.jsonl` of a `generate` trial with a reward. An answer is right if its reward
+is at least 1. If a prompt has both right and wrong answers, its first right and its first wrong
+answer become a line in PAIRS and two lines in LABELS. Answers without a stop token are left out.
 
-``sampled_pairs.jsonl`` and ``sampled_labels.jsonl`` are made in this way, from the model of
+This script made ``sampled_pairs.jsonl`` and ``sampled_labels.jsonl``, from answers of the model of
 examples/sft.yaml.
 """
 
@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 def pairs(results: Iterator[Row]) -> Iterator[Row]:
-    """A right and a wrong answer to each prompt that got both."""
+    """Yield a right and a wrong answer to each prompt that has both."""
     for row in results:
         answers: dict[bool, str] = {}
         for completion in row["completions"]:
@@ -38,7 +38,7 @@ def pairs(results: Iterator[Row]) -> Iterator[Row]:
 
 
 def labels(pair: Row) -> Iterator[Row]:
-    """The answers of a pair, one by one: the right one is desirable, the wrong one is not."""
+    """Yield both answers of a pair: the right answer is desirable, the wrong answer is not."""
     for key in ("chosen", "rejected"):
         name = f"{pair['id']} {key}"
         answer = {"answer": pair[key], "label": key == "chosen"}

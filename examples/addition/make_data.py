@@ -1,12 +1,12 @@
-"""Makes this folder's data: two-digit additions whose answers are written last digit first.
+"""Make this folder's data: sums of two-digit numbers, written from the last digit to the first.
 
     python examples/addition/make_data.py
 
-``12+34=`` has the answer ``64``. The held-out problems are those of 256 pairs of numbers in
-either order; ``train.jsonl`` holds all other problems, for SFT and for RL. ``pairs.jsonl`` and
+``12+34=`` has the answer ``64``. The held-out problems are 256 pairs of numbers in both orders.
+``train.jsonl`` has all other problems, for SFT and for RL. ``pairs.jsonl`` and
 ``heldout_pairs.jsonl`` have a right and a wrong answer to each problem, for reward models.
 ``chat.jsonl`` and ``heldout_chat.jsonl`` have conversations: a sum, then a number that is added to
-it. Run it again after a change; a test compares the files with what it makes.
+it. Run the script again after a change; a test compares the files with its output.
 
 ``sampled_pairs.jsonl`` and ``sampled_labels.jsonl``, for DPO and KTO, are answers of a model
 (judged.py).
@@ -27,12 +27,12 @@ FOLDER = Path(__file__).parent
 NUMBERS = range(10, 100)
 HELD_OUT_PAIRS = 256
 JUDGED = 3072
-"""Problems with right and wrong answers."""
+"""Number of problems with right and wrong answers."""
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "=", "-"]
 
 
 def problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """(train, held out) rows."""
+    """Return the rows for training and the held-out rows."""
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a < b]
     held_out = set(random.Random("addition").sample(pairs, HELD_OUT_PAIRS))
     train, test = [], []
@@ -45,7 +45,7 @@ def problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Each problem with its answer and one that has a wrong digit."""
+    """Return each problem with its answer and a copy of the answer with one wrong digit."""
     draw = random.Random("pairs")
     made = []
     for row in rows:
@@ -58,7 +58,7 @@ def pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def conversations(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Two turns: the problem, and one more summand."""
+    """Return conversations of two turns: the problem, and one more summand."""
     draw = random.Random("chat")
     made = []
     for row in rows:
@@ -75,7 +75,7 @@ def _problem(row: dict[str, str]) -> dict[str, str]:
 
 
 def tokenizer() -> Tokenizer:
-    """One token for each symbol."""
+    """Return a tokenizer with one token per symbol."""
     vocabulary = {symbol: index for index, symbol in enumerate(SYMBOLS)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.add_special_tokens(["<pad>", "<eos>", "<unk>"])
@@ -85,7 +85,7 @@ def tokenizer() -> Tokenizer:
 
 
 def write(folder: Path) -> None:
-    """All files of the example's data into ``folder``."""
+    """Write all files of the example's data into ``folder``."""
     train, held_out = problems()
     some = random.Random("some").sample(train, JUDGED)
     files = {

@@ -1,4 +1,4 @@
-"""A reward of your own that sees the tokens, the group and the step of each completion."""
+"""Your own reward, which gets the tokens, the group and the step of each completion."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Selective language modeling: a second, frozen model says which tokens are worth learning.
+"""Selective language modeling: a second, frozen model selects the tokens to learn.
 
-After Lin et al. 2024 (Rho-1, arXiv 2404.07965, section 2.2): the actor learns the tokens of answers
-that the guide predicts better than the actor does. They take the best share of each batch; here a
-threshold decides, so that a token's part does not depend on the others.
+The method is from Lin et al. 2024 (Rho-1, arXiv 2404.07965, section 2.2). The actor learns the
+tokens of answers that the guide predicts better than the actor. The paper selects a fixed share of
+each batch. Here a threshold decides, so that the choice of a token does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Selective(AlgorithmSchema):
 
 class GuideInterface(Interface):
     def inference(self, engine, sample, context):
-        """``guide_logprobs``: one value for each token."""
+        """Return ``guide_logprobs``, with one value for each token."""
         from slurmrl.data.sample import SequenceSample
 
         key, logp = "guide_logprobs", engine.forward(sample.only(["input_ids"]))["logp"]
@@ -57,7 +57,7 @@ class GuideInterface(Interface):
 
 class SelectiveInterface(Interface):
     def train_step(self, engine, sample, context):
-        """One update with the mean over all tokens of answers; those left out count as 0."""
+        """Make one update with the mean over all answer tokens; unselected tokens count as 0."""
         from slurmrl.algorithms.sequences import global_means, train_on_batch
 
         tokens = float((~sample.tensor("prompt_mask")).sum())
@@ -67,7 +67,7 @@ class SelectiveInterface(Interface):
 
 
 def selective_loss(outputs, batch, threshold):
-    """Sums over the tokens of a micro-batch: the loss, and the metrics."""
+    """Return the loss and the metrics as sums over the tokens of a micro-batch."""
     import torch
 
     logp = outputs["logp"]

@@ -45,7 +45,7 @@ class SimPOInterface(Interface):
 
 
 def simpo_loss(outputs, batch, options):
-    """Sums over the items of a micro-batch: the loss, and the metrics."""
+    """Return the loss and the metrics as sums over the items of a micro-batch."""
     from torch.nn.functional import logsigmoid
 
     from slurmrl.algorithms.pairs import pair_weights, split_pairs

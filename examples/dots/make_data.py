@@ -1,9 +1,9 @@
-"""Makes this folder's data: pictures of one to four dots, and their numbers.
+"""Make this folder's data: pictures of one to four dots, and the numbers of dots.
 
     python examples/dots/make_data.py
 
-A picture has 4 x 4 cells of 4 x 4 pixels with at most one dot each. The held-out pictures of
-several dots are not in ``train.jsonl``. ``tokenizer`` also has the settings of Qwen3-VL's
+A picture has 4 x 4 cells of 4 x 4 pixels with at most one dot each. Held-out pictures with several
+dots do not occur in ``train.jsonl``. ``tokenizer`` also contains the settings of Qwen3-VL's
 processor.
 """
 

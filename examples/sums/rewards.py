@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FINAL_NUMBER = re.compile(r"(?<![\w.,/+−-])([0-9]+)\.?\s*\Z")
-"""A whole number at the end of a text, perhaps with a full stop: not a part of another number."""
+"""Pattern of an integer at the end of a string. A full stop may follow. It is no part of another
+number.
+"""
 
 
 def final_number(

@@ -1,4 +1,4 @@
-"""Ask an exported model for sums, with transformers alone.
+"""Ask an exported model for sums, with transformers and without slurmrl.
 
     python examples/sums/try_model.py FOLDER [QUESTION …]
 

@@ -1,10 +1,10 @@
-"""Makes this folder's data: sums and products of two-digit numbers, for a policy with a calculator.
+"""Make this folder's data: sums and products of two-digit numbers, for a policy with a calculator.
 
     python examples/tools/make_data.py
 
-``conversations.jsonl``, for SFT, answers half of the problems at once and wrongly by a digit, and
-the others by way of the calculator. ``train.jsonl`` and ``heldout.jsonl``, for RL, have problems
-with their answers. Run it again after a change; a test compares the files with what it makes.
+``conversations.jsonl``, for SFT, answers half of the problems directly, with one wrong digit. For
+the other half, it uses the calculator. ``train.jsonl`` and ``heldout.jsonl``, for RL, have problems
+with their answers. Run the script again after a change; a test compares the files with its output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONVERSATIONS, TRAIN, HELD_OUT = 3072, 2048, 256
 
 
 def problems() -> list[dict[str, str]]:
-    """Different ones, in random order."""
+    """Return different problems in random order."""
     draw = random.Random("tools")
     pairs = [(a, b, sign) for a in range(10, 100) for b in range(10, 100) for sign in "+*"]
     return [
@@ -49,7 +49,7 @@ def conversation(row: dict[str, str], place: int, draw: random.Random) -> dict[s
 
 
 def tokenizer() -> Tokenizer:
-    """One token for each character."""
+    """Return a tokenizer with one token per character."""
     vocabulary = {symbol: index for index, symbol in enumerate(SYMBOLS)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.add_special_tokens(["<pad>", "<eos>", "<unk>"])
@@ -59,7 +59,7 @@ def tokenizer() -> Tokenizer:
 
 
 def write(folder: Path) -> None:
-    """All files of the example's data into ``folder``."""
+    """Write all files of the example's data into ``folder``."""
     rows = problems()
     draw = random.Random("conversations")
     files = {

@@ -1,9 +1,9 @@
-"""What rollout tasks bring and cost the trainers: scripts/bench/asynchronous.py [OPTIONS]
+"""Compare asynchronous with synchronous GRPO trials: scripts/bench/asynchronous.py [OPTIONS]
 
 Whole GRPO trials of the local scheduler, in rounds; each round runs every trial once, one after the
-other, with the same number of trained completions. Most have the greatest length, or with fewer
-``--words`` lengths vary. With ``--dynamic`` groups whose completions are all wrong or all right are
-generated, but not trained on.
+other, with the same number of trained completions. Most completions have the maximum length; with
+fewer ``--words``, lengths vary. With ``--dynamic``, groups whose completions are all wrong or all
+right are generated but not trained on.
 
 - synchronous: two trainer ranks that generate;
 - published: the same, with a weight version of each step;
@@ -11,7 +11,7 @@ generated, but not trained on.
 - undisturbed: one trainer rank and two rollout tasks;
 - killed: the same, and a task is killed every so many seconds, each one in turn.
 
-Ratios are of two trials of a round, in seconds per token that was trained. Times are those of the
+A ratio compares the seconds per trained token of two trials of a round. Times are those of the
 master's steps (`time/total`, monotonic) without the first ones, so the start of a trial does not
 count. Waiting is `rollout/waited_s`.
 """
@@ -64,7 +64,7 @@ def drawn(prompts, completions, rows):
 
 @dataclass(frozen=True)
 class Kind:
-    """A trial of the table above."""
+    """A kind of trial; the docstring of this module lists the kinds."""
 
     name: str
     ranks: int
@@ -83,7 +83,7 @@ KINDS = (SYNCHRONOUS, PUBLISHED, ASYNCHRONOUS, UNDISTURBED, KILLED)
 
 @dataclass(frozen=True)
 class Run:
-    """What a trial has told."""
+    """The measured values of a trial."""
 
     lines: tuple[Mapping[str, Any], ...]
     """Metrics of the steps that count."""
@@ -103,29 +103,31 @@ class Run:
         return self.wall_s / float(sum(line["tokens"] for line in self.lines))
 
     def share(self, metric: str) -> float:
-        """Of the wall time."""
+        """Return the share of the wall time."""
         return float(sum(line[metric] for line in self.lines)) / self.wall_s
 
     @property
     def first_tokens_s(self) -> list[float]:
-        """From the end of each step that counts to the first task that draws with its weights."""
+        """Return the seconds from the end of each counted step to the first task that samples with
+        its weights.
+        """
         counted = {line["step"] for line in self.lines}
         both = self.taken.keys() & self.ends.keys() & counted
         return [max(self.taken[step] - self.ends[step], 0.0) for step in sorted(both)]
 
     @property
     def stalls_s(self) -> list[float]:
-        """Of each publication, from the master's events."""
+        """Return the stall of each publication, from the master's events."""
         return [event["stall_s"] for event in self.events if event["kind"] == "weights"]
 
     @property
     def busy_s(self) -> list[float]:
-        """Of each step: all but the waiting for samples."""
+        """Return the seconds of each step without the wait for samples."""
         return [line["time/total"] - line["rollout/waited_s"] for line in self.lines]
 
     @property
     def disturbed_s(self) -> list[float]:
-        """`busy_s` of the steps in which a task was killed, and of those after them."""
+        """Return `busy_s` of the steps in which a task was killed and of the next steps."""
         found = []
         for line, busy_s in zip(self.lines, self.busy_s, strict=True):
             end = self.ends.get(line["step"])
@@ -139,7 +141,7 @@ class Run:
 
 
 class Watch:
-    """Notes when steps end and when tasks take their weights, and kills tasks; in a thread."""
+    """Record in a thread when steps end and when tasks load weights; kill tasks."""
 
     def __init__(self, site: Site, trial: str, kill_every_s: float | None) -> None:
         self._paths = site.paths(trial)
@@ -179,7 +181,9 @@ class Watch:
         return known
 
     def _note_weights(self, models: Path, now: float) -> None:
-        """A task has one model folder, but for the moment in which it takes the next."""
+        """Note the weights of each task. A task has two model folders only while it loads new
+        weights.
+        """
         with suppress(FileNotFoundError):
             names = os.listdir(models)
             if len(names) == 1:
@@ -191,7 +195,7 @@ class Watch:
         return now >= (self.kills[-1] if self.kills else self.ends[WARM_UP]) + self._kill_every_s
 
     def _kill(self, number: int, now: float) -> None:
-        """SIGKILL the agent of a task. Its worker ends with it."""
+        """Send SIGKILL to the agent of a task, whose worker ends with it."""
         agents = list(_of_tasks(self._paths.run, "agent"))
         if agents:
             self.kills.append(now)
@@ -199,8 +203,8 @@ class Watch:
                 os.kill(agents[number % len(agents)], signal.SIGKILL)
 
     def _folders(self) -> Iterator[Path]:
-        """Where each rollout worker keeps its models: it holds its folder in the host's memory
-        open.
+        """Return the model folder of each rollout worker, which the worker holds open in host
+        memory.
         """
         for pid in _of_tasks(self._paths.run, "worker"):
             with suppress(OSError):
@@ -211,7 +215,7 @@ class Watch:
 
 
 def _of_tasks(run: Path, role: str) -> Iterator[int]:
-    """The processes of a role that belong to rollout tasks."""
+    """Return the processes of a role that belong to rollout tasks."""
     for pid in processes(run)[role]:
         with suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -272,13 +276,13 @@ class Row:
 
 
 class Table:
-    """What was measured, the goals, and medians with the least and the most."""
+    """Measured values and goals, as medians with the minimum and the maximum."""
 
     def __init__(self, rounds: list[dict[str, Run]]) -> None:
         self._rounds = rounds
 
     def print(self) -> None:
-        """The rows of which all trials were run."""
+        """Print the rows whose trials were all run."""
         print("| | goal | median (least to most) |\n|---|---|---|")
         for row in self._rows():
             if all(kind.name in self._rounds[0] for kind in row.kinds):

@@ -5,7 +5,8 @@ scripts/bench/channel.py [--directory DIR ...] [--messages 500]
 
 The agent reads the master's log and hands messages to a worker over a pipe; the answers go into its
 own log, which the master reads. The same three processes with pyzmq (TCP on loopback between master
-and agent, the same pipe to the worker) where it is installed. Also the CPU time of a waiting agent.
+and agent, the same pipe to the worker) where it is installed. The script also prints the CPU time
+of a waiting agent.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def measure(exchange: Exchange, messages: int) -> list[float]:
         answer = exchange({"seq": seq, "type": "call", "step": seq, "name": "train"})
         times.append(time.perf_counter() - began)
         assert answer["seq"] == seq
-        time.sleep(0.001)  # all wait when the next one comes
+        time.sleep(0.001)  # all processes wait before the next message
     return times
 
 

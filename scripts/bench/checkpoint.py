@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""How long training waits for a checkpoint: asynchronous against synchronous, in one run.
+"""Measure how long training waits for asynchronous and for synchronous checkpoints in one run.
 
 scripts/bench/checkpoint.py [--directory DIR ...] [--rounds 5] [--steps 4] [--hidden 512]
     [--layers 8] [--gpu]
 
 One rank trains a decoder on a CPU, or with --gpu on a GPU in bfloat16, by the worker's own engine
-and saver. A round is a few steps
-without a checkpoint, with one that is waited for, and with one that is written meanwhile; the modes
-take turns so that all see the same machine. The stall is the time in which the rank cannot train:
-copying, or copying and writing; "whole" is what a checkpoint costs in all: the steps' time beyond
-that of steps without one, which also holds what the writer takes from the training threads.
+and saver. A round has a few steps without a checkpoint, with a synchronous checkpoint, and with an
+asynchronous checkpoint. The modes take turns, so that the load of the machine affects all of them.
+The stall is the time in which the rank cannot train: copying, or copying and writing; "whole" is
+what a checkpoint costs in all: the steps' time beyond that of steps without one, which also holds
+what the writer takes from the training threads.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def batch() -> SequenceSample:
 
 
 def measure(engine: Engine, mode: str, folder: Path, steps: int) -> tuple[float, float, float]:
-    """Seconds of the steps in all, in which the rank waited, and from the checkpoint's start until
-    it was on disk.
+    """Return three times in seconds: of all steps, of the rank's wait, and until the checkpoint was
+    on disk.
     """
     saver, sample = Saver(0), batch()
     done: list[float] = []
@@ -104,7 +104,9 @@ def measure(engine: Engine, mode: str, folder: Path, steps: int) -> tuple[float,
 def run(engine: Engine, where: Path, rounds: int, steps: int) -> None:
     found: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
     size = 0
-    for number in range(rounds + 1):  # the first one is to warm up: buffers are made
+    for number in range(
+        rounds + 1
+    ):  # the first checkpoint is a warm-up, in which buffers are allocated
         for mode in MODES:
             folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=where))
             taken = measure(engine, mode, folder, steps)

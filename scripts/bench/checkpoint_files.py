@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the files of a checkpoint cost: checksums beside raw writing and reading, and the layout of
+"""Measure the cost of checkpoint files: checksums against plain writes and reads, and the layout of
 many ranks.
 
 scripts/bench/checkpoint_files.py [--directory DIR ...] [--mib 512] [--rounds 7] [--ranks 1024]
@@ -60,7 +60,7 @@ TENSOR_RANKS = 8
 
 
 def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """CPU seconds and seconds."""
+    """Return CPU seconds and wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     action()
     return time.process_time() - cpu, time.perf_counter() - wall
@@ -140,7 +140,7 @@ def measure_ranks(where: Path, ranks: int, rounds: int) -> None:
 
 
 def measure_load(folder: Path, source: Layout, d: int, t: int, rounds: int) -> None:
-    """One rank of ``d`` times ``t`` loads its boxes."""
+    """Measure how one rank of ``d`` times ``t`` ranks loads its boxes."""
     rank = d * t // 3
 
     def own_shards() -> tuple[Shard, ...]:

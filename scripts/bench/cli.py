@@ -1,10 +1,10 @@
-"""Start of the command line beside that of bare Python: ``python scripts/bench/cli.py``.
+"""Compare the start of commands with the start of Python: ``python scripts/bench/cli.py``.
 
 Prints one JSON object: for each command its wall and CPU time in seconds, and the ratio and the
 difference of its CPU time to that of ``python -c pass`` in the same round (machines differ, ratios
-hold), each as [median, least, most]. Commands take turns, so that a busy moment hits all of them;
-where the CPU time is much below the wall time, the machine was busy and only the former means
-anything.
+hold), each as [median, least, most]. Commands take turns, so that other load affects all of them.
+If the CPU time is much below the wall time, the machine was busy and only the CPU time is
+meaningful.
 
 The trials that ``status`` shows have finished after 200 steps and 40 commits. ``--trials`` of them
 have an overview (see slurmrl/watch/overview.py); those of ``status (no overview)`` have none.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What data costs a rank: scripts/bench/data.py [--rows N] [--batch N] [--folder DIR]
+"""Measure the cost of data for a rank: scripts/bench/data.py [--rows N] [--batch N] [--folder DIR]
 
 A dataset is prepared once, found again, opened, and read as every rank does. Then the shares of
 completions with random lengths: how many more tokens than the average does the rank with the most
@@ -31,7 +31,7 @@ MINIBATCHES = 4
 
 
 def row(number: int) -> dict[str, str]:
-    """A question of about 60 words with numbers, as in GSM8K."""
+    """Return a question of about 60 words with numbers, as in GSM8K."""
     chance = random.Random(number)
     words = [
         str(chance.randrange(1000)) if chance.random() < 0.2 else chance.choice(WORDS)
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def compare_shares(items: int, ranks: int) -> None:
-    """Each of four minibatches lasts as long as its largest share."""
+    """Compare shares; each of four minibatches takes as long as its largest share."""
     chance = random.Random(0)
     prompts = [chance.randint(50, 150) for _ in range(items)]
     completions = [min(int(chance.lognormvariate(5.5, 1.0)), 2048) for _ in range(items)]

@@ -16,13 +16,13 @@ trl           the generation of TRL's GRPOTrainer with its default backend
 sglang        a server of rollout.backend sglang on CPUs, with its client
 vllm          a server of rollout.backend vllm on CPUs, with its client
 
-The last three need the Python of an environment of their own (scripts/test-trl,
-`scripts/test-engines --variables`) and are left out without it. Each engine runs in a process of
-its own, with one thread for operators, float32 and the same sizes of a random model. Prompts have
-8 to 512 tokens, log-uniformly. One in 128 tokens of the vocabulary ends a completion and the model
-is near uniform, so lengths are geometric with mean 128, and 512 at most. Draws differ between
-programs, lengths only in law. A line has new tokens per second of CPU time of all processes of the
-engine (starting a server and a first small batch do not count), the wall time, the tokens of
+The last three need the Python of a separate environment (scripts/test-trl, `scripts/test-engines
+--variables`) and are left out without it. Each engine runs in a separate process, with one thread
+for operators, float32 and the same sizes of a random model. Prompts have 8 to 512 tokens,
+log-uniformly. One in 128 tokens of the vocabulary ends a completion and the model is near uniform,
+so lengths are geometric with mean 128, and 512 at most. Programs sample different tokens, but the
+distribution of lengths is the same. A line has new tokens per second of CPU time of all processes
+of the engine (starting a server and a first small batch do not count), the wall time, the tokens of
 prompts that were read as a share of all prompts times n (where it is known), the peak of resident
 memory beyond that before generation, and beside it the keys and values of each prompt, once, and of
 all completions. Servers reserve their caches when they start, which is not counted.
@@ -75,7 +75,7 @@ def native(case: Case) -> Run:
         engine = NativeRollout(decoder, version="0.1")
         results = await asyncio.gather(*map(engine.submit, requests(case)))
         new = [len(completion.tokens) for result in results for completion in result]
-        # Every token drawn is read as well, but for the last of each completion.
+        # The engine also reads every sampled token except the last of each completion.
         return Made(sum(new), engine.read - sum(new) + len(new))
 
     return lambda case: asyncio.run(run(case))
@@ -278,7 +278,7 @@ def measure_gpu(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def measured(case: Case, *more: str) -> dict[str, Any] | None:
-    """The figures of one process; None if it failed."""
+    """Return the numbers of one process; None if it failed."""
     python = case.python if case.engine == "trl" else sys.executable
     command = [python, __file__, *more, "--case", json.dumps(case._asdict())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,4 +1,4 @@
-"""Decode on a GPU against what its memory's bandwidth allows (rows of generate.py --gpu).
+"""Compare decoding on a GPU with the limit of its memory bandwidth (rows of generate.py --gpu).
 
 A token of all sequences reads every weight of the model once and all of its keys and values, and
 writes one key and value of each layer and sequence: the floor is the time for these bytes, at the
@@ -43,7 +43,7 @@ class Floor(NamedTuple):
 
 
 def floor(model: str, requests: int) -> Floor:
-    """For the mean length of the sequences between the two generations."""
+    """Return the floor for the mean length of the sequences between the two generations."""
     size = SIZES[model]
     hidden, layers = size["hidden_size"], size["num_hidden_layers"]
     kv = size["num_key_value_heads"] * (hidden // size["num_attention_heads"])
@@ -55,7 +55,7 @@ def floor(model: str, requests: int) -> Floor:
 
 
 def print_floors() -> None:
-    """The computed bytes of a token, and the time for them on an H100 by its data sheet."""
+    """Print the computed bytes of a token and their time on an H100, from its data sheet."""
     print("| model | requests | weights GB | cache GB | MB per token of a request | floor ms |")
     print("|---|---|---|---|---|---|")
     for model in MODELS:
@@ -77,7 +77,7 @@ def prompts(case: Case) -> list[list[int]]:
 
 
 def whole(case: Case, device: str) -> Generate:
-    """Requests of the native engine: attention reads pages, decode is CUDA graphs."""
+    """Generate with requests of the native engine, whose attention reads pages, in CUDA graphs."""
     from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
     from slurmrl.rollouts.generation.native.batch_schedule import Limits
     from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
@@ -139,9 +139,9 @@ ENGINES: dict[str, Callable[[Case, str], Generate]] = {
 
 
 def measure(case: Case, device: str) -> dict[str, float]:
-    """Seconds of one token of all sequences, and the bandwidth of a copy."""
+    """Return the seconds of one token of all sequences, and the bandwidth of a copy."""
     generate = ENGINES[case.engine](case, device)
-    generate(case, FEW)  # warm up: kernels are compiled, and tried
+    generate(case, FEW)  # warm-up: kernels are compiled and checked
     few, more = (_seconds(generate, case, new_tokens, device) for new_tokens in (FEW, MORE))
     return {"token_s": (more - few) / (MORE - FEW), "bandwidth": _bandwidth(device)}
 

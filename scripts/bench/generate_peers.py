@@ -1,4 +1,4 @@
-"""Rows of generate.py that need environments of their own: servers, and TRL.
+"""Rows of generate.py that need separate environments: servers and TRL.
 
 A server is started with the settings and by the classes of a trial with `rollout.backend`, and gets
 its requests over a Unix socket, as in a trial. TRL's side runs in TRL's environment.
@@ -37,7 +37,7 @@ def vllm(case: Case) -> Run:
 
 
 def _served(case: Case, *arguments: str) -> Run:
-    """A server that has the weights. It ends with this process."""
+    """Start a server that has the weights and ends with this process."""
     from kept_server import BenchServer
 
     from slurmrl.rollouts.generation.base import WeightVersion
@@ -69,7 +69,9 @@ def _served(case: Case, *arguments: str) -> Run:
 
 
 def trl(case: Case) -> Run:
-    """GRPOTrainer's generation, as in a step: prompts padded on the left, rows stay to the end."""
+    """Generate like GRPOTrainer in a step: prompts are padded on the left, and rows stay to the
+    end.
+    """
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -116,7 +118,7 @@ def trl(case: Case) -> Run:
 
 
 def until_stop(row: Any, ends: list[int]) -> int:
-    """The tokens of a completion, with the one that ends it."""
+    """Return the tokens of a completion, including the token that ends it."""
     import torch
 
     places = torch.isin(row, torch.tensor(ends)).nonzero()

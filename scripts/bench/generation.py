@@ -1,4 +1,4 @@
-"""What the rows of generate.py generate: a model of random weights and prompts of mixed lengths."""
+"""Inputs of the rows of generate.py: a model with random weights, and prompts of mixed lengths."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LIMIT = 512
 
 
 class Case(NamedTuple):
-    """What one process measures."""
+    """The case that one process measures."""
 
     engine: str
     model: str
@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What an engine has generated."""
+    """The result of an engine."""
 
     tokens: int
     read: int | None
@@ -118,7 +118,9 @@ def reference(case: Case) -> Any:
 
 
 def kv_bytes(case: Case, tokens: int) -> int:
-    """The float32 keys and values of all prompts, each once, and of ``tokens`` completed tokens."""
+    """Return the bytes of float32 keys and values of all prompts, once each, and of ``tokens``
+    completed tokens.
+    """
     size = SIZES[case.model]
     head = size["hidden_size"] // size["num_attention_heads"]
     cell = 2 * 4 * size["num_hidden_layers"] * size["num_key_value_heads"] * head

@@ -69,7 +69,7 @@ def of_others(prompts, completions, **others):
 
 @dataclass(frozen=True)
 class Task:
-    """What all sides do."""
+    """The task of all programs that are compared."""
 
     folder: str
     """With ``prompts.jsonl`` and ``words.py``, the reward."""
@@ -88,7 +88,9 @@ class Task:
 
     @property
     def all_steps(self) -> int:
-        return WARM_UP + self.steps + 1  # the last one, after which a run ends, does not count
+        return (
+            WARM_UP + self.steps + 1
+        )  # the last step does not count, because the run ends after it
 
 
 def prepare(folder: Path, words: int, count: int) -> None:
@@ -147,7 +149,7 @@ def write_prompts(folder: Path, rows: list[str]) -> None:
 
 
 class SlurmrlRun:
-    """A trial of the local scheduler."""
+    """A run of slurmrl: a trial of the local scheduler."""
 
     def __init__(self, task: Task, number: int, implementation: str = "builtin") -> None:
         folder = Path(task.folder)
@@ -193,7 +195,7 @@ class SlurmrlRun:
         )
 
     def tokens(self) -> list[float]:
-        """The completion tokens of each step so far."""
+        """Return the completion tokens of each finished step."""
         lines = lines_of(self.marker / "metrics.jsonl")
         return [line["completions"] * line["response_length"] for line in lines]
 
@@ -371,14 +373,14 @@ def report(output: Path, tokens: float) -> None:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file that is being written."""
+    """Return the complete lines of a file that another process is writing."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def cpu_s(marker: Path) -> dict[int, float]:
-    """CPU seconds of each process that has the path in its command line, with those of its children
-    that have ended.
+    """Return the CPU seconds of each process that has the path in its command line, including its
+    ended children.
     """
     found = {}
     for entry in Path("/proc").iterdir():
@@ -387,7 +389,7 @@ def cpu_s(marker: Path) -> dict[int, float]:
         try:
             arguments = (entry / "cmdline").read_bytes().decode().split("\0")
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if any(marker == Path(text) or marker in Path(text).parents for text in arguments):
             found[int(entry.name)] = sum(map(int, fields[11:15])) / TICKS_PER_S
@@ -408,8 +410,8 @@ def wait_for(run: SlurmrlRun | OtherRun, steps: int) -> None:
 
 
 def measure(run: SlurmrlRun | OtherRun, task: Task) -> tuple[float, float]:
-    """CPU seconds per 1,000 completion tokens, and tokens per completion, of the steps that
-    count.
+    """Return CPU seconds per 1,000 completion tokens, and tokens per completion, of the counted
+    steps.
     """
     spent = []
     try:

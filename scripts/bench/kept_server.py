@@ -1,4 +1,4 @@
-"""A server of an engine, started and spoken to by the classes of a trial."""
+"""A server of an engine. The classes of a trial start it and send its requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SILENCE_S = 600.0
 
 
 class BenchServer:
-    """One server without a GPU, in float32. Made in a running asyncio loop."""
+    """One server without a GPU, in float32. Create it in a running asyncio loop."""
 
     def __init__(
         self, engine: str, python: str, model: ModelConfig, *, arguments: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Which algorithms learn the addition task, and how fast: scripts/bench/learning.py [OPTIONS]
+"""Measure how well algorithms learn the addition task: scripts/bench/learning.py [OPTIONS]
 
 Trains every entry of the table below with every seed through `slurmrl submit` and the local
 scheduler, and prints the held-out score over the steps: mean, least and most over the seeds. All
@@ -6,9 +6,9 @@ start from one supervised model, distillation learns from one teacher, and DPO a
 that the start model gave; these are made first. A trial is its example (examples/*.yaml) on one
 worker process with one thread, with the overrides in the table.
 
-A trial that has ended is not repeated, and an interrupted one continues: run the same command
-again, with the same --root. The name of a trial has a digest of its settings, so one whose example
-or overrides have changed is trained anew. --report trains nothing.
+To continue interrupted trials, run the same command again with the same --root. Finished trials are
+not repeated. The name of a trial contains a digest of its settings, so a trial whose example or
+overrides have changed is trained again. --report trains nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Entry:
         return EXAMPLES / f"{self.example}.yaml"
 
     def trial(self, seed: int) -> str:
-        """The name of its trial: other settings are another trial."""
+        """Return the name of the trial, which depends on its settings."""
         example = YAML(typ="safe").load(self.config)
         settings = (example, *COMMON, *self.overrides, self.sampled)
         return f"{self.name}-{seed}-{sha256(repr(settings).encode()).hexdigest()[:8]}"
@@ -91,7 +91,7 @@ class Curve:
 
 
 def policy(name: str, *overrides: str, preset: str = "") -> Entry:
-    """A preset of policy gradients: 80 steps of 1,024 completions."""
+    """Return the entry of a preset of policy gradients: 80 steps of 1,024 completions."""
     preset = f"algorithm.name={preset or name}"
     chosen = (preset, "total_steps=80", "actor.optimizer.lr=1e-3", *overrides)
     return Entry(name, "grpo", JUDGED, ("evaluation.every_steps=20", *FROM_START, *chosen))
@@ -179,7 +179,9 @@ def train(root: Path, entry: Entry, seed: int, *data: str) -> None:
 
 
 def sampled_answers(root: Path) -> dict[str, Path]:
-    """The files of right and wrong answers of the start model, made now if they are not there."""
+    """Return the files of right and wrong answers of the start model; make them if they are
+    missing.
+    """
     train(root, ANSWERS, 1)
     results = run_of(root, ANSWERS, 1).run / "results.jsonl"
     files = {kind: root / f"{ANSWERS.trial(1)}-{kind}.jsonl" for kind in ("pairs", "labels")}
@@ -215,7 +217,7 @@ def run_of(root: Path, entry: Entry, seed: int) -> RunPaths:
 
 
 def curve(root: Path, entry: Entry, seeds: Sequence[int]) -> Curve:
-    """The steps that all trials with any evaluation have in common."""
+    """Return the scores at the steps that all trials with an evaluation have."""
     of_seeds = {}
     for seed in seeds:
         if scores := dict(evaluations(run_of(root, entry, seed).metrics, entry.metric)):
@@ -228,13 +230,13 @@ def curve(root: Path, entry: Entry, seeds: Sequence[int]) -> Curve:
 def evaluations(metrics: Path, metric: str) -> Iterator[tuple[int, float]]:
     texts = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     for text in texts:
-        line = json.loads(text) if text.endswith("\n") else {}  # the last one is being written
+        line = json.loads(text) if text.endswith("\n") else {}  # the last line may be incomplete
         if metric in line:
             yield line["step"], line[metric]
 
 
 def table(curves: Sequence[Curve], columns: int = 6) -> str:
-    """Markdown: one row for each curve, with about ``columns`` steps of it."""
+    """Return a Markdown table with one row per curve and about ``columns`` steps."""
     lines = ["| algorithm | seeds | held-out score at step: mean (least to most) | bar |"]
     lines.append("|---|---|---|---|")
     for drawn in curves:

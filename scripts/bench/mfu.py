@@ -54,7 +54,7 @@ def architecture(sizes: dict[str, int], length: int) -> dict[str, Any]:
 
 
 def seconds(step: Step, steps: int, wait: Step) -> Spread:
-    """Of one step."""
+    """Return the seconds of one step."""
     times = []
     for _ in range(WARM_UP + steps):
         wait()
@@ -66,7 +66,7 @@ def seconds(step: Step, steps: int, wait: Step) -> Spread:
 
 
 def matrix_rate(size: int, dtype: torch.dtype, where: torch.device, wait: Step) -> float:
-    """FLOP/s of the product of two large square matrices: the median."""
+    """Return the median FLOP/s of the product of two large square matrices."""
     a, b = (torch.randn(size, size, dtype=dtype, device=where) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / seconds(lambda: torch.matmul(a, b, out=out), 10, wait).median

@@ -31,7 +31,7 @@ ROUNDS = 10
 
 
 def check(rank: int, world: int) -> None:
-    """Compare the results of all collectives with what follows from the ranks' numbers."""
+    """Compare the results of all collectives with the expected values."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         mine = torch.full((world * 8,), rank + 1, dtype=dtype, device="cuda")
         ranks = torch.arange(1, world + 1, device="cuda").repeat_interleave(8).to(dtype)
@@ -57,7 +57,7 @@ def expect(found: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def gigabytes_per_s(buffer: Tensor) -> float:
-    """Of all_reduce."""
+    """Return the seconds of all_reduce."""
     times = []
     for _ in range(ROUNDS + 2):
         torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def run_rank(rank: int, world: int, store: str, megabytes: int) -> None:
 
 
 def launch(world: int, options: argparse.Namespace) -> tuple[bool, str]:
-    """Run ``world`` ranks; whether all succeeded, and what they printed."""
+    """Run ``world`` ranks. Return if all succeeded, and their output."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, __file__, "--megabytes", str(options.megabytes)]
         command += ["--store", f"{folder}/store", "--world", str(world)]

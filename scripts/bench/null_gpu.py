@@ -90,7 +90,7 @@ def prefill(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]
 
 
 def decode(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]:
-    """Per token of all rows together."""
+    """Measure decoding of one token for all rows."""
     engine = cases.engine(architecture, trained=False)
     few, more = (partial(generate, engine, rows, PROMPT["decode"], new) for new in (FEW, MORE))
     few()

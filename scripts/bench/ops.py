@@ -94,7 +94,7 @@ def batch(lengths: Tensor, device: str = "cpu") -> tuple[Tensor, ...]:
 def numba_loop(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, truncated: Tensor
 ) -> Callable[[], None]:
-    """A plain loop as a user would write it, compiled by numba."""
+    """Return a plain loop, as a user would write it, compiled by numba."""
     import numba
     import numpy as np
 
@@ -174,13 +174,15 @@ def ratios(cpu: float, found: Rounds) -> str:
 
 
 def seconds(calls: list[Callable[[], object]], rounds: int) -> Spread:
-    """Time of one call on the GPU, from a graph of all calls: without the host's part."""
+    """Return the seconds of one call on the GPU, from a graph of all calls, without host time."""
     for call in calls:
-        call()  # what is made at the first call
+        call()  # the first call allocates memory
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # so that no output takes the place of another in a cache
+        kept = [
+            call() for call in calls
+        ]  # keep outputs so that they do not share a place in a cache
     found = []
     for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -199,7 +201,7 @@ def copy_bandwidth(rounds: int) -> float:
 
 
 def baseline() -> Callable[..., None]:
-    """One thread per sequence, compiled by nvcc."""
+    """Return a kernel with one thread per sequence, compiled by nvcc."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "one_thread.cu", Path(folder) / "one_thread.so"
         source.write_text(ONE_THREAD_PER_SEQUENCE)
@@ -239,7 +241,7 @@ def measure_gpu(rounds: int) -> None:
 def measure_gae(
     sequences: int, length: int, bandwidth: float, one_thread: Callable[..., None], rounds: int
 ) -> None:
-    """Several batches in turn, together more than the card's caches hold."""
+    """Measure GAE on several batches in turn, which together exceed the caches of the GPU."""
     batches = [batch(torch.full((sequences,), length), "cuda") for _ in range(BATCHES)]
     outputs = [(torch.empty_like(one[0]), torch.empty_like(one[0])) for one in batches]
     ours = seconds([partial(packed_gae, *one, GAMMA, LAM) for one in batches], rounds)
@@ -251,13 +253,15 @@ def measure_gae(
 
 
 def of_copy(moved_bytes: int, took_s: Spread, bandwidth: float) -> str:
-    """The bandwidth that was used, as a share of that of a copy."""
+    """Return the used bandwidth as a share of the bandwidth of a copy."""
     order = (took_s.median, took_s.most, took_s.least)
     return Spread(*(moved_bytes / seconds / bandwidth for seconds in order)).text()
 
 
 def measure_intervals(size: int, bandwidth: float, rounds: int) -> None:
-    """Half of a buffer in intervals of ``size`` bytes with gaps as long."""
+    """Measure copies of half of a buffer, in intervals of ``size`` bytes with gaps of the same
+    size.
+    """
     elements = COPIED_BYTES // 4
     step = size // 4
     starts = torch.arange(0, elements - step, 2 * step)
@@ -274,7 +278,9 @@ def measure_intervals(size: int, bandwidth: float, rounds: int) -> None:
 
 
 def measure_pages(count: int, cells: int, bandwidth: float, rounds: int) -> None:
-    """Several caches in turn, together more than the card's own caches hold."""
+    """Measure attention over several KV caches in turn, which together exceed the caches of the
+    GPU.
+    """
     pages = count * cells // PAGE
     lengths = torch.full((count,), cells, device="cuda")
     options: dict[str, Any] = {"page": PAGE, "longest": cells, "scale": 0.1, "window": None}

@@ -17,7 +17,7 @@ def measure(
     model: dict[str, Any], sizes: dict[str, int], sequences: int, length: int, rounds: int
 ) -> dict[str, tuple[float, float]]:
     """Return the least CPU seconds and wall seconds of a rank, by call."""
-    set_up(CPU, threads=1, deterministic=True)  # as workers do
+    set_up(CPU, threads=1, deterministic=True)  # as in workers
     engine = make(Setup(model=model, sizes=sizes, options={}))
     own = sequences // engine.context.dp_size
     generator = torch.Generator().manual_seed(dist.get_rank())

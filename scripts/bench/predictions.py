@@ -70,7 +70,7 @@ def compare() -> Iterator[Compared]:
 
 
 def tokens_per_second(row: Mapping[str, Any], shape: ModelShape) -> float:
-    """Trained tokens per second and GPU."""
+    """Return the trained tokens per second and GPU."""
     layout = parse(row["layout"])
     gpu = replace(H100, bytes_per_s=float(row.get("memory", H100.bytes_per_s)))
     rates = FUSED if row["software"] == "fused" else EAGER
@@ -96,7 +96,7 @@ def tokens_per_second(row: Mapping[str, Any], shape: ModelShape) -> float:
 
 
 def step_seconds(row: Mapping[str, Any], shape: ModelShape) -> float:
-    """Seconds of a step: generation, two inferences (actor and reference) and training."""
+    """Return the seconds of a step: generation, inferences of actor and reference, and training."""
     machine, layout = Machine(H100, 8, FUSED), parse(row["training"])
     tokens = row["rollouts"] * row["mean"] / layout.sizes["dp"]
     steps = max(1, row["rollouts"] // OPTIMIZER_STEP)
@@ -133,7 +133,9 @@ def decode_job(row: Mapping[str, Any], shape: ModelShape, gpu: Gpu) -> DecodeJob
 
 
 def median_error(rows: Sequence[Compared], first: int) -> float:
-    """Median of |predicted / measured - 1| over every second row, from ``first`` on."""
+    """Return the median of |predicted / measured - 1| over every second row, starting with
+    ``first``.
+    """
     return median(abs(row.ratio - 1) for row in rows[first::2])
 
 
@@ -147,7 +149,9 @@ class Predicted(Protocol):
 
 
 def ordered_pairs(rows: Sequence[Predicted], apart: float = 1.2) -> tuple[int, int]:
-    """Pairs of rows that differ by more than a factor, and how many are in the right order."""
+    """Return the number of pairs that differ by more than a factor, and how many have the right
+    order.
+    """
     pairs = [
         (one, other)
         for one, other in combinations(rows, 2)

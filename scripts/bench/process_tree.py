@@ -1,4 +1,4 @@
-"""CPU time and memory of this process and all that it has started, for the programs beside it."""
+"""CPU time and memory of this process and its descendants, for the programs in this folder."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 RESET_PEAK = "5"
-"""Written to clear_refs, see proc(5)."""
+"""Value that resets the peak memory when written to clear_refs (proc(5))."""
 
 
 class Usage(NamedTuple):
     cpu_s: float
-    """With that of processes that have ended and were waited for."""
+    """CPU seconds, including processes that have ended and were waited for."""
     resident_kib: int
     peak_kib: int
-    """The sum of what each process had at most since `reset_peaks`."""
+    """Sum of the peak memory of each process since `reset_peaks`."""
 
 
 def members() -> list[Path]:
-    """The folders in /proc of this process and its descendants."""
+    """Return the folders in /proc of this process and its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         children.setdefault(parent, []).append(int(entry.name))
     found = [os.getpid()]

@@ -1,9 +1,10 @@
-"""How long a trial takes to train again after it was disturbed: scripts/bench/recovery.py [OPTIONS]
+"""Measure how fast a trial trains again after a failure: scripts/bench/recovery.py [OPTIONS]
 
 On a private test bed of Slurm a PPO trial of two ranks on two nodes is disturbed by each cause in
-turn. Reported are the seconds from the kill to the end of the next trained step, by phase, beside
-Slurm's own floor: how long an array of empty jobs takes from the same blow to its next start. Then
-workers are killed once a minute: what part of the wall time went into steps that were kept?
+turn. The script reports the seconds from the failure to the end of the next trained step, by phase.
+It also reports Slurm's floor: the seconds in which an array of empty jobs starts its next job after
+the same failure. Then it kills a worker once a minute and reports the share of the wall time in
+steps that were kept.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def disturb(bed: Path, cause: str, run: Path, over: Callable[[], bool]) -> None:
 
 
 def floor_s(bed: Path, folder: Path, cause: str) -> float | None:
-    """From the blow to the next start of an empty job; None for what happens inside a job."""
+    """Return the seconds from the failure to the next start of an empty job; None if the job
+    continues.
+    """
     if cause not in ("supervisor", "preempt", "node"):
         return None
     starts, script = folder / f"starts-{cause}", folder / f"{cause}.sh"
@@ -87,7 +90,9 @@ def _starts(file: Path) -> Iterator[list[str]]:
 
 
 def recovery(bed: Path, trial: Watched, cause: str) -> dict[str, Any]:
-    """Disturb the trial once; seconds by phase. What left no mark is part of the next phase."""
+    """Disturb the trial once and return the seconds by phase. A phase without a timestamp is part
+    of the next one.
+    """
     settled(trial)
     before, run = trial.incarnation, trial.witness.paths.run
     killed = time.time()
@@ -108,7 +113,7 @@ def recovery(bed: Path, trial: Watched, cause: str) -> dict[str, Any]:
 
 
 def settled(trial: Watched) -> None:
-    """Wait until the present incarnation has trained for some steps."""
+    """Wait until the current incarnation has trained some steps."""
 
     def steps() -> bool:
         return len(trial.witness.batches(trial.incarnation)) > STEPS_BEFORE
@@ -118,9 +123,10 @@ def settled(trial: Watched) -> None:
 
 
 def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]]:
-    """Ends of the phases of a recovery, as far as somebody noted them: the failure was published,
-    the next job's supervisor ran, the incarnation began, the last agent joined it, all ranks had
-    formed their groups and loaded.
+    """Return the recorded ends of the phases of a recovery.
+
+    These are: the failure is published, the next supervisor runs, the incarnation begins, the last
+    agent joins, all ranks have formed their groups and loaded.
     """
     seen = [event for event in events.read_all(trial.witness.paths) if event["time"] >= killed]
     now = trial.incarnation
@@ -163,8 +169,10 @@ def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]
 def effective(
     bed: Path, trial: Watched, options: argparse.Namespace, floors: dict[str, float]
 ) -> dict[str, Any]:
-    """Disturb the trial every so often; the part of the wall time since its first step that went
-    into steps that it kept, and the part that would be left if only Slurm's floor were lost.
+    """Disturb the trial regularly. Return the share of the wall time since the first step that was
+    spent on kept steps.
+
+    The second value is this share if only Slurm's floor were lost.
     """
     if not trial.until("the first step", lambda: trial.witness.has_posted(trial.incarnation, 1)):
         raise SystemExit("the trial ended before its first step")
@@ -197,7 +205,7 @@ def _use(trial: Watched, wall_s: float) -> dict[str, Any]:
 
 
 def stalls(trial: Watched) -> dict[str, int | Spread]:
-    """Seconds that training waited for its commits: median, least and most."""
+    """Return the seconds that training waited for commits: median, minimum and maximum."""
     found = [
         event["stall_s"]
         for event in events.read_all(trial.witness.paths)
@@ -215,7 +223,7 @@ def stalls(trial: Watched) -> dict[str, int | Spread]:
 
 
 def start(folder: Path, pause_s: float) -> Watched:
-    """A trial that goes on until it is cancelled, commits every second step."""
+    """Start a trial that commits every second step and runs until it is cancelled."""
     folder.mkdir()
     config = paced.config(folder, pause_s=pause_s)
     config["cluster"] = paced.cluster(folder, partition="low", links=100, time="1-0")

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Forming an incarnation of many simulated hosts on one machine, over files and over TCPStore.
+"""Measure how many simulated hosts on one machine form an incarnation, over files and over
+TCPStore.
 
 scripts/bench/rendezvous.py [--directory DIR ...] [--agents 200] [--workers 5] [--rounds 5]
 
@@ -50,7 +51,7 @@ TIMEOUT_S = 120.0
 
 
 def poll(look: Callable[[], Any], intervals: PollIntervals) -> Any:
-    """As the agent waits while an incarnation forms."""
+    """Wait like an agent while an incarnation begins."""
     backoff = Backoff(last_s=min(intervals.poll_s, intervals.beat_s))
     deadline = time.monotonic() + TIMEOUT_S
     while (found := look()) is None:

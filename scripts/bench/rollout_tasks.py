@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The files of rollout tasks at scale: what they cost the master and the shared directory.
+"""Measure the load of many rollout tasks on the master and the shared directory.
 
 scripts/bench/rollout_tasks.py [--tasks 10 100 1000] [--trainers 64] [--steps 6] [--staleness 1]
     [--directory DIR]
@@ -7,8 +7,8 @@ scripts/bench/rollout_tasks.py [--tasks 10 100 1000] [--trainers 64] [--steps 6]
 Everything runs in one process, on real files and a simulated clock: the master's `RolloutTasks` and
 ledger, and for each task the session, the result writer and the log reader of its worker. Engines
 and training are pauses. A step has 2 items per task and trains for 45 s; a task makes 2 items at a
-time, each in 30 s on average (exponential), so that the trainers wait for a part of the time.
-Every 20 s a task ends without a word, and another attempt takes its place 30 s later.
+time, each in 30 s on average (exponential), so that the trainers wait for a part of the time. Every
+20 s a task fails without a message, and its next attempt begins 30 s later.
 
 Counted are operations of the file system per simulated second, and CPU seconds of the master's
 calls. CPU seconds over simulated seconds are the share of a core that the master needs.
@@ -81,7 +81,7 @@ KINDS = {
 
 
 class Operations:
-    """Counts the operations of all `SystemCalls` by who causes them."""
+    """Count the operations of all `SystemCalls` by the process that causes them."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -117,7 +117,7 @@ class Clock:
 
 
 class Ledger(SampleLedger):
-    """Keeps when the master heard of each sample."""
+    """A ledger that records when the master learned of each sample."""
 
     clock: Callable[[], float]
     heard: dict[int, float]
@@ -147,7 +147,7 @@ class Task:
         self._gathers = False
 
     def poll(self) -> None:
-        """Look for weights and requests, and begin what there is room for."""
+        """Check for weights and requests, and begin items as far as there is room."""
         if self.gone:
             return
         newest = version_ids(self._bed.paths.versions)[-1]
@@ -260,7 +260,7 @@ class Bed:
         heapq.heappush(self._events, (when, next(self._numbers), who, act))
 
     def run(self, steps: int) -> None:
-        """Simulate until so many steps are trained."""
+        """Simulate until this number of steps is trained."""
         while self.step < steps:
             self.clock.now, _, who, act = heapq.heappop(self._events)
             with self.operations.by(who):
@@ -281,7 +281,7 @@ class Bed:
         self.longest_look_s = max(self.longest_look_s, self.cpu_s["look"] - before)
 
     def _wait(self) -> None:
-        """Take a batch, or look again."""
+        """Take a batch, or check again later."""
         with self.timed("take"):
             samples = self.tasks.take(self.step + 1, self.admission.batch_size)
         if samples is None:
@@ -328,7 +328,7 @@ class Bed:
         self.at(0.0, self._wait, "master")
 
     def _publish(self) -> None:
-        """The version of a step, as far as tasks look for it."""
+        """Publish the version of a step in the form that tasks check for."""
         folder = self.paths.versions / VersionId(self.step, 1).name
         atomic.make_private_directory(folder)
         atomic.replace(folder / MANIFEST, b"{}")
@@ -352,7 +352,7 @@ class Bed:
         self.sizes["status"] = len(text)
 
     def restart(self) -> tuple[float, float]:
-        """CPU seconds until a new master has read all logs, and the bytes of what it keeps."""
+        """Return the CPU seconds in which a new master reads all logs, and its bytes of state."""
         state = json.loads(json.dumps(self.state()))
         tracemalloc.start()
         began = time.process_time()

@@ -1,4 +1,4 @@
-"""Median, least and most of measured values, for the programs beside it."""
+"""Median, minimum and maximum of measured values, for the other programs in this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class Spread(NamedTuple):
 
     @staticmethod
     def of(values: Iterable[float], digits: int | None = None) -> Spread:
-        """``digits`` after the point; None rounds nothing."""
+        """Return median, minimum and maximum with ``digits`` after the point; None means no
+        rounding.
+        """
         known = list(values)
         found = (statistics.median(known), min(known), max(known))
         return Spread(*(value if digits is None else round(value, digits) for value in found))

@@ -1,4 +1,4 @@
-"""How long a trial takes to start: scripts/bench/start.py [--ranks 8] [--rounds 3]
+"""Measure how long a trial takes to start: scripts/bench/start.py [--ranks 8] [--rounds 3]
 
 SFT of a tiny decoder on one host, submitted to the local scheduler. Reported are seconds from the
 start of `slurmrl submit` and from the start of the agent to the end of the first step, and the CPU
@@ -46,7 +46,7 @@ def measure(folder: Path, ranks: int) -> dict[str, float]:
 
 
 def _have_ended() -> bool:
-    """Wait for the children of this process, which the trial's processes become."""
+    """Wait for the processes of the trial, which become children of this process."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The name store next to torch's TCPStore and FileStore.
+"""Compare the name store with torch's TCPStore and FileStore.
 
 scripts/bench/store.py [--directory DIR ...] [--clients 1 4 16 64] [--operations 200] [--rounds 5]
 
@@ -36,7 +36,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Client:
-    """A store's exclusive add, whose outcome is known when it returns, and its get."""
+    """The exclusive add of a store, which returns its outcome, and its get."""
 
     def __init__(self, add: Callable[[str, str], object], get: Callable[[str], object]) -> None:
         self.add = add
@@ -108,7 +108,7 @@ def serve_tcp(ports: Any) -> None:
 
 
 Round = dict[str, tuple[float, float]]
-"""By kind of store: microseconds of an add and of a get."""
+"""Microseconds of an add and of a get, by kind of store."""
 
 
 def one_round(directory: Path, clients: int, operations: int, port: int) -> Round:

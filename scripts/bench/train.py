@@ -75,7 +75,7 @@ PAD = 0
 LEARNING_RATE, BETAS, EPS, CLIP = 1e-3, (0.9, 0.999), 1e-8, 1.0
 WARM_UP = 2
 SHORTEST, MEDIAN, LONGEST = 8, 96, 1024
-"""Of the sequences, in tokens."""
+"""Lengths of the sequences, in tokens."""
 KINDS = {
     "attention": r"scaled_dot_product|flash_attention",
     "matrix products": r"^aten::(mm|addmm|bmm|matmul|linear)$",
@@ -199,7 +199,9 @@ def transformers_steps(folder: Path, gpu: bool) -> Step:
 
 
 def run_trl(folder: Path, batches: Iterator[Sequences], report: Callable[[float], None]) -> None:
-    """TRL has its own loop: ``report`` waits for the next turn between two steps."""
+    """Train with TRL. TRL has its own loop, so ``report`` waits for the next turn between two
+    steps.
+    """
     import torch
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -261,9 +263,9 @@ STEPS = {"slurmrl": slurmrl_steps, "transformers": transformers_steps}
 
 
 def contest(name: str, folder: Path, batch: int, gpu: bool) -> None:
-    """Make a step for each line on standard input; tell its loss and times on standard output."""
+    """Make a step for each line on standard input; print its loss and times."""
     told = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # output of libraries
     import torch
 
     torch.set_num_threads(1)
@@ -290,7 +292,7 @@ def contest(name: str, folder: Path, batch: int, gpu: bool) -> None:
 
 
 class Contestant:
-    """One process; each ``turn`` is a step."""
+    """A process that makes one step per ``turn``."""
 
     def __init__(self, name: str, python: str, folder: Path, batch: int, gpu: bool) -> None:
         self.name = name
@@ -355,7 +357,7 @@ def compare(pythons: dict[str, str], spread: float, steps: int, batch: int, gpu:
 
 
 def line(one: Contestant, ours: Contestant, tokens: Sequence[int]) -> str:
-    """``tokens``: of each batch that counts."""
+    """Print the table. ``tokens`` has the tokens of each counted batch."""
 
     def total_s(contestant: Contestant, column: int) -> float:
         return sum(turn[column] for turn in contestant.turns[WARM_UP:])
@@ -373,7 +375,7 @@ def line(one: Contestant, ours: Contestant, tokens: Sequence[int]) -> str:
 
 
 def shares(spread: float, steps: int, batch: int) -> None:
-    """Print which part of slurmrl's CPU time each kind of operator takes, over all steps."""
+    """Print the share of slurmrl's CPU time that each kind of operator takes over all steps."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Moves between layouts: their planning for large models, and their execution on gloo ranks.
+"""Measure moves between layouts: planning for large models, and execution on gloo ranks.
 
 scripts/bench/transfer.py [--rounds 3] [--ranks 128 1024] [--execute 9]
 
@@ -94,7 +94,7 @@ def native(model: ModelConfig, d: int, t: int) -> PlacedLayout:
 
 
 def lacking(source: PlacedLayout, target: PlacedLayout) -> int:
-    """The bytes that all ranks together need and do not hold, counted box by box."""
+    """Return the bytes that all ranks together need and do not have, counted box by box."""
     total = 0
     tensors = target.layout.tensors
     held: dict[tuple[int, str], list[Box]] = {}
@@ -175,7 +175,7 @@ def side(**sizes: int) -> Side:
 
 
 def compare(name: str, costs: Any) -> None:
-    """``costs`` is a `transfer_ranks.Costs`."""
+    """Print a row; ``costs`` is a `transfer_ranks.Costs`."""
     sent = sum(costs.plan.links().values())
     rounds = list(zip(costs.move, costs.other, strict=True))
     faster = Spread.of(other.wall / move.wall for move, other in rounds)

@@ -1,4 +1,4 @@
-"""Moves on gloo ranks: what `transfer.py` runs on each rank."""
+"""The part of `transfer.py` that runs on each gloo rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cost(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Costs per round of a move and of what it is compared with."""
+    """Costs per round of a move and of the peer."""
 
     plan: MovePlan
     move: list[Cost]
@@ -44,14 +44,14 @@ def timed(act: Callable[[], object]) -> Cost:
 
 
 def in_turn(plan: MovePlan, move: Callable[[], object], other: Any, rounds: int) -> Costs:
-    """The costs of both in alternation, after one round that is not counted."""
+    """Return the costs of move and peer, which take turns after one warm-up round."""
     timed(other), timed(move)
     costs = [(timed(other), timed(move)) for _ in range(rounds)]
     return Costs(plan, [cost for _, cost in costs], [cost for cost, _ in costs])
 
 
 def planned(source: PlacedLayout, target: PlacedLayout, budget: int) -> MovePlan:
-    set_up(CPU, threads=1, deterministic=True)  # as workers do
+    set_up(CPU, threads=1, deterministic=True)  # as in workers
     hosts = {rank: rank // 2 for rank in range(dist.get_world_size())}
     return plan_move(source, target, hosts=hosts, budget=budget)
 
@@ -64,9 +64,10 @@ def mover_of(plan: MovePlan, source: Holdings, target: Holdings) -> Mover:
 def against_all_to_all(
     source: PlacedLayout, target: PlacedLayout, rounds: int, budget: int
 ) -> Costs:
-    """A move, and one all-to-all of as many bytes between each two ranks; a rank sends itself what
-    it copies locally in the move. The all-to-all's buffers are packed and its results are not
-    unpacked.
+    """Measure a move, and an all-to-all of the same bytes between each pair of ranks.
+
+    In the all-to-all, a rank sends to itself the bytes that the move copies locally. Its buffers
+    are packed, and its results stay packed.
     """
     plan, rank, ranks = planned(source, target, budget), dist.get_rank(), dist.get_world_size()
     sides = [Holdings(side, rank, _storages(side, rank)) for side in (source, target)]
@@ -82,7 +83,7 @@ def against_all_to_all(
 
 
 def _storages(placed: PlacedLayout, rank: int) -> dict[str, Tensor]:
-    """Tensors for a rank's part of a layout, their pages in memory."""
+    """Return tensors for a rank's part of a layout, with all their pages in memory."""
     sizes: dict[str, int] = {}
     dtypes: dict[str, torch.dtype] = {}
     for shard in placed.layout.held_by(placed.ranks.index(rank)):
@@ -96,8 +97,8 @@ def _storages(placed: PlacedLayout, rank: int) -> dict[str, Tensor]:
 def against_megatron(
     sides: list[Side], architecture: dict[str, Any], rounds: int, budget: int
 ) -> Costs:
-    """A move between two megatron engines, and megatron-core's ``swap_model_weights``. Both are
-    checked for every bit.
+    """Measure a move between two megatron engines, and megatron-core's ``swap_model_weights``;
+    check every bit.
     """
     made = engines(sides, architecture)
     layouts = placed_layouts(sides, made)
@@ -119,7 +120,9 @@ def against_megatron(
 
 
 def _swap(source: Engine, target: Engine) -> Callable[[], object]:
-    """megatron-core's move, over the default group. Its own gloo service starts a CUDA stream."""
+    """Run megatron-core's move over the default group, because its own gloo service starts a CUDA
+    stream.
+    """
     from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
     from megatron.core.resharding.refit import swap_model_weights
 
@@ -130,6 +133,6 @@ def _swap(source: Engine, target: Engine) -> Callable[[], object]:
     (ours,), (theirs,) = (vars(engine)["_chunks"] for engine in (source, target))
     for chunk in (ours, theirs):
         for name, parameter in chunk.named_parameters():
-            if ".linear_fc1." in name:  # gate and other half; megatron's own gated models say so
+            if ".linear_fc1." in name:  # gate and up matrix, as in megatron's own gated models
                 parameter.partition_stride = 2
     return lambda: swap_model_weights(ours, theirs, service)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How late the ends of calls are noticed on a shared file system, with and without wake-ups.
+"""Measure how late the end of a call is noticed on a shared file system, with and without wake-ups.
 
 scripts/bench/wakeups.py [--agents 8] [--workers 2] [--steps 4] [--pace 100 --pace 1000 ...]
 
@@ -61,7 +61,7 @@ WOKEN_AT_ONCE = 1000
 
 
 class Counted(LogReader):
-    """Counts its reads."""
+    """A log reader that counts its reads."""
 
     reads = 0
 
@@ -81,7 +81,7 @@ def worker(pipe: Connection, rank: int) -> None:
 
 
 class Agent:
-    """The loop of an agent (`Incarnation._relay`) without its other duties."""
+    """Run the loop of an agent (`Incarnation._relay`) without its other work."""
 
     def __init__(self, paths: RunPaths, task: int, workers: int, poll_s: float, sends: bool):
         self.wakeups = WakeupSocket(LOOPBACK) if sends else None
@@ -104,7 +104,7 @@ class Agent:
         self.replies.send(Hello(agent=identity, wakeups=where))
 
     def work(self, pipe: Connection, rank: int) -> None:
-        """A worker, which ends when its agent has: it holds none of the agent's ends."""
+        """Run a worker. It holds no end of the agent's pipes, so it ends when its agent ends."""
         for ours in self.pipes:
             ours.close()
         worker(pipe, rank)
@@ -146,7 +146,7 @@ class Agent:
 
 
 def lost_wakeup(wakeups: WakeupSocket, others: object) -> None:
-    """Instead of `WakeupSocket.wake` where wake-ups are lost."""
+    """Replace `WakeupSocket.wake` if wake-ups are lost."""
 
 
 def a_plan(agents: int, workers: int) -> Plan:
@@ -164,7 +164,7 @@ def a_plan(agents: int, workers: int) -> Plan:
 
 
 def a_step(channel: WorkerChannel, seconds: list[float]) -> tuple[float, float]:
-    """Return how long it took, and how long its slowest worker worked."""
+    """Run a step. Return its seconds and the seconds of its slowest worker."""
     began = time.perf_counter()
     calls = (RunCall(step=1, name="call", scalars={"sleep_s": each}) for each in seconds)
     numbers = channel.post(*calls)
@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace, pace: int, *, sends: bool) -> str:
             for task in range(options.agents)
         ]
         for _ in range(3):
-            a_step(channel, [0.0])  # all have met
+            a_step(channel, [0.0])  # all agents have joined
         calls = options.calls * [options.step_s / options.calls]
         Counted.reads = 0
         times = [a_step(channel, [0.0, *calls]) for _ in range(options.steps)]

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Weight versions by files: how large differences are, and what publishing and reading them costs.
+"""Measure weight versions in files: the size of deltas, and the cost of publishing and reading
+them.
 
 scripts/bench/weights.py [--directory DIR ...] [--mib 256] [--rounds 5] [--steps 8]
 
@@ -60,12 +61,12 @@ RATES = (1e-6, 1e-5)
 WARM_UP = 20
 SEQUENCES, LENGTH = 4, 64
 TENSOR_BYTES = 32 << 20
-"""As large as a projection of a model with 7 billion parameters."""
+"""Elements of a projection of a model with 7 billion parameters."""
 Tensors = dict[str, tuple[tuple[int, ...], Array]]
 
 
 class Publisher:
-    """One rank and the publisher."""
+    """Return one rank and the publisher."""
 
     def __init__(self, versions: Path) -> None:
         self._versions = versions
@@ -86,7 +87,7 @@ class Publisher:
 
 
 def trained(rate: float, steps: int) -> Iterator[Decoder]:
-    """The decoder before and after each of the steps at ``rate``."""
+    """Yield the decoder before and after each step at ``rate``."""
     model = Decoder(MODEL)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -142,7 +143,7 @@ def measure_sizes(where: Path, rate: float, steps: int) -> None:
 
 
 def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """Seconds and CPU seconds."""
+    """Return wall seconds and CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     action()
     return time.perf_counter() - wall, time.process_time() - cpu
@@ -180,7 +181,9 @@ def random_weights(mib: int) -> Tensors:
 
 
 def stepped(tensors: Tensors, rate: float, seed: int) -> Tensors:
-    """Each weight moves up or down by ``rate`` from somewhere in the interval that rounds to it."""
+    """Change each weight by plus or minus ``rate``, from a random value in the interval that rounds
+    to it.
+    """
     chance = np.random.default_rng(seed)
     found: Tensors = {}
     for name, (shape, bits) in tensors.items():
@@ -202,7 +205,7 @@ def measure_throughput(where: Path, mib: int, rate: float, rounds: int) -> None:
         publisher.publish(weights, whole=True)
         shares = []
         taken: dict[str, list[tuple[float, float]]] = {}
-        for number in range(rounds + 1):  # the first one is to warm up
+        for number in range(rounds + 1):  # the first round is a warm-up
             late = LocalCopy(folder / "late", folder / "versions")
             following = LocalCopy(folder / "following", folder / "versions")
             following.advance()

@@ -1,1 +1,1 @@
-"""Parts of the Slurm test bed that most beds do without."""
+"""Optional parts of the Slurm test bed."""

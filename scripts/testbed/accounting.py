@@ -52,11 +52,11 @@ Start = Callable[..., None]
 
 
 class AccountingError(Exception):
-    """The database cannot be used here."""
+    """The accounting database cannot run on this machine."""
 
 
 def configure(directory: Path, port: int, database: int, path: str) -> str:
-    """Write slurmdbd.conf; returns what slurm.conf needs beside. Raises AccountingError."""
+    """Write slurmdbd.conf. Return the lines for slurm.conf. Raises AccountingError."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
         raise AccountingError(f"not installed: {', '.join(missing)}: apt-get install {PACKAGES}")

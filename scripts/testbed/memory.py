@@ -1,6 +1,6 @@
 """Memory limits that the kernel enforces: slurmd puts each task into a control group (version 1).
 
-Without this the test bed's jobs may use what they like. Needs root.
+Without these limits, jobs of the test bed may use any amount of memory. Needs root.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FILE = "cgroup.conf"
 
 
 class MemoryLimitError(Exception):
-    """Memory cannot be limited here."""
+    """Memory cannot be limited on this machine."""
 
 
 def configure(directory: Path) -> Mapping[str, str]:
-    """Values of slurm.conf that set limits. Raises MemoryLimitError with the reason."""
+    """Return the values of slurm.conf that set limits. Raises MemoryLimitError with the reason."""
     if os.geteuid() != 0 or not (GROUPS / "memory.limit_in_bytes").exists():
         raise MemoryLimitError(f"memory limits need root and control groups in {GROUPS}")
     (directory / FILE).write_text(CONF)
@@ -42,5 +42,5 @@ def remove(directory: Path, nodes: list[str]) -> None:
         return
     for node in nodes:
         for group, _, _ in os.walk(GROUPS / f"slurm_{node}", topdown=False):
-            with contextlib.suppress(OSError):  # another bed's jobs are in it
+            with contextlib.suppress(OSError):  # jobs of another bed are in it
                 os.rmdir(group)

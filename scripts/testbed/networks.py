@@ -1,4 +1,4 @@
-"""Nodes with a host name, an address and ports of their own, so that a network can be cut.
+"""Nodes with separate host names, addresses and ports, so that a test can cut a network.
 
 Each slurmd runs in a network namespace that a veth pair joins to a bridge, in a UTS namespace with
 the node's name, and in a mount namespace whose /etc/hosts knows all nodes. Needs root.
@@ -20,21 +20,21 @@ FILE = "network.json"
 
 
 class NetworkError(Exception):
-    """Namespaces cannot be made here."""
+    """Namespaces cannot be made on this machine."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A bridge and one namespace per node, named after a tag that is this bed's."""
+    """A bridge and one namespace per node, named after the tag of this bed."""
 
     tag: str
     subnet: str
-    """The first three numbers of all addresses."""
+    """First three numbers of all addresses."""
     nodes: int
 
     @property
     def gateway(self) -> str:
-        """The address of the bridge, where slurmctld is found."""
+        """The address of the bridge, at which slurmctld listens."""
         return f"{self.subnet}.1"
 
     def address(self, index: int) -> str:
@@ -84,14 +84,14 @@ class Network:
         (directory / "hosts").write_text("\n".join([*lines, ""]))
 
     def remove(self) -> None:
-        """Take away what is there; what is not is no error."""
+        """Remove bridge, namespaces and links. Missing ones are no error."""
         for index in range(self.nodes):
             _try("netns", "delete", self.namespace(index))
             _try("link", "delete", self.link(index))
         _try("link", "delete", self.tag)
 
     def command(self, directory: Path, index: int, *command: str) -> list[str]:
-        """A command as the node's own: its network, host name and hosts file."""
+        """Return a command that runs in the network, host name and hosts file of the node."""
         hosts = shlex.quote(str(directory / "hosts"))
         inside = (
             f"hostname n{index} && mount --bind {hosts} /etc/hosts && exec {shlex.join(command)}"
@@ -119,7 +119,7 @@ def ip(*arguments: str) -> str:
 
 
 def rename_host(daemon: int, name: str) -> None:
-    """Change what ``hostname`` answers to every process of the node whose slurmd this is."""
+    """Change the output of ``hostname`` for all processes of the node with this slurmd."""
     subprocess.run(["nsenter", f"--target={daemon}", "--uts", "hostname", name], check=True)
 
 

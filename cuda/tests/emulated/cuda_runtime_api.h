@@ -1,6 +1,7 @@
-// Enough of CUDA to run our kernels on a CPU, for tests: a block is an operating-system thread, its
-// threads are fibers that give way at every barrier, shuffle and wait. Several blocks run at a time
-// and begin in a shuffled order. The launch syntax is rewritten by the test that compiles this.
+// The part of CUDA that our kernels need, on a CPU, for tests. A block is an operating-system
+// thread. Its threads are fibers, which yield at every barrier, shuffle and wait. Several blocks
+// run at the same time and begin in a shuffled order. The test that compiles this file rewrites the
+// launch syntax.
 #pragma once
 
 #include <ucontext.h>
@@ -57,7 +58,7 @@ struct Fiber {
 
 struct Warp {
     Barrier barrier;
-    alignas(16) char slots[2][warp][16];  // of this exchange and of the one before it
+    alignas(16) char slots[2][warp][16];  // of this exchange and of the previous exchange
 };
 
 struct Block {
@@ -84,7 +85,7 @@ inline void wait_at(Barrier& barrier) {
     while (barrier.generation == generation) give_way();
 }
 
-// Each lane shows a value to its warp and reads that of another one.
+// Each lane passes a value to its warp and reads the value of another lane.
 template <typename T, typename Read>
 auto exchange(T value, Read read) {
     static_assert(sizeof(T) <= 16);
@@ -129,7 +130,7 @@ inline void run_block(unsigned number, unsigned blocks, unsigned threads,
     }
 }
 
-// Stands for <<<blocks, threads, shared bytes, stream>>>.
+// Replaces <<<blocks, threads, shared bytes, stream>>>.
 struct Grid {
     unsigned blocks, threads;
     Grid(unsigned blocks, unsigned threads, size_t, cudaStream_t)

@@ -1,8 +1,8 @@
-"""A reward that a Hugging Face classifier gives: how positive each text is.
+"""A reward from a Hugging Face classifier, which scores how positive a string is.
 
-Any folder serves that transformers' ``AutoModelForSequenceClassification`` loads. The classifier
-has a tokenizer of its own and reads the prompt and the completion as text; it takes no part in the
-plan, and runs on the CPUs of the worker that judges.
+The classifier may be any folder that transformers' ``AutoModelForSequenceClassification`` loads. It
+has a separate tokenizer and reads prompt and completion as strings. It is not part of the plan, and
+runs on the CPUs of the worker that scores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sentiment:
 
     @cached_property
     def _loaded(self) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, int]:
-        """The tokenizer, the model, and the index of the label.
+        """Return the tokenizer, the model and the index of the label.
 
         The first call loads them, so that a submission does not import torch.
         """

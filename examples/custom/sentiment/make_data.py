@@ -1,11 +1,11 @@
-"""Makes this folder's data: a small classifier of sentiment, and prompts.
+"""Make this folder's data: a small sentiment classifier, and prompts.
 
     python examples/custom/sentiment/make_data.py
 
-The classifier stands for a published one: any folder that transformers'
-``AutoModelForSequenceClassification`` loads. It is a BERT of 4,000 parameters that learns in a few
-seconds whether a short remark has more positive words than negative ones. ``tokenizer`` is the
-policy's own: classifier and policy share nothing but text.
+Replace the classifier by a published one: any folder that transformers'
+``AutoModelForSequenceClassification`` loads. This one is a BERT model of 4,000 parameters. It
+learns in a few seconds if a short remark has more positive than negative words. ``tokenizer``
+belongs to the policy, which exchanges only strings with the classifier.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LENGTH = 12
 
 
 def tokenizer(words: list[str]) -> Tokenizer:
-    """One token for each word."""
+    """Return a tokenizer with one token per word."""
     vocabulary = {word: index for index, word in enumerate(words)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.add_special_tokens(["<pad>", "<eos>", "<unk>"])
@@ -39,12 +39,12 @@ def tokenizer(words: list[str]) -> Tokenizer:
 
 
 def mood(words: list[str]) -> int:
-    """Positive less negative words."""
+    """Return the number of positive words minus the number of negative words."""
     return sum((word in GOOD) - (word in BAD) for word in words)
 
 
 def remarks(count: int) -> list[list[str]]:
-    """Random remarks that are either positive or negative."""
+    """Return random remarks that are either positive or negative."""
     draw, made = random.Random("remarks"), []
     while len(made) < count:
         words = draw.choices(WORDS[3:], k=draw.randint(2, LENGTH))
