@@ -1,4 +1,4 @@
-"""Trials of models that read images."""
+"""Trials of models that read images and videos."""
 
 from __future__ import annotations
 
@@ -38,28 +38,47 @@ def config(source: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def source_in(folder: Path, family: str) -> Path:
+def source_in(folder: Path, family: str, *, videos: bool = False) -> Path:
     """Return a folder with a random model, its processor, and rows with up to two images."""
     source = folder / "source"
     source.mkdir()
-    write_source(source, family)
+    write_source(source, family, videos=videos)
     return source
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.long)])
-def test_killed_trial_with_images_equals_undisturbed_one(tmp_path: Path, family: str) -> None:
+def with_videos(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings whose rows have videos too."""
+    more = {"videos_key": "videos", "video_frames": 4}
+    return {**settings, "dataset": {**settings["dataset"], **more}}
+
+
+@pytest.mark.parametrize(
+    ("family", "videos"),
+    [
+        ("qwen3_vl", False),
+        ("qwen2_5_vl", True),
+        pytest.param("qwen3_vl", True, marks=pytest.mark.long),
+        pytest.param("qwen3_5", False, marks=pytest.mark.long),
+    ],
+)
+def test_killed_trial_with_images_equals_undisturbed_one(
+    tmp_path: Path, family: str, videos: bool
+) -> None:
     """The image encoder keeps its weights, and transformers loads the export with it."""
-    source = source_in(tmp_path, family)
+    if videos:
+        pytest.importorskip("av")
+    source = source_in(tmp_path, family, videos=videos)
+    settings = with_videos(config(source)) if videos else config(source)
     whole, killed = (Site(tmp_path / name) for name in ("whole", "killed"))
     for site in (whole, killed):
         site.folder.mkdir()
     Hold(whole).allow(NO_LIMIT)
-    steps = finished(whole, Hold(whole).judged(config(source)))
+    steps = finished(whole, Hold(whole).judged(settings))
     of_generation(steps)
 
     hold = Hold(killed)
     hold.allow(1)
-    file = str(killed.write("family.yaml", hold.judged(config(source))))
+    file = str(killed.write("family.yaml", hold.judged(settings)))
     killed.slurmrl("submit", file, "--scheduler", "local", "--detach")
     killed.wait_for_step(TRIAL, 1)
     kill_one(killed.paths(TRIAL).run, "worker")
@@ -76,6 +95,23 @@ def test_killed_trial_with_images_equals_undisturbed_one(tmp_path: Path, family:
     assert not [name for name in changed if ".visual." in name]
     name = "preprocessor_config.json"
     assert (export / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_videos_train_adapters_like_one_rank(tmp_path: Path) -> None:
+    """With two ranks, each rank has other media of a batch, or none."""
+    pytest.importorskip("av")
+    source = source_in(tmp_path, "qwen3_vl", videos=True)
+    del (base := with_videos(config(source)))["rollout"]
+    base["dataset"] |= {"type": "prompt_answer", "shuffle": False}
+    base |= {"algorithm": {"name": "sft", "batch_size": 4}}
+    losses = {}
+    for layout in ("fsdp:d1", "fsdp:d2"):
+        site = Site(tmp_path / layout.replace(":", "-"))
+        site.folder.mkdir()
+        actor = {**base["actor"], "backend": layout, "lora": {"rank": 2}}
+        losses[layout] = [step["loss"] for step in finished(site, {**base, "actor": actor})]
+    torch.testing.assert_close(*(torch.tensor(each) for each in losses.values()))
+    assert losses["fsdp:d1"][-1] < losses["fsdp:d1"][0]
 
 
 def test_conversations_with_images_train_adapters_or_the_image_encoder(tmp_path: Path) -> None:
@@ -118,7 +154,7 @@ def _rejects_changed_image(site: Site, source: Path, settings: dict[str, Any]) -
     image = source / "4.png"
     content = image.read_bytes()
     draw(image, 3, (48, 16))
-    file = str(site.write("longer.yaml", {**settings, "total_steps": 3}))
+    file = str(site.write("longer.yaml", {**settings}))
     submit = ("submit", file, "--scheduler", "local", "--wait")
     said = site.slurmrl(*submit, code=None)
     assert said.returncode != 0

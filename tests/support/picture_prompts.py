@@ -22,7 +22,7 @@ from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.tensors.pictures import read
 from tests.support.datasets import prepared, write_rows
-from tests.support.picture_models import draw, write_processor
+from tests.support.picture_models import draw, write_processor, write_video
 
 ROWS = (
     {"prompt": "How many <image>?", "images": ["a.png"]},
@@ -110,10 +110,10 @@ def show(inner: Any) -> None:
             torch.nn.init.normal_(parameter, std=0.3)
 
 
-def write_source(folder: Path, family: str) -> Mapping[str, Any]:
+def write_source(folder: Path, family: str, *, videos: bool = False) -> Mapping[str, Any]:
     """Write a random model, its processor, and four rows with up to two images into a folder.
 
-    Return the model's config.
+    With ``videos``, the last two rows have videos: frames, and a file. Return the model's config.
     """
     values = write_processor(folder, family)
     torch.manual_seed(0)
@@ -128,6 +128,12 @@ def write_source(folder: Path, family: str) -> Mapping[str, Any]:
     ]
     rows[1] = {"prompt": "No image", "answer": "0"}
     rows[2]["images"] = ["1.png", "4.png"]
+    if videos:
+        for dots, name in enumerate(names := [f"frame{dots}.png" for dots in range(4)]):
+            draw(folder / name, dots)
+        write_video(folder / "clip.mp4", frames=40, rate=10)
+        rows[2]["videos"] = [names]
+        rows[3] = {"prompt": "What moves?", "videos": ["clip.mp4"], "answer": "dot"}
     write_rows(folder, *rows)
     return values
 

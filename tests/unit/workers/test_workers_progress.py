@@ -201,7 +201,9 @@ def test_changed_file_is_named_if_the_commit_lists_sources(
         again.use_dataset(SIZE, "f2", {"": 7})
     dataset = dataset.model_copy(update={"images_key": "images"})
     again.config = again.config.model_copy(update={"dataset": dataset})
-    with pytest.raises(UsageError, match=r"two\.jsonl \(or an image of its rows\) has changed"):
+    with pytest.raises(
+        UsageError, match=r"two\.jsonl \(or an image or video of its rows\) has changed"
+    ):
         again.use_dataset(SIZE, "f2", {"": 7})
 
 
