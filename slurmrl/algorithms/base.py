@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slurmrl.rollouts.sample_files import SampleGroup
 
 Stats = dict[str, tuple[float, float]]
-"""Name of a metric to (sum, count)."""
+"""Metrics: name -> (sum, count)."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,22 @@ class CallContext:
     """Values of the master's scalar controller."""
     tokenizer: PreTrainedTokenizerBase
     settings: Settings
-    """``settings.config`` is the whole configuration, ``settings.algorithm`` the schema. In the
-    evaluation of a suite, ``config.evaluation`` and ``config.reward`` are the suite's."""
+    """``settings.config`` is the whole configuration, and ``settings.algorithm`` its schema. In the
+    evaluation of a suite, ``config.evaluation`` and ``config.reward`` are the suite's settings."""
     stop_token_ids: tuple[int, ...]
     """The tokens that end a completion."""
     batch: tuple[str, ...]
-    """Ids of the whole batch, in order; a rank's sample holds a subset."""
+    """Ids of the whole batch, in order; a rank's sample has some of these items."""
     cores: int = 1
-    """CPU cores of this host for each of its ranks."""
+    """Number of CPU cores for each rank of this host."""
     evaluation: bool = False
-    """True in an evaluation, which has its own sampling settings and random stream."""
+    """Whether the call belongs to an evaluation, which has separate sampling settings and random
+    streams."""
     device: torch.device | None = None
     """Device of this rank's models."""
     stored: Callable[[str], SampleGroup] | None = None
-    """Function that reads the completions of an item by its id, if rollout tasks have made them.
-    Raises SampleFileError, EnvironmentFailure."""
+    """Function that reads the completions of an item by its id; None unless rollout tasks made the
+    completions. Raises SampleFileError, EnvironmentFailure."""
 
     @property
     def dataset(self) -> Dataset:
@@ -65,34 +66,34 @@ class CallResult:
     """The result of a call.
 
     ``stats`` of generate and inference are this rank's (sum, count), which the master adds up over
-    the data-parallel ranks; those of train_step are global means as (mean, 1), equal on all ranks.
+    the data-parallel ranks. ``stats`` of train_step are global means as (mean, 1), equal on all
+    ranks.
     """
 
     sample: SequenceSample | None = None
     """The call's output keys for the ids of its input."""
     stats: Stats = field(default_factory=dict)
     texts: list[dict[str, Any]] = field(default_factory=list)
-    """Readable completions for the samples table: ``logging.samples`` per rank, rounded up to all
-    completions of a prompt."""
+    """Rows of the samples table: ``logging.samples`` completions of each rank, and the other
+    completions of their prompts."""
     notes: list[dict[str, Any]] = field(default_factory=list)
-    """Additional fields for rows of ``texts``, of any call, with their ``id`` and ``index`` (0 for
-    an item's only completion)."""
+    """Additional fields of rows of the samples table, with the ``id`` and ``index`` of the row (0
+    for an item's only completion). The rows may come from another call."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """Reason of each item that a filter rejects, by id."""
+    """Reason for each item that a filter rejects, by id."""
     records: Mapping[str, Record] = field(default_factory=dict)
-    """JSON objects by id, about each item or none. A call that records returns lines of the trial's
-    results; any other call of an evaluation may return scores, which go to the evaluation's file
-    with the row's id."""
+    """JSON objects by id, for each item or for none. ``record`` returns lines of the trial's
+    results. Other calls of an evaluation may return scores for the evaluation's file."""
 
 
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods
     """An algorithm's code for one or more calls.
 
-    It is constructed without arguments, once for each call and process. It has no state that a
-    resumed trial would need.
+    Each process constructs the class once for each call, without arguments. An object has no state
+    that a resumed trial would need.
 
-    ``engine`` is None for a call without a role. Each data-parallel rank gets its own items,
-    possibly none, and methods may contain collectives.
+    ``engine`` is None for a call without a role. Each data-parallel rank gets different items,
+    possibly none. Methods may contain collectives.
     """
 
     def generate(
@@ -121,4 +122,4 @@ class Interface(ABC):  # noqa: B024 - each interface implements some of the meth
         raise NotImplementedError(f"{type(self).__name__} does not record")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Release the resources of the interface (processes of a reward)."""
+        """Release resources, such as the processes of a reward."""

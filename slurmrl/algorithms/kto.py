@@ -1,4 +1,4 @@
-"""KTO: losses of answers, for training and for held-out answers. S is the number of answers."""
+"""KTO: losses of answers for training and evaluation. S is the number of answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 OWN, MISMATCHED = 0, 1
-"""The sequences of an item."""
+"""Numbers of an item's sequences: its own answer and a mismatched answer."""
 
 
 class KTOInterface(Interface):
@@ -64,8 +64,8 @@ class KTOInterface(Interface):
 def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:
     """Return the estimate of KL(p || p_ref) over the batch of all ranks.
 
-    It is the mean of log(p / p_ref) of the mismatched answers, at least 0 (Ethayarajh et al. 2024,
-    section 4.1).
+    The estimate is the mean of log(p / p_ref) of the mismatched answers, at least 0 (Ethayarajh et
+    al. 2024, section 4.1).
     """
     mismatched = nth_sequences(sample, MISMATCHED)
     logp = engine.forward(mismatched.only([TOKENS]))["logp"]
@@ -78,7 +78,7 @@ def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:
 def kto_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, kl: float, kto: KTO
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the engine's loss function: outputs {logp, entropy} [T]. Sums over the answers."""
+    """Return loss and statistics, both sums over the answers. ``outputs``: {logp, entropy} [T]."""
     logps = answer_logprobs(outputs["logp"], batch)
     logratios = logps - batch.tensor("ref_logps")
     desirable = batch.tensor("desirable")
@@ -115,7 +115,7 @@ def _own(sample: SequenceSample) -> SequenceSample:
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics from sums over all ranks. A kind without answers in the batch has no means."""
+    """Return metrics from sums over all ranks; omit a kind of answers that the batch lacks."""
     kinds = [kind for kind in ("chosen", "rejected") if sums[f"count/{kind}"]]
     means = {
         f"{name}/{kind}": sums[f"{name}/{kind}"] / sums[f"count/{kind}"]
@@ -129,11 +129,12 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> Tensor:
-    """[S]: lambda_y - v(x, y) (Ethayarajh et al. 2024, eq.
+    """Return the losses lambda_y - v(x, y) [S] of the answers (Ethayarajh et al. 2024, eq. 8).
 
-    8) from log(p / p_ref) of the answers and their labels (bool), both [S]. The value v of a
-    desirable answer is lambda_D s(beta (logratio - kl)), the value of an undesirable one is
-    lambda_U s(beta (kl - logratio)). No gradient passes through the reference point ``kl``.
+    ``logratios`` are log(p / p_ref) of the answers and ``desirable`` (bool) their labels, both [S].
+    The value v of a desirable answer is lambda_D s(beta (logratio - kl)). The value of an
+    undesirable answer is lambda_U s(beta (kl - logratio)). The reference point ``kl`` has no
+    gradient.
     """
     sign = torch.where(desirable, 1.0, -1.0).to(logratios.dtype)
     weight = torch.where(desirable, kto.desirable_weight, kto.undesirable_weight)
@@ -142,9 +143,9 @@ def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> 
 
 
 def on_their_side(logratios: Tensor, desirable: Tensor, kl: float) -> Tensor:
-    """Return [S] bool: whether an answer's log-ratio is beyond ``kl`` on the side of its label.
+    """Return, as bool [S], which answers are on the side of ``kl`` that their labels ask for.
 
-    ``kl`` is the reference point. A tie is not beyond it.
+    The log-ratio is greater than ``kl`` for desirable and less for undesirable answers.
     """
     return torch.where(desirable, logratios > kl, logratios < kl)
 
@@ -155,7 +156,7 @@ def answer_stats(
     """Return sums over desirable (``chosen``) and undesirable (``rejected``) answers.
 
     Each kind has the sum of its implied rewards, the sum of its log-probabilities and its number of
-    answers. ``right`` is the number of answers on their side of ``kl``.
+    answers. ``right`` is the number of answers that `on_their_side` selects.
     """
     right = on_their_side(logratios, desirable, kl).sum()
     stats: dict[str, Tensor] = {"right": right.to(logps.dtype)}

@@ -1,4 +1,4 @@
-"""Computations and records of a run without training, for the items of its dataset."""
+"""Calls of runs without training, which write a record for each item of the dataset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS: Final = (TOKENS, "prompt_mask", "logprobs")
 
 
 class CompletionRecords(Interface):
-    """The completions of each prompt."""
+    """Records the completions of each prompt."""
 
     def record(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
@@ -72,7 +72,7 @@ def _completions(sample: SequenceSample, context: CallContext) -> Iterator[dict[
 
 
 class PairRecords(Interface):
-    """The scores of both answers of each pair."""
+    """Records the scores of both answers of each pair."""
 
     def record(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
@@ -90,7 +90,7 @@ class LikelihoodInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``answer_logps``: log p(answer | prompt) of each sequence. Reports the loss per token."""
+        """Return ``answer_logps``, log p(answer | prompt) [S], and report the loss per token."""
         assert engine is not None
         sums = answer_logprobs(engine.forward(sample.only([TOKENS]))["logp"], sample)
         tokens = float((~sample.tensor("prompt_mask")).sum())
@@ -99,7 +99,7 @@ class LikelihoodInterface(Interface):
 
 
 class LikelihoodRecords(Interface):
-    """The log-probability and the number of tokens of each answer."""
+    """Records the log-probability and the number of tokens of each answer."""
 
     def record(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext

@@ -23,7 +23,7 @@ from slurmrl.registry import resolve
 
 INTERFACES: Final = "slurmrl.algorithms.offline"
 SUMMARIES: Final = "slurmrl.algorithms.summaries"
-"""Module of the summaries, imported by its name: the login node does not need it."""
+"""Module of the summaries, imported only when a run ends: the login node does not need it."""
 
 Measure = Literal["completions", "preferences", "likelihood"]
 MEASURED: Final[dict[Measure, tuple[str, ...]]] = {
@@ -31,7 +31,7 @@ MEASURED: Final[dict[Measure, tuple[str, ...]]] = {
     "preferences": ("preference",),
     "likelihood": ("prompt_answer", "messages"),
 }
-"""The types of datasets that each measure needs."""
+"""Types of datasets that each measure accepts."""
 
 
 class Generate(AlgorithmSchema):

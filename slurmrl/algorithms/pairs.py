@@ -1,7 +1,7 @@
-"""Pairs of sequences, the chosen and the rejected answer to a prompt, and DPO.
+"""DPO, and code for pairs of a chosen and a rejected answer to a prompt.
 
-P pairs, S = 2P sequences: the sequences of an item are chosen, rejected, chosen, rejected, … The
-weights of an item's pairs add up to one, so each prompt counts alike, however many pairs it has.
+P pairs are S = 2P sequences. The sequences of an item are chosen, rejected, chosen, rejected, … The
+weights of an item's pairs add up to one, so prompts with many pairs count no more than others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PairInterface(Interface):
     """Interface that trains and evaluates a model on pairs by one loss function."""
 
     metrics: ClassVar[tuple[str, ...]]
-    """Statistics of the loss function: sums over the items."""
+    """Names of the loss function's statistics, which are sums over the items."""
     item_metrics: ClassVar[tuple[str, str]] = ("accuracy", "margin")
     """Names of an item's ``accuracies`` and ``margins`` in records (see `pair_stats`)."""
 
@@ -47,12 +47,12 @@ class PairInterface(Interface):
     def scores(
         self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
     ) -> Tensor:
-        """[S]: the model's value of each answer, higher for the chosen one."""
+        """Return the values [S] by which chosen and rejected answers are compared."""
 
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """One update with the mean loss of each prompt's pairs, averaged over the prompts."""
+        """Make one update with the mean loss of each prompt's pairs, averaged over the prompts."""
         assert engine is not None
         means, result = train_on_batch(engine, sample, self.loss_fn(context), float(sample.bs))
         own = {name: result[name] / result["denominator"] for name in self.metrics}
@@ -77,7 +77,7 @@ class PairInterface(Interface):
         )
 
     def _record(self, scores: Sequence[float]) -> Record:
-        """Return the scores of an item's answers, with their accuracy and margin."""
+        """Return the record of an item: the scores of its answers, their accuracy and margin."""
         chosen, rejected = list(scores[0::2]), list(scores[1::2])
         margins = [a - b for a, b in zip(chosen, rejected, strict=True)]
         accuracy = sum(margin > 0 for margin in margins) / len(margins)
@@ -93,16 +93,15 @@ class PairValues(NamedTuple):
 
 
 def split_pairs(values: Tensor) -> PairValues:
-    """Return the values [S] of sequences as values of pairs."""
+    """Split the values [S] of sequences into values of chosen and of rejected answers."""
     return PairValues(values[0::2], values[1::2])
 
 
 def tied(values: Tensor, sample: SequenceSample) -> Tensor:
-    """Return the values [S] with one value for both answers of a pair if these are equal.
+    """Return the values [S], with equal values for the answers of a pair that have equal tokens.
 
-    The value of the chosen answer replaces the value of the equal rejected answer. A model gives
-    equal sequences values that differ by rounding, which depends on the micro-batch. Their margin
-    has to be 0.
+    The value of the chosen answer replaces the value of the rejected answer. Otherwise, the margin
+    of equal answers would be a rounding error, which depends on the micro-batch, instead of 0.
     """
     cuts = sample.cu_seqlens(TOKENS).long()
     lengths = cuts.diff().view(-1, 2)
@@ -119,7 +118,7 @@ def tied(values: Tensor, sample: SequenceSample) -> Tensor:
 
 
 def pair_weights(sample: SequenceSample, like: Tensor) -> Tensor:
-    """Return [P]: 1 / (number of pairs of the pair's item), with device and dtype of ``like``."""
+    """Return the weights [P], 1 / (number of pairs of the item), as a tensor like ``like``."""
     counts = [len(item) // 2 for item in sample.lengths[TOKENS]]
     return like.new_tensor([1.0 / count for count in counts for _ in range(count)])
 
@@ -152,7 +151,7 @@ class DPOInterface(PairInterface):
     def scores(
         self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
     ) -> Tensor:
-        """Return the implicit rewards."""
+        """Return the implicit rewards [S] of the answers."""
         dpo = cast(DPO, context.settings.algorithm)
         return dpo.beta * _log_ratios(answer_logprobs(outputs["logp"], batch), batch, dpo)
 
@@ -160,7 +159,7 @@ class DPOInterface(PairInterface):
 def dpo_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, dpo: DPO
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the engine's loss function: outputs {logp, entropy} [T]. Sums over the items."""
+    """Return loss and statistics, both sums over the items. ``outputs``: {logp, entropy} [T]."""
     sums = answer_logprobs(outputs["logp"], batch)
     ratios = _log_ratios(sums, batch, dpo)
     logps, logratios = split_pairs(sums), split_pairs(ratios)
@@ -178,7 +177,7 @@ def dpo_loss(
 
 
 def _log_ratios(sums: Tensor, batch: SequenceSample, dpo: DPO) -> Tensor:
-    """[S]: log(p / p_ref) of the answers."""
+    """Return log(p / p_ref) [S] of the answers; without a reference, log p."""
     return tied(sums if dpo.reference_free else sums - batch.tensor("ref_logps"), batch)
 
 

@@ -142,7 +142,7 @@ class KTO(AlgorithmSchema):
     evaluation_types: ClassVar[tuple[str, ...]] = ("kto", "prompt")
 
     def sequences_per_item(self, config: Config) -> int:
-        """Return 2: each item has an answer and a mismatched answer."""
+        """Return 2: each item has its own answer and a mismatched answer."""
         return 2
 
     def roles(self) -> tuple[RoleUse, ...]:
@@ -178,7 +178,7 @@ REWARD_MODELS = (
     REWARD_MODEL_INTERFACE,
     "slurmrl.algorithms.reward_model.interface:RewardModelInterface",
 )
-"""The names of the interface in plans: the current one, and the name in older releases."""
+"""Names of the interface in plans of this release and of older releases."""
 REWARD_MODEL_INPUTS = ("input_ids", "prompt_mask")
 SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
 

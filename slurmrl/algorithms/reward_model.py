@@ -1,12 +1,14 @@
 """Reward models: training on pairs, scores of completions and of given answers.
 
-The score is the model's value at the token with which generation would have ended the answer: the
-first stop token of the answer's last turn, or its last token if there is none (a truncated
-completion). Tokens that a chat template adds after the end of a turn, such as a newline after
-``<|im_end|>``, do not count, because a completion never has them.
+The score is the model's value at the token with which generation would have ended the answer. This
+is the first stop token of the answer's last turn, or the last token of a truncated completion.
+Tokens that a chat template adds after the end of a turn, such as a newline after ``<|im_end|>``, do
+not count, because a completion never has them.
 
-Models without `SCORE_AT` in their config.json were trained on whole rendered conversations, so
-their score is the value at the last token of these. S sequences, T packed tokens, P pairs.
+Models without `SCORE_AT` in their config.json were trained on whole rendered conversations. Their
+score is the value at the last token of a conversation.
+
+S is the number of sequences, T the number of packed tokens and P the number of pairs.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ if TYPE_CHECKING:
 
 
 READ = "prompt_mask"
-"""Key that marks prompts; without it, in plans of old versions, only the last token is known."""
+"""Key of the mask of prompts. Calls in plans of old versions do not read it, so the score is the
+value at the last token."""
 ScoreReader: TypeAlias = Callable[[Tensor, SequenceSample], Tensor]
-"""Returns the scores [S] of a sample's sequences from the values [T] of its tokens."""
+"""Function that returns the scores [S] of sequences from the values [T] of their tokens."""
 
 
 class RewardModelInterface(PairInterface):
@@ -59,7 +62,7 @@ class RewardModelInterface(PairInterface):
         return tied(self._reader(context)(outputs["values"], batch), batch)
 
     def _reader(self, context: CallContext) -> ScoreReader:
-        """Return the reader of scores; models not trained here are read where they were trained."""
+        """Return the reader of scores. An evaluated model is read as it was in its training."""
         config = context.settings.config
         turn_end = config.total_steps != 0 or scored_at_turn_end(config.actor)
         return partial(pair_values, stops=context.stop_token_ids, turn_end=turn_end)
@@ -72,9 +75,9 @@ def score_loss(
     *,
     read: ScoreReader = last_values,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the engine's loss function: outputs {values} [T], of which ``read`` takes the scores.
+    """Return loss and statistics, both sums over the items. ``outputs``: {values} [T].
 
-    Sums over the items.
+    ``read`` returns the scores [S] from these values.
     """
     scores = split_pairs(tied(read(outputs["values"], batch), batch))
     weights = pair_weights(batch, scores.chosen)
@@ -90,9 +93,9 @@ def score_loss(
 
 
 def pair_losses(scores: PairValues, options: RewardModel) -> Tensor:
-    """[P]: -log s(chosen - rejected) (Ouyang et al. 2022, eq.
+    """Return the losses -log s(chosen - rejected) [P] of pairs (Ouyang et al. 2022, eq. 1).
 
-    1), plus the squared sum of both scores times ``center_coef`` (Eisenstein et al. 2023, eq. 2).
+    ``center_coef`` times the squared sum of both scores is added (Eisenstein et al. 2023, eq. 2).
     """
     losses = -logsigmoid(scores.chosen - scores.rejected)
     if options.center_coef:
@@ -106,7 +109,7 @@ class TurnEnd(NamedTuple):
     token: int
     """Token with which generation ends."""
     after: Sequence[int]
-    """Tokens that follow in a whole conversation."""
+    """Tokens that the template adds after ``token``."""
 
 
 def turn_end_values(values: Tensor, sample: SequenceSample, stops: Sequence[int]) -> Tensor:
@@ -115,9 +118,9 @@ def turn_end_values(values: Tensor, sample: SequenceSample, stops: Sequence[int]
 
 
 def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
-    """[S]: the places in [T] at which generation would have ended the last turn.
+    """Return the positions [S] of the tokens with which generation would have ended the last turns.
 
-    A sequence without a token of the model, of a failed episode, ends with its last one.
+    For a failed episode, in which the model wrote no token, return the last token.
     """
     ids, read = sample.tensor(TOKENS), sample.tensor(READ)
     cuts = sample.cu_seqlens(TOKENS).long().to(ids.device)
@@ -128,7 +131,7 @@ def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
     last = torch.where(last < cuts[:-1], cuts[1:] - 1, last)
     context = torch.where(read & (place < last[owner]), place, -1)
     before = (cuts[:-1] - 1).scatter_reduce(0, owner, context, "amax")
-    # Some templates leave the end token outside of the assistant's marked part.
+    # Some templates do not mark the end token as part of the assistant's turn.
     turn = (place > before[owner]) & (place <= last[owner] + 1)
     stop = turn & torch.isin(ids, ids.new_tensor(stops))
     first = torch.full_like(last, len(ids))
@@ -137,10 +140,9 @@ def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
 
 
 def whole_conversations(sample: SequenceSample, context: CallContext) -> SequenceSample:
-    """Return the tokens of completions as the end of whole conversations.
+    """Append the tokens that the dataset's chat template puts after the end of a turn.
 
-    The tokens that the dataset's chat template puts after the end of a turn are appended. Truncated
-    completions stay as they are.
+    Truncated completions remain unchanged.
     """
     sample = sample.only([TOKENS, READ])
     end = template_end(context)
@@ -164,8 +166,8 @@ def whole_conversations(sample: SequenceSample, context: CallContext) -> Sequenc
 def template_end(context: CallContext) -> TurnEnd | None:
     """Return how the chat template of the dataset ends a turn; None without a template.
 
-    The result is also None if the template rejects a plain conversation. The template of the first
-    source that has one counts.
+    The result is also None if the template rejects a plain conversation. If several sources have
+    templates, use the first template.
     """
     config = next((part for part in context.dataset.parts.values() if part.is_chat), None)
     if config is None:
@@ -187,7 +189,7 @@ def template_end(context: CallContext) -> TurnEnd | None:
 def pair_values(
     values: Tensor, sample: SequenceSample, stops: Sequence[int], *, turn_end: bool
 ) -> Tensor:
-    """[S]: the scores of given answers, from the values [T] of their whole conversations."""
+    """Return the scores [S] of answers from the values [T] of their whole conversations."""
     if turn_end and READ in sample.keys:
         return turn_end_values(values, sample, stops)
     return last_values(values, sample)
@@ -197,7 +199,7 @@ class ScoresInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``model_scores``: the score of each completion. Reports their mean."""
+        """Return ``model_scores``, the score of each completion, and report their mean."""
         assert engine is not None
         scores = self._scores(engine, sample, context)
         stats = {"model_score": (float(scores.double().sum()), float(len(scores)))}
@@ -214,7 +216,7 @@ class ScoresInterface(Interface):
 
 
 class PairScoresInterface(ScoresInterface):
-    """Scores of the answers of pairs by the actor, which is the reward model."""
+    """Interface in which the actor is the reward model and scores the answers of pairs."""
 
     def _scores(self, engine: TrainEngine, sample: SequenceSample, context: CallContext) -> Tensor:
         turn_end = scored_at_turn_end(context.settings.config.actor)

@@ -1,6 +1,6 @@
 """The calls that give a step its completions.
 
-`RolloutInterface` generates them with the trainers' engine, as single turns or in episodes.
+`RolloutInterface` generates completions with the trainers' engine, as single turns or in episodes.
 `StoredInterface` reads the completions of rollout tasks from files. Both produce the same keys and
 metrics.
 """
@@ -45,10 +45,7 @@ if TYPE_CHECKING:
 
 
 class RolloutInterface(Interface):
-    """Generates with the engine of the trainers' world.
-
-    It keeps the tools of this rank's episodes until it is closed.
-    """
+    """Generates with the engine of the trainers' world; keeps the episodes' tools until `close`."""
 
     def __init__(self) -> None:
         self._episodes: ConfiguredEpisodes | None = None
@@ -66,8 +63,8 @@ class RolloutInterface(Interface):
         - ``finished``: whether the completion ended with a stop token or stop string;
         - ``turn_rewards``: only for episodes.
 
-        If they are recorded, it also has each token's sampling mask and the experts that processed
-        the token (`data.meta`). Ranks that compute the same as their leader may have no result.
+        If they are recorded, the result also has each token's sampling mask and the experts that
+        processed the token (`data.meta`). A rank that repeats its leader's work may have no result.
         """
         assert engine is not None
         episode = context.settings.config.rollout.episode
@@ -109,7 +106,7 @@ class RolloutInterface(Interface):
 def _single_turns(
     engine: GenerateEngine, sample: SequenceSample, context: CallContext
 ) -> list[Completion] | None:
-    """Return completions of one turn each, by one request for each prompt."""
+    """Send one request for each prompt; return completions of one turn each."""
     count, options = completions(context), generation_options(context)
     tokens, ends = sample.tensor("prompt_ids").tolist(), sample.cu_seqlens("prompt_ids").tolist()
     keys = sampling_keys(sample.ids, count).tolist()
@@ -148,7 +145,7 @@ async def _answers(
 def _as_sample(
     ids: tuple[str, ...], ended: Sequence[Completion], context: CallContext, device: torch.device
 ) -> SequenceSample:
-    """Return the completions; all completions of a prompt form one item."""
+    """Return the completions as a sample in which all completions of a prompt form one item."""
     count, options = completions(context), generation_options(context)
     none = [[0.0] * len(each.prompt) for each in ended]
     mask = [
@@ -218,10 +215,7 @@ def as_sample(
     turns: bool,
     metadata: Mapping[str, list[Any]] | None = None,
 ) -> SequenceSample:
-    """Return a sample of the groups.
-
-    Tensors of tokens are on the models' device, like generated tokens.
-    """
+    """Return the groups as a sample. Its tensors are on ``device``, like generated tokens."""
     data: dict[str, Tensor | None] = {
         "input_ids": _joined([each.input_ids for each in groups], torch.int64),
         "prompt_mask": _joined([each.drawn_by < 0 for each in groups], torch.bool),
@@ -248,7 +242,7 @@ def _stored_masks(groups: Sequence[SampleGroup]) -> SampledMasks:
 def _versions(
     ids: Sequence[str], groups: Sequence[SampleGroup], settings: Logging
 ) -> list[dict[str, Any]]:
-    """Return the weight version that sampled each token of kept completions (see `token_notes`)."""
+    """Return notes on the tokens of kept completions, with the weight version of each token."""
     notes = []
     for one in noted([len(each.lengths) for each in groups], settings):
         group = groups[one.item]
@@ -270,7 +264,7 @@ def _joined(arrays: Sequence[Array], dtype: torch.dtype) -> Tensor:
 
 
 def add_masks(sample: SequenceSample, masks: SampledMasks) -> None:
-    """Add the keys of the sampling masks of all tokens under ``input_ids``, in their order."""
+    """Add the sampling masks of all tokens under ``input_ids``, in their order, to a sample."""
     rows = sample.lengths["input_ids"]
     ends = [0, *accumulate(masks.sizes)]
     cuts = pairwise(accumulate(chain.from_iterable(rows), initial=0))
@@ -285,7 +279,7 @@ def add_masks(sample: SequenceSample, masks: SampledMasks) -> None:
 
 
 def add_experts(sample: SequenceSample, experts: Sequence[Array]) -> None:
-    """Add the key of the experts of each sequence, int16 in any shape."""
+    """Add the experts of each sequence (int16, in any shape) to a sample."""
     sizes = iter([each.size for each in experts])
     lengths = {EXPERTS: [[next(sizes) for _ in row] for row in sample.lengths["input_ids"]]}
     flat = [each.reshape(-1) for each in experts]
@@ -300,11 +294,11 @@ class Totals:
 
     completions: int
     prompt: int
-    """Tokens of the prompts, once for each completion."""
+    """Number of tokens of the prompts, counted for each completion."""
     written: int
-    """Tokens of the policy."""
+    """Number of tokens that the policy wrote."""
     read: int
-    """Tokens of messages between the policy's turns."""
+    """Number of tokens of messages between the policy's turns."""
     finished: int
     turns: int
     failed: int = 0
@@ -344,10 +338,10 @@ class Totals:
         )
 
     def stats(self, *, turns: bool, tools: bool) -> Stats:
-        """Return the metrics; ``turns`` and ``tools`` add metrics of episodes and of tool calls.
+        """Return the metrics.
 
-        With ``turns``, the completions come from episodes that may have several turns. With
-        ``tools``, these episodes may call tools.
+        ``turns`` adds metrics of episodes that may have several turns. ``tools`` adds metrics of
+        tool calls.
         """
         sums = {
             "response_length": self.written,

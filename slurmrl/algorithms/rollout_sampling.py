@@ -1,6 +1,6 @@
-"""How completions are sampled: their number, options and random streams, and their episodes.
+"""Number, options and random streams of completions, and the runner of episodes.
 
-The trainers' generate call and rollout tasks share them.
+The trainers' generate call and rollout tasks share this code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def completions(context: CallContext) -> int:
 
 
 def generation_options(context: CallContext) -> GenerationOptions:
-    """Return the options of the rollout, or of the evaluation, which has no top-k or top-p."""
+    """Return the generation options of the rollout or, in an evaluation, of the evaluation."""
     config = context.settings.config
     rollout, evaluation = config.rollout, config.evaluation
     if context.evaluation and evaluation is not None:
@@ -58,9 +58,9 @@ def generation_options(context: CallContext) -> GenerationOptions:
 
 
 def sampling_keys(ids: tuple[str, ...], completions: int = 1) -> Tensor:
-    """[S] int64, a stable hash for each completion of each sample id.
+    """Return a stable hash for each completion of each sample id: int64 [S].
 
-    The tokens of a completion depend on it, and not on the batch, the rank or the number of
+    The tokens of a completion depend on this hash, and not on the batch, the rank or the number of
     completions.
     """
     names = (stream(name, place) for name in ids for place in range(completions))
@@ -68,9 +68,9 @@ def sampling_keys(ids: tuple[str, ...], completions: int = 1) -> Tensor:
 
 
 def stream(name: str, place: int) -> str:
-    """Return the name of a completion's random stream: for the first completion, the sample id.
+    """Return the name of a completion's random stream: ``id`` for place 0, else ``id#place``.
 
-    (A sample id ends with ``@<epoch>``, so no other one can equal the name of a completion.)
+    A sample id ends with ``@<epoch>``, so the name cannot equal another sample id.
     """
     return f"{name}#{place}" if place else name
 
@@ -91,7 +91,7 @@ def sampling_key(name: str) -> int:
 
 
 class ConfiguredEpisodes:
-    """Runs episodes, and keeps their tools until it is closed."""
+    """Runs episodes, and keeps their tools until `close`."""
 
     def __init__(self, config: Config) -> None:
         rollout = config.rollout
@@ -113,7 +113,7 @@ class ConfiguredEpisodes:
         *,
         slots: asyncio.Semaphore | None = None,
     ) -> list[Completion]:
-        """See `EpisodeRunner.run`."""
+        """Run the episodes of the items as `EpisodeRunner.run` does."""
         dialogue, sampling = self._dialogue(context), _sampling(context)
         return await self._runner.run(items, engine, dialogue, sampling, waiting, slots=slots)
 
@@ -124,7 +124,7 @@ class ConfiguredEpisodes:
 
 
 def episode_items(sample: SequenceSample, context: CallContext) -> list[EpisodeItem]:
-    """Return the prompts, each repeated for its completions, which are adjacent."""
+    """Return an item for each completion; the items of a prompt are adjacent."""
     tokens = sample.tensor("prompt_ids").tolist()
     metadata, cuts = sample.metadata, sample.cu_seqlens("prompt_ids").tolist()
     pictures = pictures_of(sample)

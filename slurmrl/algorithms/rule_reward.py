@@ -1,4 +1,4 @@
-"""Rewards by rules: calls of a reward function and the use of its scores.
+"""Rewards by rules: call the reward function and turn its scores into rewards and records.
 
 The trainers' ranks and rollout tasks make the same calls.
 """
@@ -35,7 +35,7 @@ Scores = tuple[Sequence[float | None], Sequence[Mapping[str, float]], Stats]
 
 
 class RuleRewardInterface(Interface):
-    """Interface that keeps the reward function and its processes until it is closed."""
+    """Interface that keeps the reward function and its processes until `close`."""
 
     def __init__(self) -> None:
         self._reward: WeightedReward | None = None
@@ -46,9 +46,9 @@ class RuleRewardInterface(Interface):
         """Return ``rewards`` [S] float32, one for each completion.
 
         A reward is the reward function's score of the last turn plus the rewards that an episode's
-        turns have earned. It is NaN if the function could not score the completion. The function
-        does not score failed episodes, nor completions that a rollout task has scored. The sample
-        has the dataset's metadata.
+        turns have earned. The reward is NaN if the function could not score the completion. The
+        function scores neither failed episodes nor completions that a rollout task has scored. The
+        sample has the dataset's metadata.
         """
         groups = [_by_task(name, context) for name in sample.ids]
         reward = self._prepare(context) if None in groups else None
@@ -115,7 +115,7 @@ def _scored(
     arguments: Mapping[str, Any],
     reward: WeightedReward | None,
 ) -> Scores:
-    """Return the scores from rollout tasks, and from the reward function for all other groups."""
+    """Return the scores of rollout tasks, with scores of the reward function for other items."""
     scores: list[float | None] = []
     parts: list[Mapping[str, float]] = []
     left: list[int] = []
@@ -186,8 +186,8 @@ def _texts(
 ) -> list[dict[str, Any]]:
     """Return rows of the samples table: at least `logging.samples` completions.
 
-    All completions of a prompt are next to each other and numbered by their ``index``. Rows have
-    the parts of the reward, the strings of their tokens and the turns of episodes.
+    The completions of a prompt are adjacent and numbered by ``index``. Rows have the parts of the
+    reward, the strings of their tokens and the turns of episodes.
     """
     finished = sample.tensor("finished").tolist()
     counts = sample.sequence_counts("input_ids")
@@ -217,9 +217,9 @@ def _texts(
 
 
 def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) -> dict[str, str]:
-    """Return the prompt as the policy reads it as ``rendered``, if it differs from the dataset's.
+    """Return ``rendered``, the prompt as the policy reads it, if it differs from the dataset's.
 
-    It includes the system prompt and the template.
+    The rendered prompt includes the system prompt and the template.
     """
     start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
     written = (~sample.tensor("prompt_mask")[start:stop]).nonzero()
@@ -262,7 +262,7 @@ def decode_completions(
 ) -> list[str]:
     """Decode each completion to a string without special tokens.
 
-    The string excludes the stop token that ended the completion (it need not be a special token).
+    The string excludes the stop token that ended the completion, even if this is no special token.
     It includes a stop string that ended the completion.
     """
     finished, stops = sample.tensor("finished").tolist(), context.stop_token_ids
@@ -280,7 +280,7 @@ def _extras(
     completions: Sequence[str],
     context: CallContext,
 ) -> Extras:
-    """Return arguments that a reward may request in addition to completions and rows."""
+    """Return the additional arguments that a reward may request (`checked_reward.Extras`)."""
     counts = sample.sequence_counts("input_ids")
     ends = list(accumulate(counts))
     groups = [list(completions[end - count : end]) for end, count in zip(ends, counts, strict=True)]
@@ -301,7 +301,7 @@ def _extras(
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:
     """Return the source line of each completion: ``data.jsonl:17 (sample 17@0)``.
 
-    If the sample has several completions: ``data.jsonl:17 (sample 17@0, index 2)``.
+    With several completions of a prompt: ``data.jsonl:17 (sample 17@0, index 2)``.
     """
     path = context.dataset.title
     return [
@@ -314,9 +314,9 @@ def _places(sample: SequenceSample, context: CallContext) -> list[str]:
 
 
 def last_turns(sample: SequenceSample) -> list[list[int]]:
-    """Return the tokens of each completion's last turn; none for a failed episode.
+    """Return the tokens of each completion's last turn, with the stop token that ended the turn.
 
-    They include the stop token that ended the turn.
+    A failed episode has no tokens.
     """
     ids, read = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
     cuts = sample.cu_seqlens("input_ids").tolist()
@@ -330,14 +330,14 @@ def last_turns(sample: SequenceSample) -> list[list[int]]:
 
 
 def earned(sample: SequenceSample) -> list[float]:
-    """Return the sum of the rewards of the turns of each completion."""
+    """Return, for each completion, the sum of the rewards of its turns."""
     rewards = sample.tensor(TURN_REWARDS).double().cpu()
     parts = rewards.tensor_split(sample.cu_seqlens(TURN_REWARDS)[1:-1].long())
     return [float(part.sum()) for part in parts] if sample.bs else []
 
 
 def transcript(sample: SequenceSample, number: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the turns of a completion and everything between them, with special tokens."""
+    """Return the turns of a completion and the messages between them, with special tokens."""
     start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
     ids = sample.tensor("input_ids")[start:stop].tolist()
     read = sample.tensor("prompt_mask")[start:stop].tolist()

@@ -1,7 +1,7 @@
-"""Scalars that change during a run and belong to no model. Torch-free.
+"""Scalars that change during a run and belong to no model, such as the KL coefficient. Torch-free.
 
-The master keeps them, sends them with each call, updates them from returned statistics, and commits
-them.
+The master keeps the scalars, sends them with each call, updates them from returned statistics, and
+commits them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class ScalarController(ABC):
 
     @abstractmethod
     def values(self) -> dict[str, float]:
-        """Return the scalars for the next step's calls."""
+        """Return the scalars for the calls of the next step."""
 
     @abstractmethod
     def update(self, stats: Mapping[str, float]) -> None:
-        """Update from a finished step's statistics (global means, by metric name)."""
+        """Update the scalars from a finished step's statistics (global means, by metric name)."""
 
     @abstractmethod
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint; JSON."""
+        """Return the state for a checkpoint, as JSON values."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, float]) -> None:
@@ -88,18 +88,18 @@ class PolicyScalars(ScalarController):
 def adaptation(kl: float, n: int, target: float, horizon: float) -> float:
     """Return the factor by which ``n`` completions change the KL coefficient.
 
-    ``kl`` is their mean KL to the reference, in nats. The rule is proportional control in log space
-    (Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2). A KL
-    above the target raises the coefficient. A step of more than ``horizon`` completions counts as
-    ``horizon`` completions; with more than five times as many, a small KL would make the
-    coefficient negative.
+    ``kl`` is the completions' mean KL to the reference, in nats. The rule is proportional control
+    in log space (Ziegler et al. 2019, "Fine-tuning language models from human preferences", section
+    2.2). A KL above the target raises the coefficient. More than ``horizon`` completions count as
+    ``horizon`` completions: with over five times as many, a small KL would make the coefficient
+    negative.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return 1.0 + error * min(n / horizon, 1.0)
 
 
 EPS = 1e-5
-"""Added to the variance, so that equal returns can be normalized."""
+"""Number added to the variance, so that equal returns can be normalized."""
 
 
 class _Values(Protocol):
@@ -116,11 +116,11 @@ Values = TypeVar("Values", bound=_Values)
 
 @dataclass(frozen=True)
 class ReturnMoments:
-    """Moments of all returns so far. Before the first ones, normalization changes nothing."""
+    """Moments of all returns so far. Without returns, normalization changes nothing."""
 
     weight: float = 0.0
-    """Weight of the data in the moments. exponential: 1 - decay^steps, by which they are
-    divided already (as Adam corrects its bias); moving: the number of returns."""
+    """Weight of the data in the moments. ``exponential``: 1 - decay^steps; ``mean`` and ``square``
+    are already divided by it, as in Adam's correction of bias. ``moving``: number of returns."""
     mean: float = 0.0
     square: float = 0.0
     """Mean of the squares."""
@@ -138,10 +138,10 @@ class ReturnMoments:
         return x * self.std + self.mean
 
     def exponential(self, mean: float, square: float, decay: float) -> ReturnMoments:
-        """Return the moments after a further batch, with the weight 1 - ``decay``.
+        """Return the moments after a further batch, which has the weight 1 - ``decay``.
 
         The method is from van Hasselt et al. 2016, "Learning values across many orders of
-        magnitude", without the change of weights.
+        magnitude", without the paper's change of the model's weights.
         """
         return self._joined(decay * self.weight, 1.0 - decay, mean, square)
 

@@ -50,21 +50,20 @@ class AlgorithmSchema(Section, ABC):
     """Types of held-out dataset that the algorithm can evaluate."""
 
     trains_on_samples: ClassVar[bool] = False
-    """Whether losses assume that tokens were sampled with the probabilities that models compute.
-    Then sampling may be restricted to a part of the vocabulary only if the algorithm ``replays``
-    the recorded part."""
+    """Whether losses assume that tokens were sampled with the probabilities that models compute. If
+    true, top-k and top-p are allowed only for an algorithm that ``replays`` sampling masks."""
 
     replays: ClassVar[bool] = False
-    """Whether all models compute log-probabilities under the part of the vocabulary that generation
-    has recorded for each token, and the actor with the recorded experts."""
+    """Whether all models compute log-probabilities under the sampling masks that generation has
+    recorded, and the actor with the recorded experts."""
 
     one_pass: ClassVar[bool] = False
-    """Whether a run passes over the dataset once, item by item. Then `total_steps` is only an upper
-    bound."""
+    """Whether a run passes over the dataset once, item by item. If true, `total_steps` is only an
+    upper bound."""
 
     @property
     def preset(self) -> Mapping[str, Any]:
-        """Return the defaults that ``name`` sets."""
+        """The defaults that ``name`` sets."""
         return {}
 
     @property
@@ -74,7 +73,7 @@ class AlgorithmSchema(Section, ABC):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of each trained model per step of the run."""
+        """Number of optimizer steps of each trained model in a step of the run."""
         return 1
 
     def completed(self, config: Config) -> Self:
@@ -82,21 +81,21 @@ class AlgorithmSchema(Section, ABC):
         return self
 
     def untrained_steps(self, role: str) -> int:
-        """Steps at the start of a run in which a trained role is not trained yet."""
+        """Return the number of steps at the start of a run in which a role is not trained yet."""
         return 0
 
     @property
     def epochs(self) -> int:
-        """Passes of each trained model over a batch."""
+        """Number of passes of each trained model over a batch."""
         return self.optimizer_steps // self.minibatches
 
     @property
     def minibatches(self) -> int:
-        """Minibatches per batch: consecutive parts of equal size, each for one optimizer step."""
+        """Number of equal consecutive parts of a batch, each for one optimizer step."""
         return 1
 
     def sequences_per_item(self, config: Config) -> int:
-        """Sequences that an item has in training: the completions of a prompt."""
+        """Return the number of sequences of an item in training: the completions of a prompt."""
         generates = any(call.method == Method.GENERATE for call in self.calls(config))
         return config.rollout.n if generates else 1
 
@@ -105,7 +104,7 @@ class AlgorithmSchema(Section, ABC):
         """Return the models that the algorithm uses."""
 
     def why_unused(self, role: str) -> str:
-        """Return why these settings do not use a model, and which setting does, for a message."""
+        """Return, for a message, why these settings do not use a model, and the setting for it."""
         if role == REWARD_MODEL:
             return "only a reward named 'model' that scores completions uses it"
         return f"algorithm {getattr(self, 'name', type(self).__name__)} does not use this model"
@@ -121,9 +120,9 @@ class AlgorithmSchema(Section, ABC):
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
         """Return the kind of each metric of an evaluation, by name.
 
-        The metrics come from the scores of the items (`CallResult.records`). Each becomes
-        ``eval/<name>``, with ``/low`` and ``/high`` for the ends of its confidence interval. By
-        default, they are the metrics of scored completions. Called only with ``config.evaluation``.
+        The metrics come from the scores of the items (`CallResult.records`). A metric is reported
+        as ``eval/<name>``, and the ends of its confidence interval with ``/low`` and ``/high``. The
+        default is the metrics of scored completions. ``config.evaluation`` is set.
         """
         evaluation = config.evaluation
         assert evaluation is not None, "the caller evaluates"
@@ -133,20 +132,20 @@ class AlgorithmSchema(Section, ABC):
         return {"reward": Measure.REWARD, **rates}
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
-        """Return the keys of settings that exclude each other with this algorithm, and messages.
+        """Return the key and the message of each setting that this algorithm excludes.
 
         The settings can be anywhere in the configuration.
         """
         return ()
 
     def notes(self, config: Config) -> Iterable[str]:
-        """Return notes about features that these settings omit, and the settings that add them."""
+        """Return notes about features that these settings lack, with the settings that add them."""
         return ()
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
         """Return a summary of the lines of the trial's results, or None.
 
-        It is written next to the results and into the metrics of the last step.
+        The summary is written next to the results and into the metrics of the last step.
         """
         return None
 
@@ -155,7 +154,7 @@ class AlgorithmSchema(Section, ABC):
         return Refill()
 
     def controller(self) -> str:
-        """``module:Class`` of the ScalarController, which is constructed with this schema."""
+        """Return ``module:Class`` of the ScalarController. Its argument is this schema."""
         return "slurmrl.algorithms.scalars:NoScalars"
 
 
@@ -172,7 +171,7 @@ def train_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ...]
 
 
 def compare_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ...]) -> Call:
-    """Return the call for the actor's loss on held-out answers, and the same ``metrics``."""
+    """Return the call for the actor's loss and ``metrics`` on held-out answers."""
     return Call(
         name="actor_compare",
         role="actor",
@@ -184,7 +183,7 @@ def compare_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ..
 
 
 def sequences_of_pairs(config: Config) -> int:
-    """Return the sequences of all pairs of a prompt; without a limit there may be more."""
+    """Return the number of sequences of a prompt's pairs; without a limit, of a single pair."""
     return 2 * (config.dataset.max_pairs_per_prompt or 1)
 
 
@@ -201,21 +200,21 @@ def reference_call() -> Call:
 
 
 def supports(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
-    """Return the keys of the sampling masks, if generation for training records them."""
+    """Return the keys of sampling masks; () if generation for training does not record them."""
     restricted = config.rollout.top_k is not None and not config.rollout.greedy
     return (SIZES, IDS) if restricted and algorithm.replays else ()
 
 
 def routes(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
-    """Return the key of the experts of tokens, if generation for training records them."""
+    """Return the key of the tokens' experts; () if generation for training does not record them."""
     return (EXPERTS,) if config.rollout.replay_experts and algorithm.replays else ()
 
 
 def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
     """Return the call in which the actor completes prompts.
 
-    ``prompt_mask`` is True on all tokens that it did not write. ``also``: further outputs, such as
-    `supports`.
+    ``prompt_mask`` is True on all tokens that the actor did not write. ``also`` are further
+    outputs, such as the keys of `supports`.
     """
     turns = config.rollout.episode.has_turns
     return Call(
@@ -238,7 +237,7 @@ def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
 
 
 def reward_calls(config: Config) -> tuple[Call, ...]:
-    """Return the calls that score completions: the reward, after the model that it uses, if any."""
+    """Return the calls that score completions: the reward model's call, if any, and the rules."""
     scoring = reward_call(config)
     if config.reward is None or not config.reward.uses_model:
         return (scoring,)
@@ -255,7 +254,7 @@ def reward_calls(config: Config) -> tuple[Call, ...]:
 
 
 def reward_call(config: Config) -> Call:
-    """Return the call in which rules score completions; it needs the metadata of the items.
+    """Return the call in which rules score completions, from the metadata of the items.
 
     The rewards of an episode's turns are part of the reward.
     """

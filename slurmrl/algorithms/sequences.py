@@ -1,11 +1,10 @@
-"""Quantities of whole sequences, steps that train on a whole batch, and notes on kept tokens.
+"""Quantities of whole sequences, steps that train on a whole batch, notes for the samples table.
 
-Notes are the strings and values of single tokens of kept completions, for the samples table. The
-call that scores completions adds the strings, other calls add the values (`CallResult.notes`). Both
-begin with the first token that the policy wrote.
+Notes are the strings and values of single tokens of kept completions. The call that scores
+completions adds the strings, and other calls add the values (`CallResult.notes`). Both begin with
+the first token that the policy wrote, and have at most ``logging.sample_tokens`` tokens: R tokens.
 
-T packed tokens, S sequences, R tokens of a kept completion from the first token that the policy
-wrote, at most ``logging.sample_tokens``. An item may have several sequences.
+T is the number of packed tokens and S the number of sequences. An item may have several sequences.
 """
 
 from __future__ import annotations
@@ -37,41 +36,41 @@ class Sequences:
     """The assignment of tokens to sequences."""
 
     index: Tensor
-    """[T] the number of each token's sequence."""
+    """[T] number of each token's sequence."""
     count: int
-    """S."""
+    """Number of sequences, S."""
 
     @staticmethod
     def of(cu_seqlens: Tensor, device: torch.device) -> Sequences:
-        """``cu_seqlens`` [S+1] in host memory; the result is on ``device``."""
+        """Make the assignment on ``device`` from ``cu_seqlens`` [S+1] in host memory."""
         lengths = cu_seqlens.diff().long()
         (index,) = upload([torch.arange(len(lengths)).repeat_interleave(lengths)], device)
         return Sequences(index, len(lengths))
 
     def sums(self, x: Tensor) -> Tensor:
-        """[S]: the sum of x [T] over each sequence."""
+        """Return the sums [S] of x [T] over each sequence."""
         return x.new_zeros(self.count).index_add(0, self.index, x)
 
     def spread(self, x: Tensor) -> Tensor:
-        """[T]: at each token, the entry of x [S] of its sequence."""
+        """Return, at each token [T], the entry of x [S] for its sequence."""
         return x[self.index]
 
     def totals(self, x: Tensor) -> Tensor:
-        """Return [T]: at each token, the sum of x [T] over its sequence."""
+        """Return, at each token [T], the sum of x [T] over its sequence."""
         return self.spread(self.sums(x))
 
     def means(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return [T]: at each token, the mean of x [T] over its sequence's tokens in ``mask``.
+        """Return, at each token [T], the mean of x [T] over its sequence's tokens in ``mask``.
 
-        It is 0 in a sequence that has none.
+        The mean is 0 in a sequence without tokens in ``mask``.
         """
         counts = self.totals(mask.to(x.dtype)).clamp(min=1.0)
         return self.totals(torch.where(mask, x, 0.0)) / counts
 
     def maxima(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return [T]: at each token, the largest x [T] among its sequence's tokens in ``mask``.
+        """Return, at each token [T], the maximum of x [T] over its sequence's tokens in ``mask``.
 
-        It is -inf in a sequence that has none.
+        The maximum is -inf in a sequence without tokens in ``mask``.
         """
         selected = torch.where(mask, x, float("-inf"))
         found = selected.new_full((self.count,), float("-inf"))
@@ -79,7 +78,7 @@ class Sequences:
 
 
 def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[S]: the sums of ``values`` [T] over the tokens of each sequence that ``mask`` [T] selects.
+    """Return the sums [S] of ``values`` [T] over each sequence's tokens in ``mask`` [T].
 
     ``cu_seqlens`` [S+1] is in host memory.
     """
@@ -89,32 +88,32 @@ def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def answer_logprobs(logp: Tensor, sample: SequenceSample) -> Tensor:
-    """[S]: log p(answer | prompt) from the log-probabilities [T] of the sample's tokens."""
+    """Return log p(answer | prompt) [S] from the log-probabilities [T] of the sample's tokens."""
     mask = ~sample.tensor("prompt_mask").to(logp.device)
     return sequence_sums(logp, mask, sample.cu_seqlens(TOKENS))
 
 
 def answer_lengths(sample: SequenceSample) -> Tensor:
-    """[S]: the number of answer tokens of each sequence, at least 1."""
+    """Return the number of answer tokens of each sequence [S], at least 1."""
     mask = ~sample.tensor("prompt_mask")
     return sequence_sums(mask.float(), mask, sample.cu_seqlens(TOKENS)).clamp(min=1.0)
 
 
 def last_values(values: Tensor, sample: SequenceSample) -> Tensor:
-    """[S]: the values [T] at the last token of each sequence."""
+    """Return the values at the last token of each sequence [S], from the values [T]."""
     last = sample.cu_seqlens(TOKENS)[1:].long() - 1
     return values[last.to(values.device)]
 
 
 def row_id(sample_id: str) -> str:
-    """Return the id of the row of a sample ``<id>@<epoch>``; each row occurs once."""
+    """Return the row's id ``<id>`` of a sample ``<id>@<epoch>``."""
     return sample_id.rpartition("@")[0]
 
 
 def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
     """Return the sample with only the ``nth`` sequence of each item.
 
-    Keys with fewer sequences an item are left out.
+    Keys under which an item has fewer sequences are left out.
     """
     lengths: Lengths = {}
     data: dict[str, Tensor | None] = {}
@@ -130,7 +129,7 @@ def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
 
 
 def per_sequence(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
-    """Return the sample's items with one value [S] for each sequence."""
+    """Return the sample's items with one value of ``values`` [S] for each sequence."""
     lengths = [[1] * len(item) for item in sample.lengths[TOKENS]]
     return SequenceSample(sample.ids, {key: lengths}, data={key: values})
 
@@ -145,8 +144,8 @@ def train_on_batch(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Make one optimizer step.
 
-    Return the metrics of every training step, and the sums of the loss function's statistics over
-    all ranks, with the ``denominator``'s.
+    Return the metrics that every training step has, and the engine's result: the sums of the loss
+    function's statistics and of ``denominator`` over all ranks.
     """
     result = engine.train_batch(sample, loss_fn, denominator, temperature=temperature)
     means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}
@@ -164,7 +163,7 @@ class ReferenceInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``ref_logps``: log p(answer | prompt) of each sequence."""
+        """Return ``ref_logps``, log p(answer | prompt) of each sequence."""
         assert engine is not None
         outputs = engine.forward(sample.only([TOKENS]))
         sums = answer_logprobs(outputs["logp"], sample)
@@ -172,7 +171,7 @@ class ReferenceInterface(Interface):
 
 
 UNFINISHED = "\ufffd"
-"""Replacement of a character whose tokens are incomplete."""
+"""Character to which tokenizers decode an incomplete character."""
 DIGITS = 4
 
 
@@ -180,7 +179,7 @@ class Noted(NamedTuple):
     """A kept completion."""
 
     item: int
-    """Position of its item in the rank's sample."""
+    """Position of the completion's item in the rank's sample."""
     place: int
     """Number of the completion within its item."""
     sequence: int
@@ -203,14 +202,14 @@ def kept(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
 
 
 def noted(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
-    """Yield the completions of which token values are kept: `kept`, or none."""
+    """Yield the completions of `kept`, or none if ``settings`` keep no values of tokens."""
     return kept(counts, settings) if settings.sample_tokens else iter(())
 
 
 def token_notes(
     sample: SequenceSample, values: Mapping[str, Tensor], trained: Tensor, settings: Logging
 ) -> list[dict[str, Any]]:
-    """Return which tokens [R] the losses leave out (``masked``), and the ``values`` by name.
+    """Return notes: which tokens [R] the losses leave out (``masked``), and ``values`` by name.
 
     Each tensor [T] of ``values`` has an entry for every token of the sample. ``trained`` [S] bool
     marks the completions that are in the losses.
@@ -235,9 +234,9 @@ def token_notes(
 
 
 def token_texts(sample: SequenceSample, settings: Logging, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return row fields of the kept completions: the strings of the tokens [R], and how many more.
+    """Return fields for the rows of kept completions: the strings of the tokens [R].
 
-    Special tokens are included.
+    Special tokens are included. ``left_out`` is the number of further tokens.
     """
     chosen = list(noted(sample.sequence_counts("input_ids"), settings))
     if not chosen:
@@ -267,10 +266,10 @@ def _span(read: Sequence[float], start: int, stop: int, settings: Logging) -> tu
 
 
 def pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return a string for each token; concatenated, they decode all tokens.
+    """Return a string for each token. The concatenated strings are the decoded tokens.
 
-    A token that ends within a character has an empty string, and the token that completes the
-    character has the whole character.
+    A token that ends within a character gets an empty string. The token that completes the
+    character gets the whole character.
     """
     texts: list[str] = []
     known, first = 0, 0

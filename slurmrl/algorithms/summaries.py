@@ -1,7 +1,7 @@
 """Means and estimates from the results of an evaluation, with 95 % confidence intervals.
 
-Means are over the items. Estimates need several completions of each prompt (pass@k, maj@k).
-Torch-free.
+Means are over the items. Estimates such as pass@k and maj@k need several completions of each
+prompt. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Estimate, Measure, Record, Summary
 
 ROUNDING: Final = 1e-9
-"""Distance by which a rate may be below 0 or above 1."""
+"""Rounding error by which a rate may be below 0 or above 1."""
 Z_95: Final = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 
@@ -48,12 +48,12 @@ def majorities(
 ) -> list[float]:
     """Return maj@k for each k of ``sizes``, rounded to the 12 decimal places that are accurate.
 
-    maj@k is the probability that the most frequent vote among ``k`` completions, sampled without
-    replacement, is correct. Ties are broken at random. It is the mean over all subsets of k
-    completions, so it is unbiased for k independent completions.
+    maj@k is the probability that the most frequent vote among k completions, sampled without
+    replacement, is correct (self-consistency, Wang et al. 2022, arXiv 2203.11171). Ties are broken
+    at random. The mean over all subsets is an unbiased estimate for k independent completions.
 
-    None means no vote; a subset without votes is wrong. If the completions of a vote differ in
-    ``correct``, their mean counts. (Self-consistency, Wang et al. 2022, arXiv 2203.11171.)
+    The vote None does not count, and a subset without votes is wrong. If the completions of a vote
+    differ in ``correct``, their mean counts.
     """
     n = len(votes)
     if not all(0 < k <= n for k in sizes):
@@ -78,8 +78,9 @@ class _AlikeVotes(NamedTuple):
     """Group of votes with equal numbers of completions."""
 
     size: int
-    """Completions of each."""
+    """Number of completions of each vote."""
     number: int
+    """Number of votes."""
     right: float
     """Sum of the votes' shares of correct completions."""
 
@@ -97,8 +98,9 @@ def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int])
     generating functions in z of the number of sampled completions. They are multiplied as their
     values at roots of unity, and a Fourier transform yields the coefficient of z^k.
 
-    Fewer roots than n + 1 add the probability that the number of sampled completions differs from k
-    by at least the number of roots. This probability is below 1e-17 here (Hoeffding 1963).
+    With fewer than n + 1 roots, the result includes the cases in which the number of sampled
+    completions differs from k by at least the number of roots. Their probability is below 1e-17
+    (Hoeffding 1963).
     """
     n = silent + sum(each.size * each.number for each in votes)
     k = np.array(sizes)
@@ -132,7 +134,7 @@ def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int])
 def _binomials(
     sizes: Collection[int], probability: NDArray[np.float64]
 ) -> dict[int, NDArray[np.float64]]:
-    """Return the probabilities of each number of successes, on the first axis, for each size.
+    """Return the binomial distribution for each size: numbers of successes are on the first axis.
 
     Pascal's rule sums only positive terms, so no accuracy is lost.
     """
@@ -148,7 +150,7 @@ def _binomials(
 
 @cache
 def _quadrature(points: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Nodes and weights that integrate polynomials of degree ``points - 1`` from 0 to 1."""
+    """Return nodes and weights that integrate polynomials of degree ``points - 1`` on [0, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(points // 2 + 1)
     return (nodes + 1.0) / 2.0, weights / 2.0
 
@@ -156,7 +158,7 @@ def _quadrature(points: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def attempt_rates(
     correct: Sequence[bool], votes: Sequence[str | None], sizes: Sequence[int]
 ) -> dict[str, float]:
-    """Return a prompt's pass@k for each k of ``sizes``, and maj@k for each except the first."""
+    """Return a prompt's pass@k for each k of ``sizes``, and maj@k for all but the first size."""
     passed = {f"pass@{k}": pass_at_k(len(correct), sum(correct), k) for k in sizes}
     agreed = zip(sizes[1:], majorities(votes, correct, sizes[1:]), strict=True)
     return passed | {f"maj@{k}": share for k, share in agreed}
@@ -180,7 +182,8 @@ def vote_of(completion: str, pattern: str | None) -> str | None:
 def wilson(mean: float, count: int) -> ConfidenceInterval:
     """Return the 95 % score interval of a proportion (Wilson 1927) of ``count`` independent values.
 
-    It is wider than needed for values between 0 and 1, whose variance is at most mean (1 - mean).
+    For values between 0 and 1, whose variance is at most mean (1 - mean), the interval is
+    conservative.
     """
     if count < 1 or not 0.0 <= mean <= 1.0:
         raise ValueError(f"a mean of {mean} from {count} values")
@@ -188,7 +191,7 @@ def wilson(mean: float, count: int) -> ConfidenceInterval:
     scale = 1.0 + square / count
     center = (mean + square / (2.0 * count)) / scale
     half = Z_95 / scale * math.sqrt(mean * (1.0 - mean) / count + square / (4.0 * count * count))
-    # rounding must not move the mean outside
+    # Rounding must not move the mean out of the interval.
     return ConfidenceInterval(
         max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
     )
@@ -203,8 +206,8 @@ def of_completions(
 ) -> Summary:
     """Summarize ``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``.
 
-    All are means over the prompts. The mean reward leaves out completions without a score, and
-    their prompts have no rates.
+    The estimates are means over the prompts. The mean reward leaves out completions without a
+    score, and their prompts have no rates.
     """
     sizes = subset_sizes(n) if pass_score is not None else ()
     scores = []
@@ -228,8 +231,8 @@ def of_preferences(records: Iterable[Record]) -> Summary:
     """Summarize the ``accuracy`` and the ``margin`` of preference pairs.
 
     ``accuracy`` is the share of pairs whose chosen answer scores higher; a tie counts as wrong.
-    ``margin`` is the chosen score minus the rejected score. Both are means over the prompts of the
-    means over their pairs.
+    ``margin`` is the chosen score minus the rejected score. Both are averaged over the pairs of a
+    prompt, and then over the prompts.
     """
     scores = []
     for record in records:
@@ -249,17 +252,17 @@ def of_preferences(records: Iterable[Record]) -> Summary:
 
 
 def of_likelihood(records: Iterable[Record]) -> Summary:
-    """``loss`` and ``perplexity`` over all tokens of answers."""
+    """Summarize ``loss`` and ``perplexity`` over all tokens of answers."""
     scores = [dict(record) for record in records]
     return summarize(scores, {"loss": Measure.LOSS, "perplexity": Measure.PERPLEXITY})
 
 
 def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summary:
-    """Return the estimates over all items, by name. A measure whose score no item has is left out.
+    """Return the estimates over all items, by name; leave out measures whose score no item has.
 
-    Raises UsageError for scores that only some items lack (except for means of a part, and items
-    with a completion without a score), for scores that are not numbers, and for rates that are not
-    between 0 and 1.
+    Raises UsageError if only some items lack a score, a score is not a number, or a rate is not
+    between 0 and 1. Items may lack the score of a `PART_MEAN`. Items with an unscored completion
+    may lack any score.
     """
     estimates = {
         name: _estimate(scores, name, measure)
@@ -294,16 +297,15 @@ def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate
 
 
 def _rewards(score: Record) -> list[float | None]:
-    """Return the rewards of an item's completions; None for those without a score."""
+    """Return the rewards of an item's completions, with None for completions without a score."""
     rewards = score.get("rewards", ())
     return [None if reward is None or math.isnan(reward) else reward for reward in rewards]
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values, with its normal interval.
+    """Return the mean of independent values, with the normal interval from their deviation.
 
-    The interval follows from the standard deviation of the values. Its bounds are NaN for a single
-    value.
+    The bounds of the interval are NaN for a single value.
     """
     return ratio(values, [1.0] * len(values))
 
@@ -334,7 +336,7 @@ def rate(values: Sequence[float]) -> Estimate:
 
 
 def _column(scores: Sequence[Record], name: str) -> list[float]:
-    """Return the scores with a name. Raises UsageError if some are missing or not numbers."""
+    """Return the scores with a name. Raises UsageError if one is missing or is not a number."""
     for score in scores:
         value = score.get(name, "")
         if value is not None and not isinstance(value, int | float):
@@ -347,7 +349,7 @@ def _column(scores: Sequence[Record], name: str) -> list[float]:
 
 
 def _number(value: float | None) -> float:
-    """Return the number of a JSON value, in which null stands for NaN and infinities."""
+    """Return a JSON value as a number. Null stands for NaN and infinities, and becomes NaN."""
     return math.nan if value is None else float(value)
 
 

@@ -1,4 +1,4 @@
-"""SFT and on-policy distillation: training steps, held-out losses, rows in the samples table."""
+"""SFT and on-policy distillation: training steps, held-out losses, rows of the samples table."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 FIRST, EVERY = 10, 100
-"""Number of first steps, and interval of later steps, whose samples are kept: SFT may have many
+"""Number of first steps whose samples are kept, and interval of later kept steps: SFT may have many
 short steps."""
 LONGEST = 20_000
-"""Maximum number of characters of a string that are kept: rows of SFT may be as long as the model's
-context."""
+"""Maximum number of characters of a kept string: rows of SFT may be as long as the model's context.
+"""
 
 
 class SFTInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """One update with the mean cross entropy of the answers' tokens."""
+        """Make one update with the mean cross entropy of the answers' tokens."""
         assert engine is not None
         tokens = float((~sample.tensor("prompt_mask")).sum())
         result = engine.train_batch(sample, sft_loss, tokens)
@@ -71,7 +71,7 @@ class SFTInterface(Interface):
 
 
 def sft_loss(outputs: dict[str, Tensor], batch: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the engine's loss function: outputs {logp, entropy} [T]."""
+    """Return the sum of the loss over answer tokens. ``outputs``: {logp, entropy} [T]."""
     return cross_entropy(outputs["logp"], ~batch.tensor("prompt_mask")), {}
 
 
@@ -81,10 +81,10 @@ def cross_entropy(logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def rows_of(sample: SequenceSample, context: CallContext) -> list[dict[str, Any]]:
-    """Return rows of the samples table; none in most steps.
+    """Return the first `logging.samples` sequences as rows of the samples table, or [].
 
-    They are the first `logging.samples` sequences. The completion of a row begins with the first
-    token of an answer. The row notes the tokens outside of the loss.
+    The completion of a row begins with the first token of an answer. A row marks the tokens outside
+    of the loss. Most steps have no rows (`FIRST`, `EVERY`).
     """
     kept = context.settings.config.logging
     if context.step > FIRST and context.step % EVERY:
@@ -117,14 +117,14 @@ def _cut(decoded: str | list[str]) -> str:
 
 
 LARGEST_LOG = 80.0
-"""Maximum of a log-ratio: the exponential of a larger one would overflow."""
+"""Maximum of a log-ratio: the exponential of a larger log-ratio would overflow."""
 
 
 class DistillInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``teacher_logprobs`` of all tokens, at the sampling temperature.
+        """Return ``teacher_logprobs`` of all tokens, at the sampling temperature.
 
         Report their mean over response tokens, and the mean of log(p / p_teacher), where p is the
         probability at generation. In an evaluation, also record the sum of log(p / p_teacher) and
@@ -150,7 +150,7 @@ class DistillInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """One update with the mean over all response tokens."""
+        """Make one update with the mean loss over all response tokens."""
         assert engine is not None
         options = cast(Distill, context.settings.algorithm)
         tokens = float((~sample.tensor("prompt_mask")).sum())
@@ -166,7 +166,7 @@ class DistillInterface(Interface):
 
 
 def _records(sample: SequenceSample, distance: Tensor, response: Tensor) -> dict[str, Record]:
-    """Return each item's lists of its completions' sums of ``distance`` [T] and of token counts."""
+    """Return each item's record: for its completions, sums of ``distance`` and token counts."""
     ends = sample.cu_seqlens(TOKENS)
     sums = iter(sequence_sums(distance, response, ends).tolist())
     tokens = iter(sequence_sums(response.float(), response, ends).tolist())
@@ -182,7 +182,7 @@ def _records(sample: SequenceSample, distance: Tensor, response: Tensor) -> dict
 def distill_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, options: Distill
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum of the loss over the response tokens, and metrics: {logp, entropy} [T].
+    """Return loss and statistics, both sums over response tokens. ``outputs``: {logp, entropy} [T].
 
     The value of a token is the estimate w log(p / p_teacher) of KL(p || p_teacher) at its state.
     The gradient is the score-function gradient, w log(p / p_teacher) grad log p. The importance

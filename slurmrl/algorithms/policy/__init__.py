@@ -1,1 +1,1 @@
-"""Policy gradients: one implementation with settings for its parts; PPO is one combination."""
+"""Policy gradients: one implementation whose settings select the method, such as PPO or GRPO."""

@@ -50,13 +50,13 @@ class ActorInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Return the model's log-probabilities of the completions, as ``ref_logprobs``."""
+        """Return ``ref_logprobs``, the model's log-probabilities of the completions."""
         return CallResult(_logprobs(engine, sample, context, REF_LOGPROBS))
 
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Make updates with advantages that are normalized over the whole batch."""
+        """Compute the advantages of the batch and make the step's updates of the actor."""
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = only_scored(sample).to(engine.context.device)
@@ -86,9 +86,9 @@ class RecomputeInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Return the training engine's log-probabilities of the completions, as ``old_logprobs``.
+        """Return ``old_logprobs``, the training engine's log-probabilities of the completions.
 
-        Reports the mean and largest absolute difference to generation's log-probabilities, over
+        Report the mean and the largest absolute difference to generation's log-probabilities, over
         response tokens, and the mismatch of the two policies.
         """
         assert engine is not None
@@ -117,7 +117,7 @@ class RecomputeInterface(Interface):
 def _notes(
     sample: SequenceSample, advantages: Tensor, context: CallContext
 ) -> list[dict[str, Any]]:
-    """Return notes with the ``advantages`` [T] that the losses use."""
+    """Return notes on the tokens of kept completions, with the ``advantages`` [T] of the losses."""
     settings = cast(PolicyGradient, context.settings.algorithm)
     values = {"advantages": advantages, "logprobs": old_logprobs(sample)}
     trained = trained_completions(sample, settings)
@@ -138,7 +138,7 @@ def _logprobs(
 def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
     """Return the number of completions and the KL of the sampling policy to the reference.
 
-    ``kl`` is per token, ``kl_sequence`` per completion.
+    ``kl`` is a mean over tokens, ``kl_sequence`` a mean over completions, both in nats.
     """
     kl = kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])
@@ -155,8 +155,8 @@ def update_actor(
 ) -> MeanStats:
     """Make the updates of a step. ``advantages`` [T] are 0 on prompts.
 
-    During the critic's warm-up no update is made: the first minibatch's gradient is computed for
-    its metrics and dropped, so the optimizer and its schedule do not advance.
+    During the critic's warm-up, only compute the first minibatch's gradient for its metrics. Make
+    no update, so that the optimizer and its schedule do not advance.
     """
     settings = cast(PolicyGradient, context.settings.algorithm)
     temperature = context.settings.config.rollout.temperature
@@ -212,12 +212,12 @@ def _training_sample(
 
 
 def read_by_models(sample: SequenceSample) -> list[str]:
-    """Return the keys with which a model computes log-probabilities as generation does."""
+    """Return the keys that a model needs to compute log-probabilities as generation does."""
     return [key for key in ("input_ids", SIZES, IDS, EXPERTS) if key in sample.keys]
 
 
 def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
-    """Return the test of a minibatch's means that ends the updates of a step."""
+    """Return a function that decides from a minibatch's means whether to stop the updates."""
     limits = {
         "importance_ratio": settings.early_stop_importance_ratio,
         "approx_kl": settings.early_stop_kl,
@@ -231,7 +231,7 @@ def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
 def _second_moment(
     engine: TrainEngine, settings: PolicyGradient, temperature: float
 ) -> Callable[[SequenceSample], SequenceSample] | None:
-    """Return a function that adds to a minibatch the tokens that M2PO keeps at current weights."""
+    """Return a function that adds the mask ``kept`` of M2PO at current weights to a minibatch."""
     threshold = settings.m2_threshold
     if threshold is None:
         return None

@@ -1,6 +1,6 @@
 """Advantages and returns from rewards, log-probabilities and values, and filters of prompts.
 
-All but the filter are pure tensor functions.
+Except the filter, the functions are pure tensor functions.
 
 There are T packed tokens, S sequences and R response tokens. A sequence is a prompt of at least one
 token and its response, which may have several turns with messages between them. The tokens of
@@ -8,8 +8,8 @@ messages are part of the states, not of the response: the step from the last tok
 to the state before the first token of the next turn. The state before token t consists of the
 tokens up to t - 1, so its value is at position t - 1 of the critic's aligned values.
 
-Statistics of whole completions are computed in float64. A group has the completions of one prompt,
-which are always on the same rank, so that only statistics over the batch need other ranks.
+Statistics of whole completions are computed in float64. A group contains the completions of one
+prompt, which are always on the same rank. Only statistics over the batch need communication.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 @dataclass(frozen=True)
 class Responses:
     tokens: Tensor
-    """[R] positions of the response tokens among the T."""
+    """[R] positions of the response tokens in [T]."""
     states: Tensor
     """[R+S] positions of the states: for each sequence, the states before its response tokens, then
     the state after its last token."""
@@ -61,12 +61,12 @@ class Responses:
     cu_seqlens: Tensor
     """[S+1] cumulative numbers of response tokens."""
     last: Tensor
-    """[S'] positions among the R of the last response tokens of sequences that have any."""
+    """[S'] positions in [R] of the last response tokens of the S' sequences that have any."""
     answered: Tensor
-    """[S'] numbers of these sequences."""
+    """[S'] numbers of the sequences that have response tokens."""
 
     def sums(self, x: Tensor) -> Tensor:
-        """[S]: the sum of x [R] over each sequence."""
+        """Return the sums [S] of x [R] over each sequence."""
         return x.new_zeros(len(self.cu_seqlens) - 1).index_add(0, self.sequence, x)
 
 
@@ -81,8 +81,8 @@ class Estimates:
     """The critic's value of the state before the token, when it was sampled; 0 without a critic."""
     advantages: Tensor
     returns: Tensor
-    """The advantage plus the value; without a critic, the return of which the advantage is
-    computed."""
+    """With a critic, the advantage plus the old value; otherwise, the return from which the
+    advantage is computed."""
 
 
 def estimate(
@@ -90,9 +90,9 @@ def estimate(
 ) -> Estimates:
     """Return advantages and returns according to the setting ``advantage``.
 
-    With a critic, a truncated completion bootstraps from the value of its last state; without one,
-    its return ends with its last token. Completions without response tokens (failed episodes) do
-    not enter any comparison.
+    With a critic, the return of a truncated completion includes the value of its last state.
+    Without a critic, the return ends with the last token. Completions without response tokens
+    (failed episodes) are ignored in all comparisons.
     """
     settings = cast(PolicyGradient, context.settings.algorithm)
     limit = context.settings.config.rollout.most_written
@@ -122,10 +122,10 @@ def estimate(
 
 
 def only_scored(sample: SequenceSample) -> SequenceSample:
-    """Treat completions without a score as if the policy had written nothing in them.
+    """Exclude completions without a score from all comparisons and losses.
 
-    They do not enter any comparison or loss. If the greedy completion of a prompt has no score,
-    this applies to all completions of the prompt.
+    Mark all their tokens as prompt. If the greedy completion of a prompt has no score, exclude all
+    completions of the prompt.
     """
     rewards = sample.tensor("rewards")
     unscored = rewards.isnan()
@@ -147,8 +147,8 @@ def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
     """Return the indices of the response tokens of each sequence.
 
     ``prompt_mask`` bool [T] is True on tokens that the policy did not write: prompts, and messages
-    between turns. ``cu_seqlens`` [S+1] over the T tokens is in host memory. The host makes the
-    indices and waits once for the mask.
+    between turns. ``cu_seqlens`` [S+1] over the T tokens is in host memory. The host computes the
+    indices, so it waits once for the mask.
     """
     tokens = (~prompt_mask.cpu()).nonzero().squeeze(1)
     ends = cu_seqlens[1:].long()
@@ -191,8 +191,8 @@ def shape_scores(
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
     """Return the soft penalty for long completions, from 0 to -1.
 
-    It is 0 up to ``limit - buffer`` tokens and falls linearly to -1 at ``limit`` (Yu et al. 2025,
-    "DAPO", eq. 13).
+    The penalty is 0 up to ``limit - buffer`` tokens and falls linearly to -1 at ``limit`` tokens
+    (Yu et al. 2025, "DAPO", eq. 13).
     """
     return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)
 
@@ -235,7 +235,7 @@ def _penalties(
     settings: PolicyGradient,
     scalars: Mapping[str, float],
 ) -> Tensor:
-    """[R]: the KL penalty that is subtracted from the reward of each token."""
+    """Return the KL penalty [R] that is subtracted from the reward of each token."""
     old = old_logprobs(sample)[responses.tokens]
     if not settings.uses_reference or settings.kl.where != "reward":
         return torch.zeros_like(old)
@@ -246,9 +246,9 @@ def _penalties(
 def _turn_rewards(
     sample: SequenceSample, responses: Responses, finished: Tensor, settings: PolicyGradient
 ) -> Tensor | None:
-    """Return [R]: the part of the score that a token's turn has earned.
+    """Return the rewards [R] of turns: at a turn's last token, the reward that the turn has earned.
 
-    It is 0 at tokens that end no turn. Return None if completions have one turn each.
+    All other entries are 0. Return None if completions have one turn each.
     """
     if TURN_REWARDS not in sample.keys:
         return None
@@ -259,10 +259,10 @@ def _turn_rewards(
 
 
 def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, limit: int) -> Tensor:
-    """Return [S]: the scores of the prompts' greedy completions.
+    """Return, for each sequence [S], the score of its prompt's greedy completion.
 
-    They are shaped like the scores of sampled completions, without a KL penalty (Li et al. 2024,
-    "ReMax", algorithm 1).
+    The scores are shaped like the scores of sampled completions, without a KL penalty (Li et al.
+    2024, "ReMax", algorithm 1).
     """
     mask = sample.tensor(GREEDY + "prompt_mask")
     responses = find_responses(mask, sample.cu_seqlens(GREEDY + "prompt_mask"))
@@ -281,15 +281,15 @@ class Groups:
     """The group of each of S sequences."""
 
     index: Tensor
-    """[S] the number of the group."""
+    """[S] number of the group of each sequence."""
     sizes: Tensor
-    """[S] the number of sequences in that group."""
+    """[S] number of sequences in the group of each sequence."""
     count: int
-    """The number of groups."""
+    """Number of groups."""
 
     @staticmethod
     def of(counts: Sequence[int], device: torch.device) -> Groups:
-        """``counts`` [items] are the numbers of sequences of the groups in order."""
+        """Make the groups from the numbers of their sequences, in order."""
         rows = torch.tensor(counts, dtype=torch.int64)
         index = torch.arange(len(rows)).repeat_interleave(rows)
         index, sizes = upload((index, rows[index]), device)
@@ -302,15 +302,15 @@ class Groups:
         return Groups(index, sizes[index], self.count)
 
     def sums(self, x: Tensor) -> Tensor:
-        """[S]: for each sequence, the sum of x [S] over its group."""
+        """Return, for each sequence [S], the sum of x [S] over its group."""
         totals = x.new_zeros(self.count).index_add(0, self.index, x)
         return totals[self.index]
 
     def means(self, x: Tensor) -> Tensor:
-        """Return [S]: for each sequence, the mean of x [S] over its group.
+        """Return, for each sequence [S], the mean of x [S] over its group.
 
-        The mean of equal entries is exactly their value: the mean of the deviations from the first
-        mean corrects its rounding.
+        The mean of equal entries is exactly their value: adding the mean deviation from the rounded
+        mean corrects the rounding.
         """
         means = self.sums(x) / self.sizes
         return means + self.sums(x - means) / self.sizes
@@ -323,13 +323,13 @@ def moments(
     unbiased: bool = False,
     about_zero: bool = False,
 ) -> tuple[float, float]:
-    """Mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty.
+    """Return mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty.
 
     ``unbiased`` divides by the number of entries minus one. ``about_zero`` takes the deviation from
     0 instead of the mean.
 
-    For equal entries, the mean is exactly their value and the deviation is 0, on any layout: the
-    mean of the deviations from the first mean corrects its rounding.
+    For equal entries, the mean is exactly their value and the deviation is 0 on any layout: adding
+    the mean deviation from the rounded mean corrects the rounding.
     """
     wide = x.double()
     total, counted = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
@@ -347,7 +347,7 @@ def moments(
 def completion_advantages(
     returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
 ) -> Tensor:
-    """Return [S] float64: returns [S] of completions minus a baseline, divided by a deviation.
+    """Return ``returns`` [S] of completions minus a baseline, divided by a deviation, in float64.
 
     - ``group``: x_i - mean(x_1 … x_n) (Shao et al. 2024, "DeepSeekMath", section 4.1.2);
     - ``leave_one_out``: x_i - mean of the others (Kool et al. 2019, "Buy 4 REINFORCE samples, get a
@@ -370,10 +370,10 @@ def completion_advantages(
 def deviations(
     returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
 ) -> Tensor | None:
-    """Return [S] float64: the standard deviation by which ``advantage_std`` divides returns [S].
+    """Return the deviations [S] float64 of ``returns`` [S] for ``advantage_std``; None for none.
 
-    Return None if it divides by none. Without a baseline, the deviation is from 0 (the root of the
-    mean square). Otherwise, equal returns would be divided by about 0.
+    Without a baseline, the deviation is from 0 (the root of the mean square): equal returns would
+    have a deviation of about 0 from their mean.
     """
     wide, unbiased = returns.double(), settings.std_unbiased
     about_zero = settings.advantage == "none"
@@ -399,8 +399,8 @@ def divided(advantages: Tensor, deviations: Tensor | None, settings: PolicyGradi
 def whiten(x: Tensor, mean: float, std: float) -> Tensor:
     """Return x with mean 0 and standard deviation 1, given its moments over all ranks.
 
-    Advantages that hardly differ stay small. If no completion earned a reward, they are rounding
-    errors, which must not be scaled up.
+    Advantages that hardly differ stay small. If all rewards are 0, advantages are rounding errors,
+    which must not be scaled up.
     """
     return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 
@@ -408,13 +408,14 @@ def whiten(x: Tensor, mean: float, std: float) -> Tensor:
 def old_logprobs(sample: SequenceSample) -> Tensor:
     """Return the log-probabilities [T] of the policy before the updates.
 
-    They are recomputed if the graph has that call. Otherwise, generation recorded them.
+    The training engine has recomputed them if the graph has that call. Otherwise, generation has
+    recorded them.
     """
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
 
 def trained_completions(sample: SequenceSample, settings: PolicyGradient) -> Tensor:
-    """[S] bool: the completions whose tokens are in the losses."""
+    """Return, as bool [S], which completions are in the losses."""
     finished = sample.tensor("finished").bool()
     return finished if settings.mask_truncated else torch.ones_like(finished)
 
@@ -422,10 +423,10 @@ def trained_completions(sample: SequenceSample, settings: PolicyGradient) -> Ten
 def token_rewards(
     penalties: Tensor, scores: Tensor, responses: Responses, turns: Tensor | None = None
 ) -> Tensor:
-    """Return [R]: minus the KL penalty of each response token, plus scores at last tokens.
+    """Return the rewards [R] of response tokens: scores at last tokens, minus KL penalties.
 
-    The score of a completion is at its last token. The part of the score that ``turns`` [R] have
-    earned is at the last tokens of the turns instead. The sum over a completion stays the same.
+    The last token of a completion gets its score, except the rewards that ``turns`` [R] assigns to
+    the last tokens of turns. The sum over a completion does not depend on ``turns``.
     """
     rewards = -penalties
     if turns is not None:
@@ -436,7 +437,7 @@ def token_rewards(
 
 
 def spread_over_tokens(x: Tensor, positions: Tensor, tokens: int) -> Tensor:
-    """[T]: the entries of x [R] at their positions, 0 elsewhere."""
+    """Return x [R] as a tensor [T] with the entries at their positions and 0 elsewhere."""
     return x.new_zeros(tokens).index_copy(0, positions, x)
 
 
@@ -446,9 +447,8 @@ class FilterInterface(Interface):
     ) -> CallResult:
         """Drop prompts by the settings of the algorithm.
 
-        Report the share of prompts that each filter drops; if a prompt has several reasons, the
-        first counts. As in advantages, the comparison omits completions without a score and failed
-        episodes, in which the policy wrote nothing.
+        Report the share of prompts that each filter drops. If a prompt has several reasons, the
+        first reason counts. The filters ignore completions without a score and failed episodes.
         """
         sample = only_scored(sample)
         settings = cast(PolicyGradient, context.settings.algorithm)
@@ -475,10 +475,10 @@ class FilterInterface(Interface):
 
 
 def reason(scores: Sequence[float], finished: Sequence[bool], settings: Filters) -> str | None:
-    """Return why a prompt is dropped; None if it is not.
+    """Return why a prompt is dropped; None if it is kept.
 
-    ``scores`` are the scores of the completions to compare. ``finished`` says whether each of them
-    ended with a stop token. Without completions, the prompt has no variance.
+    ``scores`` and ``finished`` have an entry for each completion; ``finished`` says whether it
+    ended with a stop token or stop string. A prompt without completions has no variance.
     """
     truncated = len(finished) - sum(finished)
     if settings.max_truncated is not None and truncated > settings.max_truncated * len(finished):

@@ -1,6 +1,6 @@
 """Baselines that need separate calls: the critic's values, and a greedy completion's reward.
 
-The greedy completion of each prompt and its reward have separate keys (`GREEDY`).
+The keys of the greedy completion of each prompt and of its reward have the prefix `GREEDY`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class CriticInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Return ``values``: position t holds the value of the state after token t.
-
-        They are aligned with the tokens and in units of the returns.
-        """
+        """Return ``values`` [T] of the states after each token, in units of the returns."""
         assert engine is not None
         values = engine.forward(sample.only(["input_ids"]))["values"]
         settings = cast(PolicyGradient, context.settings.algorithm)
@@ -61,9 +58,9 @@ class CriticInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Train the values before each response token towards the returns.
+        """Train the values of the states before response tokens to predict the returns.
 
-        With ``value_norm``, both are normalized, and the moments include these returns.
+        With ``value_norm``, normalize values and returns by moments that include these returns.
         """
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
@@ -98,7 +95,7 @@ class CriticInterface(Interface):
 def critic_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, ppo: PolicyGradient
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the engine's loss function: outputs {values} [T]."""
+    """Return loss and statistics, both sums over tokens. ``outputs``: {values} [T]."""
     return value_loss(
         outputs["values"],
         batch.tensor("values"),
@@ -133,7 +130,7 @@ def _joined(
 def explained_variance(returns_std: float, error_std: float) -> float:
     """Return 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 is as good as a constant.
 
-    It is 0 when the returns do not vary.
+    Return 0 if the returns do not vary.
     """
     return 1.0 - (error_std / returns_std) ** 2 if returns_std > 0 else 0.0
 
@@ -141,7 +138,7 @@ def explained_variance(returns_std: float, error_std: float) -> float:
 def _training_sample(
     sample: SequenceSample, estimates: Estimates, settings: PolicyGradient
 ) -> SequenceSample:
-    """Return the sample with returns aligned like values: at the state before their token."""
+    """Return the sample with the return of each token at the position of the state before it."""
     ids = sample.tensor("input_ids")
     counts = trained_completions(sample, settings)[estimates.responses.sequence]
     states = estimates.responses.tokens - 1
@@ -172,7 +169,7 @@ class GreedyRewardInterface(RuleRewardInterface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``greedy_rewards``, one for each prompt."""
+        """Return ``greedy_rewards``, one for each prompt."""
         keys = (*COMPLETION, "model_scores")
         plain = _renamed(sample, {GREEDY + k: k for k in keys if GREEDY + k in sample.keys})
         result = super().inference(engine, plain, context)
@@ -187,7 +184,7 @@ class GreedyScoresInterface(ScoresInterface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``greedy_model_scores``, one for each prompt."""
+        """Return ``greedy_model_scores``, one for each prompt."""
         names = {GREEDY + key: key for key in ("input_ids", "prompt_mask")}
         plain = _renamed(sample, {old: new for old, new in names.items() if old in sample.keys})
         result = super().inference(engine, plain, context)

@@ -1,4 +1,4 @@
-"""Settings of rewards, advantages, filters, losses and updates: sections of policy gradients."""
+"""Sections of the settings of policy gradients: rewards, advantages, filters, losses, updates."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Objective(Section):
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """Return the minimum and maximum ratio that is not clipped."""
+        """The minimum and the maximum ratio that are not clipped."""
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return 1.0 - self.clip_ratio, 1.0 + high
 
@@ -197,7 +197,7 @@ class Correction(Section):
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """Return the minimum and maximum weight."""
+        """The minimum and the maximum importance weight."""
         bounded = self.correction in ("truncate", "mask")
         return (self.correction_lower, self.correction_upper) if bounded else (0.0, inf)
 
@@ -270,7 +270,7 @@ OF_COMPLETIONS: Final = ("group", "leave_one_out", "batch", "batch_leave_one_out
 OF_GROUPS: Final = ("group", "leave_one_out")
 """Estimators that compare the completions of one prompt."""
 WITHOUT_OWN: Final = ("leave_one_out", "batch_leave_one_out")
-"""Estimators whose mean leaves out the completion itself."""
+"""Estimators whose baseline leaves out the completion itself."""
 DIVIDED: Final = (*OF_COMPLETIONS, "none")
 """Estimators whose advantages may be divided by a deviation."""
 

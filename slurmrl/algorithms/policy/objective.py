@@ -1,12 +1,13 @@
-"""The objective of policy gradients per token and the losses, as pure tensor functions.
+"""Losses of policy gradients, as pure tensor functions.
 
-All tensors are [T] and aligned with each other. ``mask`` marks the tokens that count; others
-contribute zeros, because selecting by a mask would make the host wait for a GPU. Losses are sums
-over tokens: the caller divides them by denominators of the whole minibatch (`updates.item_shares`).
+All tensors are [T] and aligned with each other. ``mask`` marks the tokens that count. The other
+tokens contribute zeros, because selecting by a mask would make the host wait for a GPU. Losses are
+sums over tokens: the caller divides them by denominators of the whole minibatch
+(`updates.item_shares`).
 
-Generation and training compute log-probabilities by different kernels, so tokens come from a
-slightly different policy than the trained one. `correction_weights` are importance weights against
-this difference, `mismatch_metrics` measure it, and `second_moment_mask` is the mask of M2PO.
+Generation and training compute log-probabilities with different kernels, so the sampling policy
+differs slightly from the trained policy. `correction_weights` are importance weights that correct
+for the difference, and `mismatch_metrics` measure it. `second_moment_mask` is the mask of M2PO.
 """
 
 from __future__ import annotations
@@ -24,32 +25,33 @@ from slurmrl.algorithms.sequences import Sequences
 from slurmrl.data.sample import SequenceSample
 
 LOSS_WEIGHTS = "loss_weights"
-"""Key of the weights of the tokens' losses, if they are not all 1; float [T]."""
+"""Key of the weights of the tokens' losses, float [T]; a batch without the key has weights 1."""
 MASK = "response_mask"
-"""Key of the tokens whose losses count; bool [T]."""
+"""Key of the mask of the tokens whose losses count, bool [T]."""
 KLEstimator = Literal["k1", "k2", "k3"]
 LARGEST_BITS = 0x7F800000
-"""The bits of float32's infinity. Bits of nonnegative floats are ordered like the floats."""
+"""Bits of float32's infinity as an integer. Nonnegative floats are ordered like their bits."""
 LARGEST_LOG = 80.0
-"""Maximum of a log-weight: the exponential of a larger one would overflow."""
+"""Maximum of a log-weight: the exponential of a larger log-weight would overflow."""
 RATIO_MAX = "mismatch_ratio_max"
 GATE_LIMIT = 60.0
-"""Maximum log-ratio in a soft gate: the exponential of much larger ones would overflow, and the
+"""Maximum log-ratio in a soft gate: exponentials of much larger log-ratios would overflow, and the
 gate is flat there."""
 
 
 def log_ratios(
     logp: Tensor, old_logp: Tensor, mask: Tensor, level: str, sequences: Sequences
 ) -> Tensor:
-    """Return the log of the ratio of new to old probability that the objective uses at each token.
+    """Return the logarithms [T] of the ratios of new to old probability in the objective.
 
     - ``token``: the ratio of the token itself.
     - ``sequence``: the geometric mean of the ratios of the response's tokens (Zheng et al. 2025,
-    "Group sequence policy optimization", eq. 7).
-    - ``sequence_token``: the same number, with the gradient of only the token's own log-probability
-      (eq. 14 there).
+      "Group sequence policy optimization", eq. 7).
+    - ``sequence_token``: the value of ``sequence``, with the gradient of only the token's own
+      log-probability (eq. 14 of the same paper).
 
-    If the advantages within a response are equal, the last two have the same gradient.
+    If the advantages within a response are equal, ``sequence`` and ``sequence_token`` have the same
+    gradient.
     """
     tokens = torch.where(mask, logp - old_logp, 0.0)
     if level == "token":
@@ -61,9 +63,9 @@ def log_ratios(
 def surrogate(
     log_ratio: Tensor, logp: Tensor, advantages: Tensor, settings: Objective
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, and whether a bound acts on it.
+    """Return the loss of each token [T], and whether a bound acts on the token (bool [T]).
 
-    Inputs are 0 where tokens do not count.
+    The inputs are 0 at tokens that do not count.
     """
     match settings.objective:
         case "clip":
@@ -77,11 +79,10 @@ def surrogate(
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic clip (Schulman et al. 2017, eq.
+    """Return losses with PPO's pessimistic clip (Schulman et al. 2017, eq. 7).
 
-    7) with a separate bound on either side (Yu et al. 2025, "DAPO", eq. 10). ``dual_clip`` bounds
-    the loss of tokens with negative advantages (Ye et al. 2020, "Mastering complex control in MOBA
-    games").
+    Each side has a separate bound (Yu et al. 2025, "DAPO", eq. 10). ``dual_clip`` bounds the loss
+    of tokens with negative advantages (Ye et al. 2020, "Mastering complex control in MOBA games").
     """
     low, high = settings.ratio_bounds
     ratio = log_ratio.exp()
@@ -113,8 +114,8 @@ def _detached(
 def _gated(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
     """Return losses with a sigmoid of the ratio instead of a clip.
 
-    The slope is 1 at a ratio of 1 and falls off on both sides, faster with a larger temperature
-    (Gao et al. 2025, "Soft adaptive policy optimization", arXiv 2511.20347).
+    The slope of the gate is 1 at a ratio of 1 and falls off on both sides, faster with a larger
+    temperature (Gao et al. 2025, "Soft adaptive policy optimization", arXiv 2511.20347).
     """
     ratio = log_ratio.clamp(max=GATE_LIMIT).exp()
     positive, negative = settings.sapo_tau_positive, settings.sapo_tau_negative
@@ -126,9 +127,9 @@ def _gated(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[
 def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: KLEstimator) -> Tensor:
     """Return estimates of KL(policy || reference) from tokens of the policy.
 
-    Let x be log(policy / reference). All estimators have the right mean, k2 nearly so (Schulman
-    2020, "Approximating KL divergence"). As terms of a loss, they have different mean gradients
-    over tokens of the policy:
+    Let x be log(policy / reference). The estimators k1 and k3 are unbiased, and k2 is nearly so
+    (Schulman 2020, "Approximating KL divergence"). As terms of a loss, the estimators have
+    different mean gradients over tokens of the policy:
 
     - ``k1``, x: zero. It belongs in the reward, not in the loss.
     - ``k2``, x^2 / 2: the gradient of KL(policy || reference).
@@ -155,13 +156,13 @@ def policy_loss(
 
     The loss is the surrogate times the importance weights, minus ``entropy_coef`` times the
     entropy, plus ``kl_coef`` times the KL to the reference. ``outputs`` are logp and entropy [T] of
-    the actor. ``batch`` has their references: ``logprobs`` (of the policy before the
-    updates), ``advantages`` and `MASK`. It may also have
+    the actor. ``batch`` has ``logprobs`` (of the policy before the updates), ``advantages`` and
+    `MASK`. It may also have
 
-    - `LOSS_WEIGHTS`: the weight of each token's loss; without it, all are 1;
-    - ``corrections``: importance weights against the policy that generated the tokens;
-    - ``kept``: the tokens whose surrogate counts;
-    - `REF_LOGPROBS`: without them, the loss has no KL penalty.
+    - `LOSS_WEIGHTS`: the weight of each token's loss; the default is 1;
+    - ``corrections``: importance weights that correct for the policy that generated the tokens;
+    - ``kept``: a mask of the tokens whose surrogate counts;
+    - `REF_LOGPROBS`: the reference's log-probabilities, which add the KL penalty.
 
     The statistics are
 
@@ -172,10 +173,10 @@ def policy_loss(
     - ``approx_kl_k1``: log(old / new), an estimate of KL(old || new);
     - ``approx_kl``: the always positive estimate k3, ratio - 1 - log(ratio).
 
-    Depending on the batch, there are also ``kl_loss`` (the estimate), ``correction_weight``,
-    ``correction_masked`` and ``m2_masked``. ``actor/loss``, ``actor_loss`` and ``kl_loss`` are
-    weighted like the loss. With ``compares``, ``logprobs`` are generation's, and `mismatch_sums`
-    compare them with the outputs.
+    Depending on the batch, there are also ``kl_loss`` (the estimate of the KL),
+    ``correction_weight``, ``correction_masked`` and ``m2_masked``. ``actor/loss``, ``actor_loss``
+    and ``kl_loss`` are weighted like the loss. With ``compares``, ``logprobs`` are from generation,
+    and the statistics include `mismatch_sums` of the outputs.
     """
     logp, mask, old = outputs["logp"], batch.tensor(MASK), batch.tensor("logprobs")
     weights = batch.data.get(LOSS_WEIGHTS)
@@ -230,9 +231,9 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return half the squared error of the new values, and the statistics.
 
-    Beyond ``huber_delta``, if it is set, the loss is linear with its slope at this point (Huber
-    1964). ``value_clip`` is the maximum distance of clipped new values from the old values; the
-    larger of both errors counts.
+    If ``huber_delta`` is set, the loss of larger errors is linear (Huber 1964). ``value_clip`` is
+    the maximum distance of clipped new values from the old values; the larger of the clipped and
+    the unclipped error counts.
 
     Statistics: ``value_loss`` and ``value_clip_fraction``.
     """
@@ -265,9 +266,9 @@ def correction_weights(
 ) -> Tensor:
     """Return importance weights from the log-probabilities of training and generation.
 
-    ``proximal`` is from the training engine before the update, ``behavior`` from generation. The
-    weights multiply the losses of tokens. Together with the ratio of the objective, they make up
-    the decoupled objective (Fu et al. 2025, "AReaL", section 5.2).
+    ``proximal`` is from the training engine before the update, and ``behavior`` is from generation.
+    The weights multiply the losses of tokens. Weights and ratios together form the decoupled
+    objective (Fu et al. 2025, "AReaL", section 5.2).
 
     The level is the unit that has a weight:
 
@@ -300,10 +301,10 @@ def correction_weights(
 
 
 def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Correction) -> Tensor:
-    """Return [T] bool: the tokens that are within the bounds of rejection.
+    """Return, as bool [T], which tokens are within the bounds of rejection.
 
-    ``log_ratio`` is log r of each token, 0 where ``mask`` is False. Unless single tokens are
-    compared, either all tokens of a response are accepted or none.
+    ``log_ratio`` is log r of each token, 0 where ``mask`` is False. Unless ``reject_over`` is
+    ``token``, either all tokens of a response are accepted or none.
     """
     low, high = settings.reject_lower, settings.reject_upper
     match settings.reject_by:
@@ -328,10 +329,10 @@ def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Co
 
 
 def mismatch_sums(training: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return sums over tokens, and the largest ratio, from which `mismatch_metrics` follow.
+    """Return the sums over tokens and the largest ratio that `mismatch_metrics` needs.
 
-    They compare the log-probabilities of the training engine and of generation for the same
-    weights.
+    ``training`` and ``behavior`` [T] are log-probabilities of the training engine and of generation
+    for the same weights.
     """
     log_ratio = torch.where(mask, training - behavior, 0.0).double()
     ratio = log_ratio.exp()
@@ -347,8 +348,8 @@ def mismatch_sums(training: Tensor, behavior: Tensor, mask: Tensor) -> dict[str,
 def mismatch_metrics(sums: Mapping[str, float], tokens: float) -> dict[str, float]:
     """Return the metrics of the mismatch of training and generation; empty for no tokens.
 
-    - ``mismatch/kl``: KL(generation || training) per token, by the never negative estimator k3;
-    - ``mismatch/kl_k1``: the same KL as the mean of log(generation / training);
+    - ``mismatch/kl``: KL(generation || training) per token, by the nonnegative estimator k3;
+    - ``mismatch/kl_k1``: this KL as the mean of log(generation / training);
     - ``mismatch/ratio_max``: the largest ratio of training to generation of a token;
     - ``mismatch/effective_sample_size``: the effective sample size of tokens weighted by their
       ratios (Kong 1992), as a share of their number; 1 if all ratios are equal.
@@ -376,14 +377,13 @@ def second_moment_mask(
     threshold: float,
     all_reduce_sum: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return [T] bool: the tokens of ``mask`` that stay.
+    """Return, as bool [T], which tokens of ``mask`` M2PO keeps. Collective.
 
     The method is algorithm 1 of Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161.
-    It can drop only tokens whose log-ratio has the sign of their advantage, like a clip. It drops
-    the token with the largest square until the mean square of the remaining tokens is at most
+    Only tokens whose log-ratio has the sign of their advantage can be dropped, as by a clip. Tokens
+    with the largest squares are dropped until the mean square of the others is at most
     ``threshold``. Tokens with equal squares are dropped together, so the mask does not depend on
     the order of tokens or their distribution over ranks. ``all_reduce_sum`` sums over ranks.
-    Collective.
     """
     moments = log_ratio.float().square()
     moved = mask & (log_ratio * advantages > 0)

@@ -26,7 +26,7 @@ class Preset:
 GROUP_SIZE: Final = 8
 """Completions per prompt if a method compares them. Papers use 4 to 64; 8 suits small runs."""
 PLAIN: Final = {
-    # The papers' objectives have neither of these safeguards of ReaL's PPO.
+    # These safeguards of ReaL's PPO are not part of the papers' objectives.
     "reward_clip": None,
     "early_stop_importance_ratio": None,
 }
@@ -39,8 +39,8 @@ GROUP_NORMALIZED: Final = {
     "normalize_advantages": False,
 }
 REINFORCE: Final = {
-    # One update of the policy per batch, with the gradient of the sum of log-probabilities over
-    # each completion, averaged over completions.
+    # The method makes one update for each batch. The loss sums log-probabilities over each
+    # completion and averages the sums over completions.
     **PLAIN,
     "n_minibatches": 1,
     "objective": "unclipped",
@@ -177,7 +177,8 @@ BELONGS_TO: Final = {
     "sapo_tau_negative": "objective",
     "aggregation_length": "aggregation",
 }
-"""Settings whose preset values suit only the preset's choice of another setting."""
+"""Settings whose preset values apply only with the preset's choice of another setting: setting ->
+other setting."""
 
 
 CHOICES: Final[dict[str, type[Section]]] = {
@@ -185,14 +186,14 @@ CHOICES: Final[dict[str, type[Section]]] = {
     "aggregation": Objective,
     "advantage": Advantages,
 }
-"""Sections of the other settings, by name."""
+"""Sections of the settings that `BELONGS_TO` maps to."""
 
 
 def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
-    """Return the values of an ``algorithm`` section over the preset that they name.
+    """Return the values of an ``algorithm`` section, completed by the preset that it names.
 
-    If they name a user's own algorithm, the preset is ``default``. Raises ValueError for settings
-    of a penalty that the preset does not have.
+    If the section names a user's own algorithm, the preset is ``default``. Raises ValueError for
+    settings of a KL penalty whose coefficient is 0 in the preset.
     """
     name = str(values.get("name", default))
     name = default if ":" in name else name
@@ -204,10 +205,10 @@ def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
 
 
 def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a preset.
+    """Return the settings of a preset that apply with ``values``.
 
-    If ``values`` choose another objective, advantage or aggregation than the preset, settings that
-    belong to the preset's choice are left out.
+    If ``values`` choose another objective, advantage or aggregation than the preset, the settings
+    in `BELONGS_TO` for this choice are left out.
     """
     settings = PRESETS[name].settings
     own = {
@@ -221,9 +222,9 @@ def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _reject_kl_without_coefficient(
     name: str, settings: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for settings of a KL penalty whose coefficient is 0 by default.
+    """Raise ValueError for settings of a KL penalty whose coefficient is 0 in the preset.
 
-    (An explicit ``coef: 0`` states that there is none.)
+    An explicit ``coef: 0`` is allowed: it states that the penalty is off.
     """
     kl = values.get("kl")
     if not isinstance(kl, Mapping) or "coef" in kl or settings.get("kl", {}).get("coef") != 0:

@@ -212,7 +212,7 @@ class PolicyGradient(
         )
 
     def _inference_calls(self, supported: tuple[str, ...]) -> Iterator[Call]:
-        """Return the calls in which models other than the actor process the completions."""
+        """Yield the calls in which models other than the actor process the completions."""
         ids = ("input_ids",)
         if self.uses_reference:
             inputs = (*ids, *supported)
@@ -232,7 +232,7 @@ class PolicyGradient(
             yield Call("critic_train", "critic", train, CRITIC, scored, (), metrics)
 
     def conflicts(self, config: Config) -> Iterator[tuple[KeyPath, str]]:
-        """Return settings of different sections that exclude each other."""
+        """Yield settings of different sections that exclude each other."""
         limit = config.rollout.most_written
         if self.overlong_buffer is not None and self.overlong_buffer > limit:
             whole = "the tokens that the policy may write in an episode"
@@ -262,9 +262,9 @@ class PolicyGradient(
         return "slurmrl.algorithms.scalars:PolicyScalars"
 
     def objective_metrics(self, *, recomputes: bool) -> tuple[str, ...]:
-        """Metrics of the actor's training that follow from the settings.
+        """Return the metrics of the actor's training that depend on the settings.
 
-        If old log-probabilities are recomputed, that call compares them with generation's.
+        With ``recomputes``, the call that recomputes log-probabilities reports the mismatch.
         """
         corrected = ("correction_weight", "correction_masked")
         return (
@@ -309,7 +309,7 @@ def greedy_generate_call(config: Config) -> Call:
 
 
 def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
-    """Return the calls that score greedy completions: the reward, after the model that it uses."""
+    """Return the calls that score greedy completions: a reward model's call, if any, and rules."""
     turns = (GREEDY + TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     scoring = Call(
         name="greedy_reward_inf",
@@ -334,7 +334,7 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
 
 
 def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
-    """Return `recompute_logprobs` and `correction`, derived from the configuration if not set."""
+    """Return the values of `recompute_logprobs` and `correction`, with their computed defaults."""
     stale, unlike = bool(_staleness(config)), bool(unlike_training(config))
     recomputes, correction = settings.recompute_logprobs, settings.correction
     if recomputes is None:
@@ -352,7 +352,7 @@ def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
 def correction_notes(settings: Correction, config: Config) -> Iterator[str]:
     """Yield notes on settings that correct for completions of another policy, with reasons.
 
-    ``settings`` are settled.
+    ``settings`` are the result of `settled_correction`.
     """
     reasons = [reason for reason in (_staleness(config), unlike_training(config)) if reason]
     if not reasons:

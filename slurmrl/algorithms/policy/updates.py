@@ -1,8 +1,8 @@
 """A step's optimizer updates: minibatches and epochs over a batch.
 
 The loss of a minibatch is the sum of the tokens' weighted losses divided by the sum of
-denominators. Both sums are over all micro-batches and ranks, so the result does not depend on
-either.
+denominators. Both sums are over all micro-batches and ranks, so the result does not depend on the
+division into micro-batches or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ logger = log.get(__name__)
 
 MeanStats = dict[str, float]
 ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
-"""The engine's results, except the sums of the loss function's statistics."""
+"""Names of the engine's results that are not statistics of the loss function."""
 LOSS_STATS = ("actor/loss", "actor_loss", "kl_loss", "value_loss")
-"""Statistics that are weighted like the loss. The others are sums over tokens."""
+"""Statistics that are weighted like the loss. Other statistics are sums over tokens."""
 MISMATCH = "mismatch_"
-"""Prefix of statistics that count only for the first minibatch."""
+"""Prefix of statistics that are reported only for the first minibatch."""
 
 
 @dataclass(frozen=True)
 class Minibatch:
     items: tuple[int, ...]
-    """Positions in this rank's sample."""
+    """Positions of the items in this rank's sample."""
     denominator: float
     """This rank's part of the denominator."""
     tokens: float
@@ -68,16 +68,16 @@ def run_updates(
 
     ``context.batch`` has the ids of all ranks' items in order; ``sample`` has this rank's items.
 
-    The bool tensor under ``mask_key`` selects the tokens that count. Every rank makes the same
-    steps: a minibatch without such a token on any rank is skipped. If ``stop`` returns True for a
-    minibatch's global means, its update and all later ones are skipped. ``prepare`` changes a
-    minibatch just before its update; it may be collective.
+    The bool tensor under ``mask_key`` selects the tokens that count. All ranks make the same
+    updates: a minibatch in which no token counts on any rank is skipped. If ``stop`` returns True
+    for a minibatch's global means, this update and all later updates are skipped. ``prepare``
+    changes a minibatch just before its update, and may be collective.
 
-    :return: global means over the tokens of all processed minibatches; the mean ``grad_norm`` of
-        the updates; the last ``lr``; the number of ``updates``, and of those that the engine
-        ``skipped``; with ``stop``, ``early_stop`` = 1 if it stopped; the metrics of the first
-        minibatch's mismatch, if the loss function gives their sums. If no token of the batch
-        counts, the result has only these numbers.
+    :return: global means of the statistics over the tokens of all processed minibatches; the mean
+        ``grad_norm`` of the updates; the last ``lr``; the number of ``updates``; the number of
+        updates that the engine ``skipped``; with ``stop``, ``early_stop``, which is 1 after a stop;
+        the mismatch metrics of the first minibatch, if the loss function has their sums. If no
+        token of the batch counts, the result has only numbers of updates.
     """
     results: list[dict[str, float]] = []
     sizes: list[float] = []
@@ -121,7 +121,7 @@ def _minibatches(
 ) -> list[Minibatch]:
     """Return the minibatches of all epochs in order. Collective.
 
-    Minibatches in which no token counts on any rank are left out.
+    The result omits minibatches in which no token counts on any rank.
     """
     parts = [
         part
@@ -170,7 +170,7 @@ def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:
-    """Return the result of a train_step from numbers that are the same on every rank.
+    """Return the result of a train_step from means that are the same on every rank.
 
     Metrics that every trained model has get the role's name as a prefix.
     """
@@ -197,7 +197,7 @@ def _summary(results: list[dict[str, float]], sizes: list[float]) -> MeanStats:
 
 
 def _means(results: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> MeanStats:
-    """Return means of statistics over all tokens; ``sizes`` are each result's number of tokens."""
+    """Return the means of statistics over all tokens. ``sizes`` are the results' token counts."""
     tokens, denominator = sum(sizes), sum(result["denominator"] for result in results)
     names = [
         name for name in results[0] if name not in ENGINE_STATS and not name.startswith(MISMATCH)
@@ -233,9 +233,9 @@ def token_weights(
 def item_shares(sample: SequenceSample, mask_key: str, aggregation: str) -> Tensor:
     """Return [items, 2] float64: each item's part of the denominator, and its tokens that count.
 
-    With ``tokens``, the part is the number of tokens that count. With other aggregations, it is the
-    number of sequences with response tokens. This includes sequences whose tokens do not count:
-    their loss is 0.
+    With ``tokens``, the part is the number of tokens that count. With other aggregations, the part
+    is the number of sequences with response tokens, including sequences whose tokens do not count
+    (their loss is 0).
     """
     mask = sample.tensor(mask_key)
     tokens = Sequences.of(sample.cu_seqlens(mask_key), mask.device)
