@@ -38,7 +38,7 @@ class KTOInterface(Interface):
         kto = cast(KTO, context.settings.algorithm)
         kl = batch_kl(engine, sample)
         loss_fn = partial(kto_loss, kl=kl, kto=kto)
-        own = _own(sample)
+        own = nth_sequences(sample, OWN)
         means, sums = train_on_batch(engine, own, loss_fn, float(own.bs))
         return global_means({**means, "kl": kl, **_means(sums)})
 
@@ -49,7 +49,7 @@ class KTOInterface(Interface):
         assert engine is not None
         kto = cast(KTO, context.settings.algorithm)
         kl = batch_kl(engine, sample)
-        own = _own(sample)
+        own = nth_sequences(sample, OWN)
         outputs = engine.forward(own.only([TOKENS]))
         batch = own.to(outputs["logp"].device)
         loss, stats = kto_loss(outputs, batch, kl, kto)
@@ -108,10 +108,6 @@ def _records(
         }
         for name, reward, loss, right, label in zip(batch.ids, *columns, strict=True)
     }
-
-
-def _own(sample: SequenceSample) -> SequenceSample:
-    return nth_sequences(sample, OWN)
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:

@@ -112,11 +112,6 @@ class TurnEnd(NamedTuple):
     """Tokens that the template adds after ``token``."""
 
 
-def turn_end_values(values: Tensor, sample: SequenceSample, stops: Sequence[int]) -> Tensor:
-    """[S]: the values [T] at the end of each sequence's last turn."""
-    return values[turn_ends(sample, stops).to(values.device)]
-
-
 def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
     """Return the positions [S] of the tokens with which generation would have ended the last turns.
 
@@ -191,7 +186,7 @@ def pair_values(
 ) -> Tensor:
     """Return the scores [S] of answers from the values [T] of their whole conversations."""
     if turn_end and READ in sample.keys:
-        return turn_end_values(values, sample, stops)
+        return values[turn_ends(sample, stops).to(values.device)]
     return last_values(values, sample)
 
 
@@ -206,13 +201,12 @@ class ScoresInterface(Interface):
         return CallResult(per_sequence(sample, "model_scores", scores), stats)
 
     def _scores(self, engine: TrainEngine, sample: SequenceSample, context: CallContext) -> Tensor:
-        if READ not in sample.keys:
-            return last_values(_values(engine, sample), sample)
         model = context.settings.config.reward_model
-        if model is not None and scored_at_turn_end(model):
-            return turn_end_values(_values(engine, sample), sample, context.stop_token_ids)
-        whole = whole_conversations(sample, context)
-        return last_values(_values(engine, whole), whole)
+        turn_end = model is not None and scored_at_turn_end(model)
+        if not turn_end and READ in sample.keys:
+            sample = whole_conversations(sample, context)
+        values = _values(engine, sample)
+        return pair_values(values, sample, context.stop_token_ids, turn_end=turn_end)
 
 
 class PairScoresInterface(ScoresInterface):

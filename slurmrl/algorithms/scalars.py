@@ -98,6 +98,8 @@ def adaptation(kl: float, n: int, target: float, horizon: float) -> float:
     return 1.0 + error * min(n / horizon, 1.0)
 
 
+VALUE_NORM = ("value_norm_weight", "value_norm_mean", "value_norm_square")
+"""Names of the fields of `ReturnMoments` among scalars and metrics."""
 EPS = 1e-5
 """Number added to the variance, so that equal returns can be normalized."""
 
@@ -161,14 +163,9 @@ class ReturnMoments:
         )
 
     def scalars(self) -> dict[str, float]:
-        return {
-            "value_norm_weight": self.weight,
-            "value_norm_mean": self.mean,
-            "value_norm_square": self.square,
-        }
+        return dict(zip(VALUE_NORM, (self.weight, self.mean, self.square), strict=True))
 
     @staticmethod
     def of(scalars: Mapping[str, float]) -> ReturnMoments:
         """Return the moments in ``scalars``, which may have other entries."""
-        names = ("value_norm_weight", "value_norm_mean", "value_norm_square")
-        return ReturnMoments(*(scalars[name] for name in names))
+        return ReturnMoments(*(scalars[name] for name in VALUE_NORM))

@@ -82,9 +82,7 @@ def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
     ``cu_seqlens`` [S+1] is in host memory.
     """
-    lengths = cu_seqlens.diff().long().to(values.device)
-    numbers = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-    return values.new_zeros(len(lengths)).index_add(0, numbers, torch.where(mask, values, 0.0))
+    return Sequences.of(cu_seqlens, values.device).sums(torch.where(mask, values, 0.0))
 
 
 def answer_logprobs(logp: Tensor, sample: SequenceSample) -> Tensor:

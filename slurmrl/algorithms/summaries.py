@@ -26,11 +26,6 @@ Z_95: Final = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 
 
-class ConfidenceInterval(NamedTuple):
-    low: float
-    high: float
-
-
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return the probability that at least one of ``k`` completions is correct.
 
@@ -179,7 +174,7 @@ def vote_of(completion: str, pattern: str | None) -> str | None:
     return None if found is None else found.strip()
 
 
-def wilson(mean: float, count: int) -> ConfidenceInterval:
+def wilson(mean: float, count: int) -> tuple[float, float]:
     """Return the 95 % score interval of a proportion (Wilson 1927) of ``count`` independent values.
 
     For values between 0 and 1, whose variance is at most mean (1 - mean), the interval is
@@ -192,9 +187,7 @@ def wilson(mean: float, count: int) -> ConfidenceInterval:
     center = (mean + square / (2.0 * count)) / scale
     half = Z_95 / scale * math.sqrt(mean * (1.0 - mean) / count + square / (4.0 * count * count))
     # Rounding must not move the mean out of the interval.
-    return ConfidenceInterval(
-        max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
-    )
+    return max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
 
 
 def of_completions(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -42,10 +42,8 @@ class SFTInterface(Interface):
         """Make one update with the mean cross entropy of the answers' tokens."""
         assert engine is not None
         tokens = float((~sample.tensor("prompt_mask")).sum())
-        result = engine.train_batch(sample, sft_loss, tokens)
-        means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}
-        stats = {key: (x, 1.0) for key, x in means.items() if isfinite(x)}
-        return CallResult(stats=stats, texts=rows_of(sample, context))
+        means, _ = train_on_batch(engine, sample, sft_loss, tokens)
+        return replace(global_means(means), texts=rows_of(sample, context))
 
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext

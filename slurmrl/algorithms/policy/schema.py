@@ -22,6 +22,7 @@ from slurmrl.algorithms.policy.hyperparameters import (
     reject_unused,
 )
 from slurmrl.algorithms.policy.presets import CHOICES, PRESETS, settings_of, with_defaults
+from slurmrl.algorithms.scalars import VALUE_NORM
 from slurmrl.algorithms.schema import (
     TURN_REWARDS,
     AlgorithmSchema,
@@ -277,8 +278,7 @@ class PolicyGradient(
         )
 
     def value_metrics(self) -> tuple[str, ...]:
-        names = ("value_norm_weight", "value_norm_mean", "value_norm_square")
-        return () if self.value_norm == "none" else names
+        return () if self.value_norm == "none" else VALUE_NORM
 
 
 def recompute_call(recorded: tuple[str, ...] = ()) -> Call:
