@@ -1,7 +1,7 @@
-"""Episodes: how the policy's turns, and the messages between them, become completions.
+"""Completions: engines that generate tokens, and episodes with environments and tools.
 
-The configuration names a user's own episode, environment or tool ``package.module:name``
-(docs/rollouts.md). A built-in one is a class and a line in a table below. Torch-free.
+The configuration names a user's own episode, environment or tool as ``package.module:name``
+(docs/rollouts.md). To add a built-in one, add a class and a line in a table below. Torch-free.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ class EpisodeItem:
     sample_id: str
     """Id of the row, with the epoch: ``17@0``."""
     index: int
-    """The index of the completion among its prompt's completions, from 0."""
+    """Index of the episode's completion among the completions of its prompt, from 0."""
     prompt: tuple[int, ...]
     """Token ids."""
     text: str
-    """The prompt without the chat template; of a conversation the last message."""
+    """The prompt without the chat template; for a conversation, its last message."""
     answer: str
-    """The row's reference answer, or ""."""
+    """The row's reference answer; "" for none."""
     row: Mapping[str, Any]
     """The line of the dataset."""
     step: int
@@ -36,7 +36,7 @@ class EpisodeItem:
 
 
 PolicyTurn = Completion
-"""A turn, which environments answer: its ``text``, ``tokens`` and ``finish``, and ``stopped``."""
+"""Turn that an environment answers; it reads ``text``, ``tokens``, ``finish`` and ``stopped``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from slurmrl.rewards.base import FLOAT32_MAX, LIMITS, as_number, shown
 from slurmrl.tensors.layout import Array
 
 Finish: TypeAlias = Literal["stop", "length", "aborted"]
-"""Why a turn ended: a stop token or string, a limit of tokens, or `RolloutEngine.abort`."""
+"""Reason why a turn ended: a stop token or string, a limit of tokens, or `RolloutEngine.abort`."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Completion:
     """
 
     prompt: Sequence[int] = ()
-    """Of an episode, usually the item's prompt; of an engine's answer empty."""
+    """Token ids of an episode's prompt, usually the item's prompt; empty in an engine's answer."""
     tokens: tuple[int, ...] = ()
     """Tokens after the prompt, including stop tokens."""
     logprobs: tuple[float, ...] = ()
@@ -40,31 +40,31 @@ class Completion:
     versions: tuple[str, ...] = ()
     """The weight version that sampled each token; "" for tokens of messages."""
     finish: Finish | None = None
-    """Why the last turn ended; None before the first turn."""
+    """Reason why the last turn ended; None before the first turn."""
     masks: SampledMasks | None = None
-    """Tokens that top-k and top-p kept, for each token; empty for tokens of messages. None unless
-    `GenerationOptions.masks` asks for them."""
+    """Sampling mask of each token: the token ids that top-k and top-p kept. Empty for tokens of
+    messages. None unless `GenerationOptions.masks` is set."""
     experts: Array | None = None
     """The experts that processed each token from the prompt to the end of the last turn: int16
-    [tokens, experts of all blocks], -1 for the last token, which was not processed. None unless
-    `GenerationOptions.experts` requests them, and for an aborted request."""
+    [tokens, experts of all blocks]; -1 for the last token, which was not processed. None unless
+    `GenerationOptions.experts` is set, and for an aborted request."""
     text: str = ""
-    """Text of a turn that `Policy` returns, without special tokens and the stop token; a stop
-    string that ended it is kept."""
+    """String of a turn that `Policy` returns, without special tokens and without the stop token. A
+    stop string that ended the turn is kept."""
     written: list[bool] = field(init=False)
-    """For each token, whether the policy wrote it."""
+    """Whether the policy wrote each token."""
     rewards: list[float] = field(init=False)
     """Reward of a turn, at its last token; 0 elsewhere."""
     largest_read: int = field(init=False)
-    """The largest token id that the policy did not sample."""
+    """Largest token id in the prompt and the messages."""
     turns: int = field(init=False)
     finished: bool = False
     """Whether no limit ended the episode, and its last turn ended with a stop."""
     failure: str = ""
-    """Why the episode failed; empty if it did not."""
+    """Reason why the episode failed; empty if it did not fail."""
     tool_calls: int = 0
     tool_failures: int = 0
-    """Number of calls of tools, and of calls that failed."""
+    """Number of failed tool calls; ``tool_calls`` is the number of all tool calls."""
 
     def __post_init__(self) -> None:
         self.prompt = _checked(self.prompt)
@@ -76,11 +76,11 @@ class Completion:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last turn ended with a stop, not at `rollout.max_new_tokens`."""
+        """Whether the last turn ended with a stop token or stop string."""
         return self.finish == "stop"
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the policy reads before its next turn. It is not trained on them."""
+        """Add tokens that the policy reads before its next turn. They are not trained on."""
         added = _checked(tokens)
         self.largest_read = max(self.largest_read, *added, 0)
         count = len(added)
@@ -89,7 +89,7 @@ class Completion:
             self.masks.skip(count)
 
     def reward(self, value: float) -> None:
-        """Add to the reward of the latest turn."""
+        """Add a number to the reward of the latest turn."""
         if self._last_written < 0:
             raise UsageError(f"reward {shown(value)}: there is no turn yet")
         number = as_number(value)
@@ -125,7 +125,7 @@ class Completion:
         return bool(self.written) and self.written[-1]
 
     def sampled_masks(self) -> SampledMasks:
-        """Return the sampling masks of all tokens; empty ones without a record."""
+        """Return the sampling mask of each token; masks are empty if none were recorded."""
         return self.masks or SampledMasks(array("i", [0]) * len(self.tokens))
 
     def routes(self) -> Array:

@@ -1,7 +1,8 @@
 """Environments: tool calls, a number to guess, and the package ``verifiers`` 0.1. Torch-free.
 
-An environment of ``verifiers`` talks to an OpenAI client, in this process. It gets one whose model
-is the policy: new messages are added after the tokens that the policy has sampled.
+An environment of ``verifiers`` sends requests to an OpenAI client in this process. Here, the
+client's model is the policy (`PolicyClient`). New messages are added after the tokens that the
+policy has sampled.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ class ToolCall(NamedTuple):
     arguments: tuple[str, ...] = ()
     keywords: dict[str, Any] = {}  # noqa: RUF012 - never changed
     wrong: str = ""
-    """Reason why the call cannot be made."""
+    """Reason why the call cannot be executed."""
 
 
 class ToolCalls(Environment):
     """Environment that executes the tool calls in a turn.
 
-    :param format: how a turn calls a tool. `json`: ``<tool_call>{"name": "calculator",
+    :param format: form of a tool call in a turn. `json`: ``<tool_call>{"name": "calculator",
         "arguments": {"expression": "2*3"}}</tool_call>``, as in Hermes and Qwen; `brackets`:
         ``[calculator(2*3)]``, with one argument, for small models.
-    :param role: the role of the message with the results in the chat template.
-    :param message: that message, with ``{results}``: one line for each call.
-    :param max_calls: the most calls of a turn; if a turn has more, none of them is made.
+    :param role: role of the message with the results in the chat template.
+    :param message: template of the message with the results. ``{results}`` is replaced by a line
+        for each call.
+    :param max_calls: maximum number of calls in a turn. If a turn has more, no call is executed.
     """
 
     def __init__(
@@ -116,8 +118,8 @@ class GuessNumber(Environment):
     :param low: smallest secret.
     :param high: largest secret.
 
-    The secret is the row's answer. If a row has none, the sample's id determines it, so that all
-    completions of a prompt have the same secret.
+    The secret is the row's answer. For a row without an answer, the sample's id determines the
+    secret, so that all completions of a prompt have the same secret.
     """
 
     def __init__(self, item: EpisodeItem, tools: Tools, *, low: int = 1, high: int = 100) -> None:
@@ -148,11 +150,12 @@ HINT: Final = "pip install 'verifiers>=0.1.9,<0.2'"
 class VerifiersEpisode:
     """Episode that runs an environment of the verifiers package.
 
-    :param environment: its id: the name of the installed module that has ``load_environment``.
+    :param environment: id of the environment: name of the installed module with
+        ``load_environment``.
     :param args: arguments of ``load_environment``.
 
-    The rows of the dataset are the rows of the environment: ``prompt`` (messages), ``answer``,
-    ``info``, ``task``. The reward of the last turn is the rubric's reward.
+    The rows of the dataset must have the environment's fields: ``prompt`` (messages), ``answer``,
+    ``info``, ``task``. The last turn gets the rubric's reward.
     """
 
     def __init__(self, *, environment: str, args: Mapping[str, Any] | None = None) -> None:
@@ -197,15 +200,15 @@ class VerifiersEpisode:
 
 
 class PolicyClient:
-    """The part of ``AsyncOpenAI`` that environments use: ``chat.completions.create``."""
+    """Replacement of ``AsyncOpenAI``, with only ``chat.completions.create``."""
 
     def __init__(self, policy: Policy, item: EpisodeItem) -> None:
         self._policy = policy
         self.completions = Completion(item.prompt)
         self.failure: RunFailedError | None = None
-        """Reason why the engine failed. (The environment mistakes it for an error of the model.)"""
+        """Error of the engine. The environment mistakes this error for a failure of the model."""
         self._known: list[tuple[str, str]] = []
-        """The messages up to the policy's last turn."""
+        """Role and content of the messages up to the policy's last turn."""
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
 
     async def _create(

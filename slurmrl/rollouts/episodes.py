@@ -1,4 +1,4 @@
-"""The built-in episodes, the construction of the configured one, and the runner of episodes.
+"""The built-in episodes, the construction of the configured episode, and the runner of episodes.
 
 Episodes run concurrently. An episode that fails affects no other episode. Torch-free.
 """
@@ -28,9 +28,9 @@ from slurmrl.rollouts.tools import Tools
 logger = log.get(__name__)
 
 MOST_LOGGED: Final = 5
-"""Maximum number of failures of a call that the log shows one by one."""
+"""Maximum number of failures of a call that are logged one by one."""
 MOST_SINGLE_FAILURES: Final = 8
-"""Number of calls of one item in a row that may fail."""
+"""Number of failed calls in a row, each for one item, that raise an error."""
 _EXAMPLE = EpisodeItem(
     sample_id="example@0",
     index=0,
@@ -44,7 +44,7 @@ _EXAMPLE = EpisodeItem(
 
 
 class SingleTurn(Episode):
-    """One turn."""
+    """Episode of one turn."""
 
     async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completion:
         completions = Completion(item.prompt)
@@ -53,9 +53,10 @@ class SingleTurn(Episode):
 
 
 class MultiTurn(Episode):
-    """Turns that an environment answers, until it or a limit ends the episode.
+    """Episode in which an environment answers the policy's turns.
 
-    A turn that is cut off at `rollout.max_new_tokens` also ends it, because it is incomplete.
+    The environment or a limit ends the episode. A turn that reaches `rollout.max_new_tokens` also
+    ends the episode, because the turn is incomplete.
     """
 
     def __init__(self, environment: Callable[[EpisodeItem, Tools], Environment]) -> None:
@@ -78,8 +79,8 @@ class MultiTurn(Episode):
 def make_episode(settings: EpisodeSettings, tools: Tools) -> Episode:
     """Make the configured episode.
 
-    :raises UsageError: an unknown name, an object that is no episode or environment, or options
-        that it rejects.
+    :raises UsageError: an unknown name, an object that is no episode or environment, or unsuitable
+        options.
     :raises UnreadableInputError: the module of a user's own code cannot be imported.
     """
     if settings.environment is not None:
@@ -99,7 +100,7 @@ def make_episode(settings: EpisodeSettings, tools: Tools) -> Episode:
 
 
 def message_role(environment: EnvironmentChoice) -> str:
-    """Return the role of the messages of a built-in environment."""
+    """Return the role of the messages that a built-in environment writes."""
     default = "tool" if environment.name == "tools" else "user"
     return str(environment.options.get("role", default))
 
@@ -121,7 +122,7 @@ def _named(what: str, table: Registry, name: str) -> Any:
 
 
 def _accepting(what: str, name: str, kind: Any, arguments: int, options: Mapping[str, Any]) -> Any:
-    """Return the object with its options; reject unsuitable options or parameters."""
+    """Return the object with its options. Raises UsageError if its parameters do not fit."""
     if not callable(kind):
         raise UsageError(f"{what} '{name}' is {type(kind).__name__}, not a function or a class")
     try:
@@ -153,11 +154,12 @@ class EpisodeRunner:
         *,
         slots: asyncio.Semaphore | None = None,
     ) -> list[Completion]:
-        """Return the outcomes of the items' episodes, in the items' order.
+        """Run the episodes of the items; return their completions in the items' order.
 
         :param slots: limit of running episodes, shared by concurrent calls. The items of such a
-        call are completions of one prompt, which may occasionally all fail. :raises EpisodeError:
-        no episode was completed. :raises RunFailedError: the engine failed.
+            call are completions of one prompt, which may occasionally all fail.
+        :raises EpisodeError: no episode was completed.
+        :raises RunFailedError: the engine failed.
         """
         outcomes: dict[int, Completion] = {}
         left = deque(enumerate(items))
@@ -214,7 +216,7 @@ class EpisodeRunner:
     async def _completed(
         self, policy: Policy, item: EpisodeItem, tools: Tools
     ) -> Completion | None:
-        """Return the completions; None if a limit left no turn for the policy."""
+        """Return an episode's completion; None if a limit left no turn for the policy."""
         try:
             completions = await self._episode(policy, item, tools)
         except EpisodeLimitError:
@@ -234,10 +236,10 @@ class EpisodeRunner:
     def _report(
         self, items: Sequence[EpisodeItem], outcomes: Sequence[Completion], *, alone: bool
     ) -> None:
-        """Log the failures.
+        """Log the failures of a call.
 
-        Raises EpisodeError if all episodes failed. If an item is ``alone`` in its call, this needs
-        several such failures in a row.
+        Raises EpisodeError if all episodes failed. Calls for an item or prompt ``alone`` raise only
+        after `MOST_SINGLE_FAILURES` such calls in a row.
         """
         pairs = zip(items, outcomes, strict=True)
         failed = [(item, outcome.failure) for item, outcome in pairs if outcome.failure]
@@ -260,7 +262,7 @@ class EpisodeRunner:
 
 
 def _why(error: BaseException) -> str:
-    """Return the error, and where the episode's code raised it."""
+    """Return an error's type and first line, and the place in the code that raised it."""
     lines = str(error).splitlines() or [""]
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""

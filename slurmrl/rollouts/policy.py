@@ -1,8 +1,7 @@
-"""The policy that writes the turns of an episode, and its text as tokens. Torch-free.
+"""The policy that writes the turns of an episode, and the tokens of messages. Torch-free.
 
-The tokens of a message are added to the tokens that the policy has sampled. The conversation is
-never rendered and tokenized again, because a tokenizer may give a turn other ids than the policy
-sampled.
+The tokens of a message are appended to the tokens that the policy has sampled. The conversation is
+never rendered and tokenized again: the tokenizer may produce other ids than the policy sampled.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ if TYPE_CHECKING:
 class EpisodeLimits:
     turns: int
     tokens: int
-    """Number of tokens after the item's prompt."""
+    """Maximum number of tokens after the item's prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSampling:
-    """Options for sampling the tokens of an episode."""
+    """Options and random streams for the tokens of an episode."""
 
     options: GenerationOptions
     seed: int
     step: int
     key_of: Callable[[str], int]
-    """Function that returns the random stream of a name."""
+    """Function that returns the random stream for a suffix of the completion's name."""
 
 
 class Waiting:
-    """Count of episodes that wait for the engine, and of episodes that do something else."""
+    """Counter of episodes that are busy: they neither wait for the engine nor have ended."""
 
     def __init__(self) -> None:
         self._elsewhere = 0
@@ -54,7 +53,7 @@ class Waiting:
         self._settled.set()
 
     def begin(self) -> None:
-        """Note that an episode does something other than waiting for the engine."""
+        """Count an episode as busy."""
         self._elsewhere += 1
         self._settled.clear()
 
@@ -64,7 +63,7 @@ class Waiting:
             self._settled.set()
 
     async def settled(self) -> None:
-        """Return when all episodes wait for the engine or have ended."""
+        """Wait until all episodes wait for the engine or have ended."""
         await asyncio.sleep(0)
         while self._elsewhere:
             await self._settled.wait()
@@ -83,7 +82,7 @@ class Policy:
         waiting: Waiting,
         clock: asyncio.Timeout,
     ) -> None:
-        """``clock`` runs while the episode does not wait for the engine."""
+        """``clock`` is the episode's time limit, which is suspended while the engine samples."""
         self._item, self._engine, self._dialogue = item, engine, dialogue
         self._sampling, self._limits = sampling, limits
         self._waiting, self._clock = waiting, clock
@@ -93,18 +92,18 @@ class Policy:
         self._left_s = 0.0
         self._over = False
         self._from: Counter[int] = Counter()
-        """Number of turns that began after this many tokens."""
+        """Number of turns by the number of tokens before the turn."""
         self.latest: Completion | None = None
-        """The completions to which the policy last added a turn."""
+        """The completion to which the policy has last added a turn."""
         self.limited = False
         """Whether the episode has reached a limit."""
 
     async def __call__(
         self, completions: Completion, *, max_new_tokens: int | None = None
     ) -> Completion:
-        """Add a turn of up to ``max_new_tokens`` (default: `rollout.max_new_tokens`).
+        """Add a turn of up to ``max_new_tokens`` tokens (default: `rollout.max_new_tokens`).
 
-        :raises EpisodeLimitError: no turn or token is left; the episode ends here, unfinished.
+        :raises EpisodeLimitError: no turn or token is left, so the episode ends unfinished.
         """
         if self._over:
             raise UsageError(f"episode {self._name} has ended: it cannot have another turn")
@@ -134,11 +133,11 @@ class Policy:
         return self._dialogue.encode(text)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Decode token ids to a string without special tokens."""
         return self._dialogue.decode(tokens)
 
     def say(self, completions: Completion, text: str, role: str = "user") -> None:
-        """Add a message that the policy reads before its next turn, as the chat template writes it.
+        """Add a message, as the chat template writes it. The policy reads it before its next turn.
 
         Without a chat template, add only ``text``.
         """
@@ -153,7 +152,7 @@ class Policy:
     def _request(
         self, completions: Completion, max_new_tokens: int | None
     ) -> tuple[GenerationRequest, bool]:
-        """Return the request of a turn, and whether the turn may use up the episode's tokens."""
+        """Return the request of a turn, and whether only the episode's tokens limit the turn."""
         if not completions.prompt:
             raise UsageError("an episode's prompt needs at least one token")
         prompt = completions.sequence
@@ -177,7 +176,7 @@ class Policy:
             step=self._sampling.step,
             options=options,
             pictures=self._item.pictures,
-            # Later turns have priority: their prompts are cached, and begun groups should end.
+            # Later turns come first: their prompts are cached, and their groups end sooner.
             priority=self._limits.turns - self._turns,
         )
         return request, most == left
@@ -189,15 +188,15 @@ class Policy:
     def _key(self, begin: int) -> int:
         """Return the random stream of a turn.
 
-        It is the completion's own stream, in which tokens differ by their positions. Another turn
-        from the same position gets another stream.
+        All turns use the completion's stream, in which the positions of tokens differ. A further
+        turn from the same position gets a different stream.
         """
         again = self._from[begin]
         self._from[begin] += 1
         return self._sampling.key_of(f"/{again}" if again else "")
 
     def _wait_for(self, future: asyncio.Future[tuple[Completion, ...]]) -> None:
-        """Stop the episode's clock until the engine answers."""
+        """Suspend the episode's time limit until the engine answers."""
         loop = asyncio.get_running_loop()
         self._pending += 1
         if self._pending == 1:
@@ -218,11 +217,11 @@ class Policy:
 
 
 class Episode(Protocol):
-    """An episode, written by a user as a class or a function.
+    """Contract of an episode, which users write as a class or a function.
 
-    A class is constructed with the configuration's options, once per rank; a function gets them
-    with each call. The episodes of a rank run concurrently in one event loop, so they must await
-    everything that takes long. If an episode raises, only that episode fails.
+    Each rank constructs a class once, with the configuration's options. A function gets the options
+    with each call. The episodes of a rank run concurrently in one event loop, so an episode must
+    await all slow operations. An exception fails only the episode that raises it.
     """
 
     async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completion:
@@ -231,7 +230,7 @@ class Episode(Protocol):
 
 
 class Dialogue:
-    """The tokenizer and the chat template of a dataset, if it has one."""
+    """The tokenizer of a dataset, and its chat template, if any."""
 
     def __init__(self, dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
@@ -241,15 +240,15 @@ class Dialogue:
         self.vocabulary = len(self._tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a string after another string.
+        """Return the tokens of a string that continues another string.
 
-        Names of special tokens in it are ordinary text, so that no message can end a turn or
-        pretend to be another role.
+        Names of special tokens in the string are tokenized as ordinary characters, so that no
+        message can end a turn or pretend to have another role.
         """
         return tuple(self._behind(None, text, literal=True))
 
     def require(self, roles: Sequence[str]) -> None:
-        """Raise ChatTemplateError if the chat template has no place for messages of the roles."""
+        """Raise ChatTemplateError if the chat template cannot render messages of these roles."""
         self._pieces_of(tuple(roles))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -259,26 +258,26 @@ class Dialogue:
         return text
 
     def messages(
-        self, said: Sequence[tuple[str, str]], behind: int, *, turn: bool
+        self, said: Sequence[tuple[str, str]], last: int, *, turn: bool
     ) -> tuple[int, ...]:
-        """Messages, each a role and a string, up to the beginning of the next turn.
+        """Return the tokens of messages (role, content), up to the beginning of the next turn.
 
-        Without a chat template they contain only the text. The context ends with the token
-        ``behind``; ``turn`` says whether the policy wrote it.
+        Without a chat template, return only the tokens of the contents. The context ends with the
+        token ``last``. ``turn`` says whether the policy wrote this token.
         """
         if self._template is None:
-            return self._joined(behind, [(text, True) for _, text in said])
+            return self._joined(last, [(text, True) for _, text in said])
         first, *others = self._pieces_of(tuple(role for role, _ in said))
         parts = [(first, False)]
         for (_, text), piece in zip(said, others, strict=True):
             parts += [(text, True), (piece, False)]
-        tokens = self._joined(behind, parts)
-        written = turn and tokens[:1] == (behind,)  # the policy wrote this token
+        tokens = self._joined(last, parts)
+        written = turn and tokens[:1] == (last,)  # the policy has already written this token
         return tokens[1:] if written else tokens
 
-    def _joined(self, behind: int, parts: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
-        """Return the concatenated tokens of strings, each literal or not."""
-        tokens = [behind]
+    def _joined(self, last: int, parts: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
+        """Return the concatenated tokens of (string, literal), after the token ``last``."""
+        tokens = [last]
         for text, literal in parts:
             tokens += self._behind(tokens[-1], text, literal=literal)
         return tuple(tokens[1:])
@@ -288,7 +287,7 @@ class Dialogue:
         return tokens
 
     def _pieces_of(self, roles: tuple[str, ...]) -> list[str]:
-        """Strings that the template puts around the content of messages, by role."""
+        """Return the strings that the template puts around messages of these roles."""
         if roles not in self._pieces:
             assert self._template is not None
             self._pieces[roles] = self._template.around_messages(roles)

@@ -1,9 +1,9 @@
 """Samples of one item as arrays, and the files of samples that tasks write. Torch-free.
 
-A file holds the groups that a task has finished within a short time, one safetensors document
-after the other, so that each can be read separately. A group exists when a record of the task's
-result log names it (`StoredGroup`). Bytes that no record names come from a killed writer.
-docs/protocols.md describes the files.
+A file contains the groups that a task has finished within a short time. Each group is a safetensors
+document, which can be read separately. A group exists when a record of the task's result log names
+it (`StoredGroup`). Bytes that no record names come from a killed writer. docs/protocols.md
+describes the files.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ READ_BYTES = 4 << 20
 """Number of bytes that are read at a time."""
 _FILE = re.compile(r"([0-9]+)\.samples")
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
-"""Errors that concern one file: others may be readable."""
+"""Numbers of errors that affect only one file."""
 PER_TOKEN = {"input_ids": "<i4", "drawn_by": "<i4", "logprobs": "<f4", "turn_rewards": "<f4"}
 PER_COMPLETION = {
     "lengths": "<i4",
@@ -70,7 +70,7 @@ EXPERT_SIZES = "expert_sizes"
 ROUTES = {EXPERT_SIZES: "<i4", EXPERTS: "<i2"}
 """Fields of groups with experts."""
 OWN = "group"
-"""Key of the document's metadata, whose value is JSON."""
+"""Key in the metadata of a document; the value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
 _SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
 SCORED = {
@@ -85,21 +85,21 @@ _HEAD = struct.Struct("<Q")
 
 
 class SampleWriter:
-    """Writes the files of one attempt of a task, which has the directory ``folder`` for itself."""
+    """Writes the files of one task attempt into ``folder``, which no other attempt uses."""
 
     def __init__(self, folder: Path, *, calls: SystemCalls = REAL) -> None:
-        """Raises EnvironmentFailure."""
+        """Make the directory. Raises EnvironmentFailure."""
         self._folder = folder
         self._calls = calls
         self._number = 0
         atomic.make_private_directory(folder, calls=calls)
 
     def write(self, groups: Sequence[SampleGroup]) -> tuple[StoredGroup, ...]:
-        """Write the next file, which is on disk when this returns.
+        """Write the next file durably to disk, and return the places of its groups.
 
-        The caller then records it, before it writes another one.
+        The caller must record these places before it writes another file.
 
-        Raises EnvironmentFailure; then the groups can be written again.
+        Raises EnvironmentFailure. The caller can then write the groups again.
         """
         name = f"{self._number:08d}.samples"
         parts = [group.to_bytes() for group in groups]
@@ -122,33 +122,33 @@ class SampleWriter:
         return tuple(stored)
 
     def _write(self, path: Path, data: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a try may have left one
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a file may be left over
         try:
             with opened(path, flags, self._calls) as descriptor:
                 make_private(descriptor, self._calls)
                 pwrite_all(descriptor, data, 0, self._calls)
                 self._calls.fsync(descriptor)
         except OSError as error:
-            discard(path, self._calls)  # this frees space on a full disk
+            discard(path, self._calls)  # free space on a full disk
             if isinstance(error, FileNotFoundError):
                 self._make_folder_again()
             raise explain(error, "write", path) from error
         atomic.sync_directory(self._folder, calls=self._calls)
 
     def _make_folder_again(self) -> None:
-        """Make the folder for the next try: a user or a purge of empty folders has removed it.
+        """Make the folder for the next attempt to write: a user or a purge has removed it.
 
-        If its parent is gone too, the attempt is lost, and the task ends by itself.
+        If the parent folder is missing, too, the task attempt is lost, and the task exits.
         """
         atomic.make_private_directory(self._folder, parents=False, calls=self._calls)
 
 
 def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -> SampleGroup:
-    """Read only one recorded group of a file.
+    """Read one recorded group of a file.
 
-    If this host may see an old state of the directory, a file that looks missing or damaged is read
-    again for about a minute. Raises SampleFileError if it is missing or damaged (the group must be
-    generated again), EnvironmentFailure.
+    If this host may see an old state of the directory, read a file that looks missing or damaged
+    again for about a minute. Raises EnvironmentFailure, or SampleFileError if the group is missing
+    or damaged and must be generated again.
     """
     pauses_s = HIDDEN_PAUSES_S if calls.caches(folder.parent.parent) else ()
     for last in attempts(pauses_s, lambda pause_s: calls.sleep(pause_s)):
@@ -158,7 +158,7 @@ def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) 
 
 
 def read_once(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -> SampleGroup:
-    """`read_group` for callers that retry by themselves. Raises as it does."""
+    """Read one recorded group without retries. Raises as `read_group` does."""
     path = folder / stored.file
     where = f"{path}, item {stored.item},"
     try:
@@ -175,7 +175,7 @@ def read_once(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -
     try:
         group = SampleGroup.from_bytes(data)
     except ValueError as error:
-        raise SampleFileError(f"{where} holds no samples: {error}") from error
+        raise SampleFileError(f"{where} is not a group of samples: {error}") from error
     if (group.item, group.lease, group.versions) != (stored.item, stored.lease, stored.versions):
         raise SampleFileError(f"{where} is item {group.item} of lease {group.lease}")
     return group
@@ -186,10 +186,10 @@ def remove_settled(
 ) -> list[str]:
     """Remove the files up to ``newest`` that are not ``needed``; return their names.
 
-    ``newest`` is the last file that a record names; later files may not have their record yet. None
-    means that the attempt has ended and its log was read to the end. ``needed`` are files with
-    groups that are unsettled in the newest commit. Raises EnvironmentFailure; the next call removes
-    remaining files.
+    ``newest`` is the last file that a record names, because later files may not be recorded yet.
+    None means that the attempt has ended and its log was read to the end. ``needed`` are files with
+    groups that are unsettled in the newest commit. Raises EnvironmentFailure; a later call removes
+    the remaining files.
     """
     try:
         names = atomic.list_names(folder, calls=calls)
@@ -211,7 +211,7 @@ def _number_of(name: str) -> int | None:
 
 
 def _read(path: Path, offset: int, length: int, calls: SystemCalls) -> bytes:
-    """Return these bytes of a file, as far as it has them."""
+    """Return ``length`` bytes of a file; fewer at its end."""
     parts = []
     with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as descriptor:
         while length and (part := calls.pread(descriptor, min(READ_BYTES, length), offset)):
@@ -320,7 +320,7 @@ class SampleGroup:
         )
 
     def routes(self) -> list[Array]:
-        """Return the experts of each completion, or nothing for it."""
+        """Return the experts of each completion; empty arrays without a record."""
         if self.experts is None or self.expert_sizes is None:
             return [np.zeros(0, np.int16)] * self.lengths.size
         return np.split(self.experts, self.expert_sizes.cumsum()[:-1])
@@ -431,7 +431,7 @@ class SampleGroup:
 
 
 def _joined_masks(completions: Sequence[Completion]) -> SampledMasks | None:
-    """Join the sampling masks of all tokens, if any was recorded."""
+    """Return the sampling masks of all tokens; None if no mask was recorded."""
     masks = SampledMasks()
     for each in completions:
         masks.skip(len(each.prompt))
@@ -440,7 +440,7 @@ def _joined_masks(completions: Sequence[Completion]) -> SampledMasks | None:
 
 
 def _joined_experts(completions: Sequence[Completion]) -> tuple[Array | None, Array | None]:
-    """Sizes and experts, if any were recorded."""
+    """Return the sizes and the experts; None if no experts were recorded."""
     rows = [each.routes() for each in completions]
     if not any(row.size for row in rows):
         return None, None

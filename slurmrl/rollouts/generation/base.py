@@ -1,7 +1,7 @@
-"""The contract of engines that serve requests for completions, one by one and in any order.
+"""The contract of engines, which answer requests for completions in any order.
 
-All code of an engine runs in one asyncio loop. An engine in this process computes between two
-awaits, so tools and rewards must run in other processes or threads.
+All code of an engine runs in one asyncio loop. An engine in this process blocks the loop while it
+computes, so tools and rewards must run in other processes or threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slurmrl.rollouts.generation.image_requests import PromptImage
 from slurmrl.tensors.ops.splitmix import start
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
+"""Function that turns token ids into a string with special tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +28,20 @@ class GenerationOptions:
 
     max_new_tokens: int
     min_new_tokens: int = 0
-    """Stop tokens are not sampled before this many new tokens."""
+    """Minimum number of new tokens before a stop token is sampled."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    """Strings that end a completion after ``min_new_tokens``; the completing token is kept."""
+    """Strings that end a completion after ``min_new_tokens``. The token that completes the string
+    is kept."""
     masks: bool = False
-    """Record the sampling mask of each token: the tokens that ``top_k`` and ``top_p`` keep.
-    Log-probabilities are then relative to the mask, never to all tokens."""
+    """Whether to record the sampling mask of each token: the tokens that ``top_k`` and ``top_p``
+    keep. Log-probabilities are then under the mask, never over all tokens."""
     experts: bool = False
-    """Record the experts that process each token."""
+    """Whether to record the experts that process each token."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -62,19 +63,19 @@ class GenerationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Completions of one prompt.
+    """Request for completions of one prompt.
 
-    Their tokens depend only on ``seed``, ``step``, ``keys``, the options and the weights, not on
+    The completions depend only on ``seed``, ``step``, ``keys``, the options and the weights, not on
     other requests of the engine.
     """
 
     request_id: str
-    """Unique among the requests of an engine."""
+    """Name that is unique among the requests of an engine."""
     prompt: tuple[int, ...]
-    """Token ids, at least one."""
+    """Token ids, at least one id."""
     keys: tuple[int, ...]
-    """int64; the random stream of each completion. Completions of one request share the prompt's
-    cache."""
+    """Random stream of each completion, int64. Completions of one request share the prompt's cache.
+    """
     seed: int
     step: int
     options: GenerationOptions
@@ -93,7 +94,7 @@ class GenerationRequest:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:
-        """Return the inverse of ``dataclasses.asdict``, even after a round trip through JSON."""
+        """Make a request from the result of ``dataclasses.asdict``, which may have been JSON."""
         options = dict(values["options"])
         for name in ("stop_token_ids", "stop_strings"):
             options[name] = tuple(options[name])
@@ -107,57 +108,58 @@ ABORTED = Completion(finish="aborted")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightVersion:
-    """Weights for an engine to serve."""
+    """A version of the weights that an engine can serve."""
 
     name: str
-    """``<step>.<incarnation>``"""
+    """Name: ``<step>.<incarnation>``."""
     folder: Path | None = None
-    """A Hugging Face checkpoint of the weights. None: the engine's tensors already have them."""
+    """Folder of a Hugging Face checkpoint; None if the engine's tensors have the weights already.
+    """
 
 
 class RolloutEngine(ABC):
-    """One instance of an engine: a model in this process, or a server."""
+    """One engine: a model in this process, or a server."""
 
     @property
     @abstractmethod
     def version(self) -> str | None:
-        """The weight version that samples the next token. None: none was installed yet."""
+        """The weight version that samples the next token; None before the first update."""
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
         """Queue a request.
 
-        The future gets one completion for each key; it fails with UsageError for a request that can
-        never be served (an empty prompt, one longer than the context), and with RunFailedError if
-        the engine is lost.
+        The future returns one completion for each key. The future fails with UsageError for a
+        request that can never be served (an empty prompt, or a prompt longer than the context), and
+        with RunFailedError if the engine is lost.
         """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """End a request: its future gets the tokens sampled so far as ``aborted``.
+        """End a request: its future returns the tokens sampled so far as ``aborted``.
 
-        No-op if it is unknown or has ended.
+        Do nothing if the request is unknown or has ended.
         """
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop sampling before returning. Requests keep their tokens."""
+        """Return when no more tokens are sampled. Requests keep their tokens."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Undo ``pause``."""
+        """Continue sampling after ``pause``."""
 
     @abstractmethod
     async def update_weights(self, version: WeightVersion) -> None:
-        """Serve ``version`` after the return.
+        """Return when ``version`` is served.
 
-        Requests in flight continue with it after their current tokens. No token is sampled during
-        the update.
+        Requests in flight keep their tokens and continue with ``version``. No token is sampled
+        during the update.
         """
 
     @abstractmethod
     async def health(self) -> None:
-        """Return if the engine answers; raises RunFailedError with the reason."""
+        """Check that the engine answers. Raises RunFailedError with the reason if it does not."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests served by a batch in this process, in one asyncio loop."""
+"""Engine that serves requests with a batch of sequences in this process."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ class RequestBatch(Protocol):
 
     @property
     def checksum(self) -> int:
-        """Checksum of these tokens, in their order."""
+        """Checksum of all sampled tokens, in their order."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether ``step`` has something to do."""
+        """Whether ``step`` has tokens to process or results to return."""
         ...
 
     def add(self, request: GenerationRequest) -> list[Sequence]:
-        """Queue a request; return its completions, one for each key.
+        """Queue a request; return its sequences, one for each key.
 
         Raises UsageError for a request that can never be served.
         """
         ...
 
     def step(self) -> list[Sequence]:
-        """Call the model; return the sequences that have ended since the last call."""
+        """Call the model once; return the sequences that have ended since the last call."""
         ...
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """End sequences that have not ended; they keep their tokens."""
+        """End sequences that have not ended yet; they keep their tokens."""
         ...
 
     def renew(self, version: str, *, stale_cache: bool = False) -> None:
-        """Continue with changed weights; with ``stale_cache``, keep the cache of older weights."""
+        """Continue with new weights. With ``stale_cache``, keep the cache of older weights."""
         ...
 
 
@@ -63,12 +63,12 @@ class _Job:
 
 
 class BatchRollout(RolloutEngine):
-    """Serves requests with a batch. Between two of its steps the loop's other tasks run."""
+    """Serves requests with a batch. Other tasks of the asyncio loop run between two steps."""
 
     _batch: RequestBatch
 
     def __init__(self, version: str | None, *, stale_cache: bool) -> None:
-        """``version`` names the model's weights; without it requests wait for ``update_weights``.
+        """``version`` is the name of the model's weights; None lets requests wait for an update.
 
         ``stale_cache``: requests in flight keep the cache of older weights over an update.
         """
@@ -76,7 +76,7 @@ class BatchRollout(RolloutEngine):
         self._jobs: dict[str, _Job] = {}
         self._task: asyncio.Task[None] | None = None
         self._lost: RunFailedError | None = None
-        """Reason why it serves no more requests."""
+        """Reason why the engine serves no more requests."""
         self._paused = False
         self._fresh = True
         """Whether no token was sampled since the last update of the weights."""
@@ -138,15 +138,15 @@ class BatchRollout(RolloutEngine):
     def _read(self, name: str, folder: Path) -> None:
         """Read weights into the model.
 
-        Raises UsageError if nothing has changed. If the model has parts of two versions, calls
-        ``_lose``.
+        Raises UsageError if the folder is rejected and the model is unchanged. Calls ``_lose`` if
+        the model has parts of two versions.
         """
 
     async def _before_step(self) -> None:
-        """Wait for requests that the next step should have."""
+        """Wait for requests that should be part of the next step."""
 
     def _lose(self, name: str, folder: Path, reason: object) -> RunFailedError:
-        """Serve no more requests, because weights were read in part. Return the error."""
+        """Fail all requests, because weights were read only in part. Return the error."""
         failure = RunFailedError(f"weights {name} could not be read from {folder}: {reason}")
         self._fail(failure)
         return failure
@@ -157,7 +157,7 @@ class BatchRollout(RolloutEngine):
         return ready and self._batch.busy
 
     def _serve(self) -> None:
-        """Start a task that calls the model while there is something to sample."""
+        """Start a task that calls the model until all requests are answered."""
         if self._serving and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._check)
@@ -174,10 +174,10 @@ class BatchRollout(RolloutEngine):
             self._fresh = self._fresh and self._batch.sampled == before
             self._stepped.set()
             await asyncio.sleep(0)
-        self._stepped.set()  # there may be nothing left to sample
+        self._stepped.set()  # `_progress` may wait, although nothing is left to sample
 
     def _check(self, task: asyncio.Task[None]) -> None:
-        """Fail the requests in flight if the model's calls have failed."""
+        """Fail the requests in flight if a call of the model has failed."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, RunFailedError | UsageError):
             self._fail(error)
@@ -187,7 +187,7 @@ class BatchRollout(RolloutEngine):
             self._fail(failure)
 
     def _fail(self, failure: RunFailedError | UsageError) -> None:
-        """Fail the requests in flight. After a RunFailedError the engine is lost."""
+        """Fail the requests in flight. A RunFailedError also makes the engine unusable."""
         if isinstance(failure, RunFailedError):
             self._lost = failure
         self._stepped.set()
@@ -199,8 +199,8 @@ class BatchRollout(RolloutEngine):
     async def _progress(self) -> None:
         """Wait until a token was sampled with the weights of the last update.
 
-        Without the wait, updates that come faster than the cache can be computed again would stop
-        all requests from progressing.
+        Each update makes requests compute their caches again. Without the wait, frequent updates
+        could prevent any progress.
         """
         while self._fresh and self._serving:
             self._serve()
@@ -210,7 +210,7 @@ class BatchRollout(RolloutEngine):
             raise self._lost
 
     def _answer(self, request_id: str) -> None:
-        """Give a request its completions if all have ended."""
+        """Resolve a request's future if all its sequences have ended."""
         job = self._jobs.get(request_id)
         if job is None or job.future.done():
             return
@@ -219,13 +219,13 @@ class BatchRollout(RolloutEngine):
             del self._jobs[request_id]
 
     def _forget(self, request_id: str, future: Answer) -> None:
-        """End a request whose future was cancelled."""
+        """Drop a request whose future was cancelled."""
         job = self._jobs.get(request_id)
         if job is not None and job.future is future:
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
-        """End a request without an answer."""
+        """Abort the sequences of a request and forget the request."""
         sequences = self._jobs.pop(request_id).sequences
         if self._lost is None:
             self._batch.abort(sequences)

@@ -1,4 +1,4 @@
-"""The contract of the kinds of servers: requests for completions, and updates of weights."""
+"""The contract for kinds of servers: requests for completions, and updates of weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from slurmrl.rollouts.generation.http import HttpClient
 
 CONTROL_S: Final = 60.0
-"""Time limit of pausing, resuming, aborting: the server answers between two steps."""
+"""Seconds in which a server must pause, resume or abort. It answers between two steps."""
 FIRST_S: Final = 600.0
-"""Time limit of the first token, before which a server may compile."""
+"""Seconds in which a server must sample its first token. It may compile before."""
 
 
 class Dialect(ABC):
@@ -41,40 +41,39 @@ class Dialect(ABC):
 
     @abstractmethod
     async def connect(self) -> int:
-        """Check that the server is of this kind and has the version and flags that are needed.
+        """Check the kind, the version and the flags of the server before other methods are called.
 
-        The other methods need them. Return the maximum number of tokens of a prompt and its
-        completion.
+        Return the maximum number of tokens of a prompt and its completion.
         """
 
     @abstractmethod
     async def sample(self, sampling: GenerationRequest) -> Completion:
-        """Return the completion of a request with one key when it has ended.
+        """Return the completion of a request with one key when the completion has ended.
 
         There is no time limit, because servers may be paused.
         """
 
     @abstractmethod
     async def abort(self, name: str) -> None:
-        """Make the server end the sampling of this name and return its tokens as ``aborted``.
+        """Let the server end the request ``name`` and return its tokens as ``aborted``.
 
-        No-op if the server does not know the name (yet).
+        Do nothing if the server does not know the name, or not yet.
         """
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop sampling tokens before returning; requests keep waiting. No time limit."""
+        """Return when no more tokens are sampled; requests wait. There is no time limit."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Undo ``pause``."""
+        """Continue sampling after ``pause``."""
 
     @abstractmethod
     async def version(self) -> str:
         """Return the name of the weight version that the server reports."""
 
     async def check_version(self, name: str) -> None:
-        """Return if the server has the version with this name; raise otherwise."""
+        """Raise RunFailedError if the server does not have the version ``name``."""
         held = await self.version()
         if held != name:
             raise RunFailedError(f"{self.where}: holds version {held} instead of {name}")
@@ -83,9 +82,8 @@ class Dialect(ABC):
     async def load(self, version: WeightVersion) -> None:
         """Replace the weights of the paused server by the weights of ``version``.
 
-        Forget the cache of other weights, unless requests in flight are to keep it. Check that the
-        server reports the version. There is no time limit: the duration depends on the weights and
-        on their location.
+        Clear the cache, unless requests in flight keep it. Check that the server reports the
+        version. There is no time limit: the duration depends on the weights and their location.
         """
 
     @abstractmethod
@@ -94,19 +92,19 @@ class Dialect(ABC):
 
     @abstractmethod
     async def wake(self) -> None:
-        """Undo `sleep`; the weights are undefined until `load`."""
+        """Allocate the memory that `sleep` freed. The weights are undefined until `load`."""
 
     @abstractmethod
     async def health(self) -> None:
-        """Return if the part of the server that computes answers."""
+        """Check that the processes of the server that compute answer."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the connections. Running requests fail with RunFailedError."""
+        """Close the connections. Requests in flight fail with RunFailedError."""
 
 
 class HttpDialect(Dialect):
-    """The common part of dialects of servers behind HTTP."""
+    """Base class of dialects over HTTP."""
 
     GENERATE: str
     """The route of completions."""
@@ -123,13 +121,13 @@ class HttpDialect(Dialect):
         placeholders: tuple[int, ...] = (),
         quantizer: torch.device | None = None,
     ) -> None:
-        """``control``: a client with the key for administration, if that is another one.
+        """``control`` is a client with the administration key, if the key is a different one.
 
         ``model``: `connect` rejects servers of other models. ``checks``: the checks of all servers
-        of this run. ``health_s``: time limit of `health`; at least the longest step of the model.
+        of this run. ``health_s``: time limit of `health` in seconds, at least the longest step.
         ``stale_cache``: requests in flight keep the caches of older weights. ``placeholders``: the
         token ids of placeholders of a model that reads images. ``quantizer``: the device that
-        computes FP8 matrices for the server; None: it gets the weights as they are.
+        computes FP8 matrices for the server; None if the server gets the weights as they are.
         """
         self._client, self._control = client, control or client
         self._model = model
@@ -139,11 +137,11 @@ class HttpDialect(Dialect):
         self._placeholders = placeholders
         self._quantizer = quantizer
         self._loaded: str | None = None
-        """The last version that was loaded since the connection was made."""
+        """Name of the last version that was loaded over this connection."""
         self.where = client.address.text
 
     def _connected(self, digest: Digest | str, dtype: object, *, first_only: bool = False) -> None:
-        """Start the checks of a server that computes such checksums, in this type."""
+        """Start the checks of a server that computes in ``dtype`` and checksums by ``digest``."""
         if self._quantizer is not None:
             digest = "it has matrices in FP8 (rollout.quantization)"
         how = self._checks.digest(self.where, digest, self._model.dtype, dtype)
@@ -152,13 +150,13 @@ class HttpDialect(Dialect):
 
     @abstractmethod
     def _first(self) -> dict[str, Any]:
-        """Return the body of a request for one token."""
+        """Return the body of a request for one token, as a JSON object."""
 
     async def _knows(self, token: int) -> bool:
         """Return whether the vocabulary has this token id.
 
-        Servers report no size. Unknown tokens in a prompt end vLLM, and SGLang computes with them;
-        both check the tokens of ``logit_bias``.
+        Servers do not report the size of the vocabulary. An unknown token in a prompt makes vLLM
+        exit, and SGLang computes with it. Both servers check the token ids of ``logit_bias``.
         """
         body = self._first()
         body["sampling_params"]["logit_bias"] = {str(token): 0.0}
@@ -173,8 +171,8 @@ class HttpDialect(Dialect):
     async def _with_images(self, sampling: GenerationRequest) -> GenerationRequest:
         """Return a request with its images, if the model reads images.
 
-        A sampled placeholder ends a completion: the server would read it as another token than
-        training does. Raises as `ServedPrompt.of` does.
+        Placeholders become stop tokens, because training replaces a sampled placeholder by another
+        token. Raises as `ServedPrompt.of` does.
         """
         if not (tokens := self._placeholders):
             return sampling
@@ -189,14 +187,14 @@ class HttpDialect(Dialect):
 
     @property
     def _cache(self) -> str | None:
-        """Return the name under which prompts share the server's cache; None shares all."""
+        """Name under which prompts share the server's cache; None for all prompts."""
         return self._loaded if self._stale_cache else None
 
     @property
     def _keeps_cache(self) -> bool:
         """Whether an update keeps the cache.
 
-        Another run may have filled the cache before the first update.
+        The first update clears it, because another run may have filled it.
         """
         return self._stale_cache and self._loaded is not None
 

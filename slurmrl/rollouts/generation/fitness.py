@@ -1,4 +1,4 @@
-"""Whether a server can be used: its version, its flags and its model. Torch-free."""
+"""Check whether a server can be used: its version, its flags and its model. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from slurmrl.plan.estimates.shape import read as read_shape
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The model whose weights a server gets."""
+    """The model whose weights a server loads."""
 
     architecture: str
     """Architecture as in ``config.json``: ``Qwen2ForCausalLM``."""
     vocabulary: int
     shape: ModelShape | None = None
-    """Sizes of the model; None allows any."""
+    """Sizes of the model; None allows any sizes."""
     dtype: str | None = None
-    """Type of the weights' files; None: any."""
+    """Element type of the weights' files; None allows any type."""
     text: bool = False
     """Whether requests need a tokenizer on the server."""
     experts: bool = False
-    """Whether requests ask for the experts that process each token."""
+    """Whether requests record the experts that process each token."""
 
     @staticmethod
     def of(values: Mapping[str, Any], *, text: bool, experts: bool) -> ServedModel:
@@ -52,10 +52,10 @@ class ServedModel:
         )
 
     def check_folder(self, where: str, folder: object) -> None:
-        """Compare the sizes with those in the server's ``folder`` of the model, if it exists here.
+        """Raise UsageError if sizes in the server's model ``folder`` differ from the sizes here.
 
-        Raises UsageError if one differs. A server would silently load the weights of a model with
-        fewer layers.
+        Do nothing if the folder does not exist on this host. A server would silently load the
+        weights of a model with fewer layers.
         """
         if self.shape is None:
             return
@@ -73,9 +73,9 @@ class ServedModel:
                 )
 
     async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
-        """``knows`` returns whether the server's model has a token id.
+        """Raise UsageError if the vocabulary of the server's model has another size.
 
-        Raises UsageError if its vocabulary has another size.
+        ``knows`` returns whether the server's model has a token id.
         """
         if not await knows(self.vocabulary - 1) or await knows(self.vocabulary):
             raise UsageError(
@@ -85,7 +85,7 @@ class ServedModel:
 
 
 def field_of(where: str, value: object, name: str) -> object:
-    """Return a field of an answer. Raises RunFailedError if the answer lacks it."""
+    """Return a field of a response. Raises RunFailedError if the response lacks the field."""
     if not isinstance(value, dict) or name not in value:
         raise RunFailedError(f"{where}: the answer has no field '{name}': {str(value)[:200]}")
     return value[name]
@@ -98,7 +98,7 @@ class FitServer(NamedTuple):
     context: int
     """Maximum number of tokens of a prompt and its completion."""
     settings: object
-    """The server's ``/server_info``."""
+    """Content of the server's ``/server_info``."""
 
 
 Get = Callable[[str], Awaitable[object]]
@@ -106,9 +106,10 @@ Get = Callable[[str], Awaitable[object]]
 
 
 async def examine(kind: str, where: str, get: Get, needs: ServedModel) -> FitServer:
-    """Return the self-description of a server of this kind.
+    """Return facts about a server of this kind.
 
-    Raises UsageError if it cannot be used for ``needs``, RunFailedError if it does not answer.
+    Raises UsageError if the server cannot be used for ``needs``, and RunFailedError if it does not
+    answer.
     """
     return await {"sglang": _examine_sglang, "vllm": _examine_vllm}[kind](where, get, needs)
 
@@ -137,7 +138,7 @@ async def _examine_sglang(where: str, get: Get, needs: ServedModel) -> FitServer
 
 
 def retracts(where: str, server: object) -> bool:
-    """Return whether an SGLang server can empty its cache while paused and keep its requests.
+    """Return whether a paused SGLang server can empty its cache and keep its requests.
 
     ``server`` has the server's settings (``/server_info``).
     """
@@ -174,10 +175,10 @@ async def _examine_vllm(where: str, get: Get, needs: ServedModel) -> FitServer:
 
 
 def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
-    """Raise UsageError if a vLLM server would not sample with the weights of the files it read.
+    """Raise UsageError if a vLLM server would not sample with the weights that it loads later.
 
-    On CPUs, vLLM keeps the first vocabulary projection if it is also the embedding. It packs
-    experts for its kernels only at the start, so it would misread new ones as packed.
+    On CPUs, vLLM does not update a vocabulary projection that is also the embedding. It packs
+    experts for its kernels only at the start, so it would misread new experts as packed.
     """
     config = field_of(where, server, "vllm_config")
     device = config.get("device_config") if isinstance(config, dict) else None
@@ -194,9 +195,9 @@ def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
 
 
 def check_context(where: str, context: int, least: int) -> None:
-    """Raise UsageError if a server takes fewer than ``least`` tokens of prompt and completion.
+    """Raise UsageError if a server accepts fewer than ``least`` tokens of prompt and completion.
 
-    It would cut off completions, which would then look like completions at the limit.
+    The server would cut off completions, which would look like completions at the limit.
     """
     if context < least:
         raise UsageError(
@@ -223,7 +224,7 @@ def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:
 
 
 def _check_experts(where: str, server: Mapping[str, object]) -> None:
-    """Raise UsageError if a server with these settings does not report the right experts."""
+    """Raise UsageError if a server with these settings reports no experts or wrong experts."""
     if server.get("enable_return_routed_experts") is not True:
         raise UsageError(f"{where}: rollout.replay_experts needs a server with {EXPERTS_FLAG}")
     for name, needed in EXPERTS_NEED.items():

@@ -1,7 +1,7 @@
 """Weights with FP8 matrices for servers, made from the files of a weight version.
 
-Each block of 128 x 128 elements has a factor, which maps its largest element to the largest number
-of float8_e4m3fn. Servers multiply by the factors.
+Each block of 128 x 128 elements has a factor. The block's elements are divided by the factor, so
+that the largest becomes the largest number of float8_e4m3fn. Servers multiply by the factors.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from slurmrl.tensors.checkpoint.export import write_index, write_json
 from slurmrl.tensors.layout import Box
 
 AT_A_TIME: Final = 2**24
-"""Most elements of which FP8 numbers are computed at a time: the GPU has a server."""
+"""Maximum number of elements that are converted at a time, because a server uses the GPU's memory.
+"""
 LEAST: Final = 1e-12
-"""Least magnitude to which a block of zeros is mapped."""
+"""Minimum magnitude of a block for its factor, so that the factor of a block of zeros is not 0."""
 
 
 def require_fp8(key: str, device: torch.device) -> None:
-    """Raise UsageError, which names the setting ``key``, for a GPU without FP8 products."""
+    """Raise UsageError for a GPU that cannot multiply FP8 matrices. The message names ``key``."""
     if device.type != "cuda":
         return
     if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
@@ -52,9 +53,9 @@ def require_fp8(key: str, device: torch.device) -> None:
 
 @contextmanager
 def fp8_folder(folder: Path, device: torch.device) -> Iterator[Path]:
-    """Yield a folder with the same model, whose matrices are in FP8, while a server reads it.
+    """Yield a temporary folder with the same model, whose matrices are in FP8.
 
-    ``device`` computes. Host memory holds the new files, and one of them twice while it is written.
+    ``device`` computes the matrices. The tensors of the file being written are in host memory.
     Raises UsageError or CorruptFileError for unreadable weights, EnvironmentFailure.
     """
     try:
@@ -103,7 +104,7 @@ def _write(folder: Path, made: Path, device: torch.device) -> None:
 def quantize(matrix: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return an FP8 matrix [m, n] and the factors of its blocks in float32, in host memory.
 
-    The factors are [ceil(m / 128), ceil(n / 128)]. Blocks at the end may be smaller.
+    The factors have the shape [ceil(m / 128), ceil(n / 128)]. Blocks at the end may be smaller.
     """
     step = max(AT_A_TIME // (matrix.shape[1] * BLOCK), 1) * BLOCK
     found = [_blocks(rows.to(device)) for rows in torch.split(matrix, step)]

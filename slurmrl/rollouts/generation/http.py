@@ -1,7 +1,7 @@
-"""A client of one HTTP server, by TCP or a Unix socket. Only runs with servers import it.
+"""A client of one HTTP server, over TCP or a Unix socket. Only runs with servers import it.
 
-Each request has its own connection. A server may close a kept connection at any time; then nobody
-knows whether it received the request that was on its way.
+Each request uses a new connection. A server may close a reused connection at any time, and the
+client would not know whether the server had received the request.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ except ImportError as error:
     ) from error
 
 CONNECT_S = 10.0
-"""Time limit of one attempt to connect."""
+"""Time limit of one attempt to connect in seconds."""
 BUSY = (429, 503)
-"""Status codes with which the server has not started to work on the request."""
+"""Status codes of a server that has not started to process the request."""
 FAULTS_OF_THE_REQUEST = (400, 401, 403, 404, 405, 413, 415, 422)
-"""Status codes of faults of the request: repeating it would give the same answer."""
+"""Status codes of wrong requests, for which a repetition would give the same response."""
 NEEDS_KEY = (401, 403)
 SHOWN_CHARACTERS = 500
 """Maximum number of characters of a response in a message."""
 
 
 class HttpClient:
-    """Requests to one server, whose answers are JSON values or strings.
+    """Sends requests to one server and returns the responses, which are JSON values or strings.
 
-    They raise RejectedError if the server rejects the request itself, and RunFailedError if it
+    Requests raise RejectedError if the server rejects the request, and RunFailedError if the server
     cannot be reached, fails, or does not answer in time. Requests that certainly had no effect (no
-    connection, status 429 or 503) are repeated for ``patience_s``. Other requests are not repeated,
-    because they may have had an effect. Proxies of the environment are not used, and redirects are
-    not followed.
+    connection, status 429 or 503) are repeated for ``patience_s`` seconds. Other requests are not
+    repeated, because they may have had an effect. The client uses no proxies and follows no
+    redirects.
     """
 
     def __init__(self, address: Address, *, api_key: str = "", patience_s: float = 5.0) -> None:
@@ -63,7 +63,7 @@ class HttpClient:
         return await self._repeat("POST", path, body, timeout_s)
 
     async def close(self) -> None:
-        """Close all connections; current and later requests fail with RunFailedError."""
+        """Close all connections. Current and later requests fail with RunFailedError."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -116,7 +116,7 @@ class HttpClient:
         return _value(where, status, kind, content)
 
     def _connected(self) -> aiohttp.ClientSession:
-        """Return the session. It belongs to a loop, so ``__init__`` does not make it."""
+        """Return the session, made at the first call because it belongs to an asyncio loop."""
         if self._session is None:
             connector = (
                 aiohttp.TCPConnector(limit=0, force_close=True)
@@ -133,11 +133,11 @@ class HttpClient:
 
 
 class _NotBegunError(ConnectionError):
-    """The server has certainly not started to work on a request."""
+    """The server has certainly not started to process a request."""
 
 
 def _value(where: str, status: int, kind: str, content: bytes) -> object:
-    """Return the value of an answer, by its status and content type."""
+    """Return the value of a response, or raise the error for its status."""
     if not 200 <= status < 300:
         text = content.decode(errors="replace").strip()
         message = f"{where}: HTTP status {status}: {_shown(text)}"
@@ -156,5 +156,5 @@ def _value(where: str, status: int, kind: str, content: bytes) -> object:
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of an answer, without a traceback or an HTML page."""
+    """Return the beginning of a response, so that a message does not contain a whole page."""
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -1,7 +1,7 @@
 """Prompts with prepared images in requests to servers.
 
-A server gets the arrays that training reads, not the files of the images. Both compute with the
-same numbers, and the server leaves the prompt's tokens as they are.
+A server gets the arrays that training reads, not the images' files. Server and training therefore
+compute with the same numbers, and the server does not change the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from slurmrl.tensors.layout import Array
 from slurmrl.tensors.pictures import key_of, read
 
 GRID, PIXELS = "image_grid_thw", "pixel_values"
-"""Arguments of models: the numbers [images, 3] of patches of each image by time, height and width,
-and the pixels [patches of all images, numbers of a patch]."""
+"""Names of a model's arguments: the number of patches of each image by time, height and width
+[images, 3], and the pixels [patches of all images, numbers of a patch]."""
 CACHED: Final = 8
-"""Prompts whose images stay in host memory: the completions of a prompt are separate requests."""
+"""Number of prompts whose images stay in host memory, because each completion is a request."""
 
 
 def placeholders_of(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids of placeholders of a ``config.json`` object; none without images.
 
-    The first one is for images. The other one is for videos, which requests do not have.
+    The first placeholder is for images. The second is for videos, which requests do not have.
     """
     family = values.get("model_type")
     if family not in PICTURE_FAMILIES:
@@ -51,13 +51,13 @@ class PromptImage:
     """One image of a prompt."""
 
     offset: int
-    """Place of its first placeholder among the prompt's tokens."""
+    """Index of the image's first placeholder in the prompt's tokens."""
     length: int
-    """Number of its placeholders."""
+    """Number of the image's placeholders."""
     arguments: Mapping[str, Array]
-    """The model's arguments for only this image."""
+    """The model's arguments for this image."""
     key: str
-    """Name of its content."""
+    """Content key of the image."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ServedPrompt:
     """A prompt of a model that reads images."""
 
     tokens: tuple[int, ...]
-    """Token ids. `STRAY` replaces a placeholder without an image, as in training."""
+    """Token ids. As in training, `STRAY` replaces a placeholder without an image."""
     images: tuple[PromptImage, ...]
 
     @staticmethod
@@ -99,7 +99,7 @@ class ServedPrompt:
 
 @lru_cache(maxsize=CACHED)
 def _images(path: str) -> tuple[int, tuple[tuple[str, Mapping[str, Array]], ...]]:
-    """Return the number of placeholders, and the name and arguments of each image."""
+    """Return the number of placeholders, and the content key and arguments of each image."""
     inputs = read(Path(path))
     parts = tuple((key_of(each).hex(), each) for each in _parts(inputs.arguments))
     return inputs.tokens, parts
@@ -114,16 +114,16 @@ def _parts(arguments: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
 
 
 STACKED: Final = ["batched", {"keep_on_cpu": True}]
-"""The way of joining grids."""
+"""Description for vLLM of how grids of several images are joined."""
 RAW: Final = 3
-"""MessagePack's extension in which vLLM reads the elements of a tensor."""
+"""Number of the MessagePack extension in which vLLM reads the elements of a tensor."""
 
 
 def image_features(images: Sequence[PromptImage], cache: str | None) -> dict[str, Any]:
-    """Return the field of a request that has the prompt's images; none without images.
+    """Return the field of a request with the prompt's images; {} without images.
 
-    vLLM keeps the hidden states of an image under a name, which has ``cache`` in it: an update
-    with ``stale_cache`` does not remove them.
+    vLLM caches the hidden states of an image by name. The name contains ``cache``, because an
+    update with ``stale_cache`` does not clear this cache.
     """
     if not images:
         return {}
@@ -153,7 +153,7 @@ def _tensor(array: Array) -> list[Any]:
 
 
 def _packed(value: Any) -> bytes:
-    """Return a value in MessagePack; bytes become the extension `RAW`."""
+    """Return a value in MessagePack. Bytes become the extension `RAW`."""
     if value is None:
         return b"\xc0"
     if isinstance(value, bool):

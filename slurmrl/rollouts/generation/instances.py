@@ -1,4 +1,4 @@
-"""Servers behind one engine: routing by prefix, and the loss of a server."""
+"""One engine for several servers: route requests by prefix, and handle the loss of a server."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from slurmrl.rollouts.generation.process import ServerProgram
 from slurmrl.rollouts.generation.server_instance import Connect, Instance, Patience
 
 MOST_ATTEMPTS = 8
-"""Number of instances that a request may lose before it fails, because it may be the cause."""
+"""Number of lost instances after which their common request fails, because it may be the cause."""
 
 Answer = tuple[Completion, ...]
 BLOCK = 16
-"""Tokens by which prefixes are compared."""
+"""Number of tokens of a block, the unit by which prefixes are compared."""
 MOST_BLOCKS = 2**17
-"""Blocks that are remembered; those that were not seen for longest are forgotten first."""
+"""Maximum number of remembered blocks. Blocks that were unused for longest are forgotten first."""
 
 
 @dataclass(order=True)
@@ -40,13 +40,13 @@ class _Waiting:
     future: asyncio.Future[Answer] = field(compare=False)
     attempts: int = field(compare=False, default=0)
     at: int | None = field(compare=False, default=None)
-    """The instance that works on it."""
+    """Number of the instance that processes the request; None while the request waits."""
     answer: asyncio.Future[Answer] | None = field(compare=False, default=None)
     aborted: bool = field(compare=False, default=False)
 
     @property
     def cost(self) -> int:
-        """Tokens that an instance may have to compute for it."""
+        """Maximum number of tokens that an instance has to compute for the request."""
         request = self.request
         return len(request.prompt) + len(request.keys) * request.options.max_new_tokens
 
@@ -55,9 +55,10 @@ class Instances(RolloutEngine):
     """Sends each request to one of several instances.
 
     An instance gets requests only while it has the newest weight version. A request goes to the
-    instance that has its prefix, unless that one has much more load than another. If an instance is
-    lost, its requests are sent again; samples do not depend on the instance. While no instance is
-    usable, requests wait for at most ``wait_s``, or until all instances were given up.
+    instance that has the request's prefix in its cache, unless the load of this instance is much
+    higher than the load of another. If an instance is lost, its requests are sent again; samples do
+    not depend on the instance. While no instance is usable, requests wait for at most ``wait_s``
+    seconds, or until all instances have been given up.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class Instances(RolloutEngine):
         wait_s: float | None = None,
         concurrency: int = 256,
     ) -> None:
-        """Return the caller must be in a running asyncio loop.
+        """Start to connect to the instances. The caller must be in a running asyncio loop.
 
-        ``connects``: how to reach each instance, by its name in messages. ``program``: starts the
-        server; there is one instance then. ``concurrency``: completions that an instance samples
-        at a time; a request is sent whole, so that a few more are possible.
+        ``connects``: functions that connect to each instance, by its name in messages. ``program``
+        starts the server of the only instance. ``concurrency``: number of completions that an
+        instance samples at a time. The last request may exceed it, because requests are not split.
         """
         self._concurrency = concurrency
         self._wanted: WeightVersion | None = None
@@ -85,7 +86,7 @@ class Instances(RolloutEngine):
         self._prefixes = PrefixIndex()
         self._closed = False
         self._usable = asyncio.Event()
-        """Set after an instance was usable."""
+        """Set after the first instance has become usable."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._instances = [
             Instance(
@@ -102,11 +103,11 @@ class Instances(RolloutEngine):
         self._expect_instances()
 
     async def start(self) -> None:
-        """Return once an instance can be used.
+        """Return when an instance can be used.
 
-        If this fails, close all of them. Raises UsageError if one will never be usable;
-        RunFailedError if all were given up, or all failed at first and none is usable within
-        ``wait_s``.
+        On failure, close all instances. Raises UsageError if an instance will never be usable.
+        Raises RunFailedError if all instances were given up, or if all failed at first and none is
+        usable within ``wait_s``.
         """
         await asyncio.wait([instance.tried for instance in self._instances])
         errors = [instance.error for instance in self._instances if instance.error is not None]
@@ -165,8 +166,9 @@ class Instances(RolloutEngine):
     async def update_weights(self, version: WeightVersion) -> None:
         """Load ``version`` on all instances.
 
-        Instances that fail are lost, and load it before they get another request. Raises UsageError
-        if one rejects it and none accepts it; then the last version remains.
+        Failed instances are lost, and load the version before they get another request. Raises
+        UsageError if an instance rejects the version and none accepts it. The last version then
+        remains.
         """
         before, self._wanted = self._wanted, version
         updates = (instance.update(version) for instance in self._instances)
@@ -177,11 +179,11 @@ class Instances(RolloutEngine):
         if errors and not (refused and taken):
             self._wanted = before
             raise errors[0]
-        self._prefixes = PrefixIndex()  # caches are lost with the weights
+        self._prefixes = PrefixIndex()  # the update has cleared the caches
         self._dispatch()
 
     async def sleep(self) -> None:
-        """Free the device memory of servers of this run until the next `update_weights`."""
+        """Free the device memory of this run's servers until the next `update_weights`."""
         self._wanted = None
         await asyncio.gather(*(instance.sleep() for instance in self._instances))
 
@@ -211,7 +213,7 @@ class Instances(RolloutEngine):
         self._expect_instances()
 
     def _expect_instances(self) -> None:
-        """From now on, let requests wait at most ``wait_s`` while no instance can be used."""
+        """Begin the wait of requests for at most ``wait_s`` if no instance can be used."""
         if (lost := self._given_up()) is not None:
             self._fail_all(lost)
         elif (
@@ -223,7 +225,7 @@ class Instances(RolloutEngine):
             self._giving_up = loop.call_later(self._wait_s, self._stop_waiting)
 
     def _given_up(self) -> SlurmrlError | None:
-        """Return why no instance will be usable any more."""
+        """Return why no instance will be usable again; None if one may be."""
         reasons = [instance.given_up for instance in self._instances]
         return None if None in reasons else reasons[0]
 
@@ -242,7 +244,7 @@ class Instances(RolloutEngine):
                 job.future.set_exception(error)
 
     def _forget(self, job: _Waiting) -> None:
-        """Forget a request that was answered, has failed or was cancelled."""
+        """Forget a request whose future is done: answered, failed or cancelled."""
         del self._jobs[job.request.request_id]
         if job.answer is not None:
             job.answer.cancel()
@@ -252,14 +254,14 @@ class Instances(RolloutEngine):
             job.future.set_result((ABORTED,) * len(job.request.keys))
 
     def _dispatch(self) -> None:
-        """Send waiting requests to instances with room."""
+        """Send waiting requests to instances below their concurrency."""
         while self._queue and (ready := self._ready()):
             job = heapq.heappop(self._queue)
             if not job.future.done():
                 self._send(job, self._choose(job, ready))
 
     def _ready(self) -> list[int]:
-        """Return the instances that have the version and room."""
+        """Return the instances with the current version that are below their concurrency."""
         return [
             index
             for index, instance in enumerate(self._instances)
@@ -269,7 +271,7 @@ class Instances(RolloutEngine):
         ]
 
     def _choose(self, job: _Waiting, ready: list[int]) -> int:
-        """Return the instance that has most of the request's prefix.
+        """Return the instance that has the longest part of the request's prefix in its cache.
 
         Instances whose load is much higher than the lowest load are not considered.
         """
@@ -324,9 +326,9 @@ class Instances(RolloutEngine):
 
 
 class PrefixIndex:
-    """Remembers which instance has worked on which prefix. Instances are numbers.
+    """Remembers which instances have processed which prefixes. Instances are numbers.
 
-    A block is known by a hash of all tokens up to its end. If two prefixes have the same hash, a
+    The key of a block is a hash of all tokens up to its end. If two prefixes have the same hash, a
     request may go to an instance without its prefix, which only costs time.
     """
 
@@ -335,7 +337,7 @@ class PrefixIndex:
         self._most = most_blocks
 
     def remember(self, tokens: Sequence[int], instance: int) -> None:
-        """Note that ``instance`` works on ``tokens``."""
+        """Record that ``instance`` processes ``tokens``."""
         for block in _blocks(tokens):
             self._owners[block] = self._owners.get(block, frozenset()) | {instance}
             self._owners.move_to_end(block)
@@ -343,7 +345,7 @@ class PrefixIndex:
             self._owners.popitem(last=False)
 
     def matches(self, tokens: Sequence[int]) -> dict[int, int]:
-        """By instance, how many tokens of the beginning of ``tokens`` it has worked on."""
+        """Return, by instance, the length of the prefix of ``tokens`` that it has processed."""
         found: dict[int, int] = {}
         for number, block in enumerate(_blocks(tokens), start=1):
             owners = self._owners.get(block)
@@ -355,7 +357,7 @@ class PrefixIndex:
         return found
 
     def forget(self, instance: int) -> None:
-        """Note that ``instance`` has lost its cache."""
+        """Record that ``instance`` has lost its cache."""
         for block, owners in list(self._owners.items()):
             if instance in owners:
                 if len(owners) == 1:
@@ -365,7 +367,7 @@ class PrefixIndex:
 
 
 def _blocks(tokens: Sequence[int]) -> Iterator[int]:
-    """A hash of each prefix that is a whole number of blocks."""
+    """Yield a hash of each prefix of whole blocks."""
     state = 0
     for begin in range(0, len(tokens) - BLOCK + 1, BLOCK):
         state = hash((state, *tokens[begin : begin + BLOCK]))

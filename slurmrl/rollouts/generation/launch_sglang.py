@@ -2,9 +2,9 @@
 
 Usage: ``python -P launch_sglang.py SOCKET ARGUMENTS…``
 
-It runs in the environment of SGLang and imports nothing of slurmrl. A socket in a private folder
-needs no API key and no port. SGLang would take the key as an argument that all users of the host
-can read, and another process could take the port first.
+The script runs in the environment of SGLang and imports nothing of slurmrl. A socket in a private
+folder needs no API key and no port. All users of the host could read a key among SGLang's
+arguments, and another process could take the port first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import sys
 from typing import Any
 
 ARRAYS = "slurmrl-arrays:"
-"""Prefix of a string in place of an image, which has the arrays of a prompt in JSON."""
+"""Prefix of a string that replaces an image in a request: JSON with the arrays of a prompt."""
 
 
 def listen_on(path: str) -> None:
-    """Let uvicorn listen on a Unix socket, whatever host and port its caller names."""
+    """Let uvicorn listen on a Unix socket instead of the host and port that its caller sets."""
     import uvicorn
 
     configure = uvicorn.Config.__init__
@@ -35,16 +35,16 @@ def listen_on(path: str) -> None:
 
 
 def unused_port() -> int:
-    """Return a port on which nothing listens; SGLang also derives other ports from it."""
+    """Return an unused TCP port, from which SGLang derives other ports."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class PageableMemory:
-    """Replacement of CUDA's runtime for the memory that records the experts of tokens.
+    """Replacement of CUDA's runtime for hosts without a GPU.
 
-    SGLang asks the runtime to pin this memory, even on a CPU.
+    To record the experts of tokens, SGLang asks the runtime to pin host memory, even on a CPU.
     """
 
     @staticmethod
@@ -55,8 +55,8 @@ class PageableMemory:
 def need_no_gpu() -> None:
     """Let SGLang compute checksums of its weights and record experts on a CPU.
 
-    Before 0.5.23, SGLang waits for a GPU before it computes checksums. To record experts it asks
-    CUDA for memory. It does both even if there is no GPU.
+    Versions before 0.5.23 synchronize with a GPU before checksums, even without a GPU. All versions
+    ask CUDA for memory to record experts.
     """
     import torch
 
@@ -65,7 +65,7 @@ def need_no_gpu() -> None:
 
 
 def read_arrays() -> None:
-    """Let requests carry the arrays of images as text, which SGLang reads only as tensors."""
+    """Let requests contain the arrays of images as strings: SGLang accepts them only as tensors."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     generate = TokenizerManager.generate_request
@@ -96,8 +96,8 @@ def _as_tensors(image: Any) -> Any:
 def tell_grids_apart() -> None:
     """Let the hash of an image depend on the grid of its patches.
 
-    SGLang hashes only pixels. A white image of 2 x 4 patches would get the hidden states and the
-    cached keys and values of a white image of 4 x 2 patches.
+    SGLang hashes only pixels. A white image of 2 x 4 patches would get the cached hidden states,
+    keys and values of a white image of 4 x 2 patches.
     """
     from sglang.srt.managers.schedule_batch import MultimodalDataItem
 
@@ -124,7 +124,7 @@ def main(path: str, arguments: list[str]) -> None:
     listen_on(path)
     read_arrays()
     tell_grids_apart()
-    http_server._freeze_gc_after_server_warmup = lambda _: None  # it would use the unused port
+    http_server._freeze_gc_after_server_warmup = lambda _: None  # it would connect to the port
     try:
         run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))
     finally:

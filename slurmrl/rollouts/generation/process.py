@@ -1,10 +1,10 @@
-"""A server on its host: its processes, its starts, its log and a private folder in memory.
+"""A server on its host: its processes, its failed starts, its log and a private folder in memory.
 
-The processes start together, end together and are never left behind (`warden.py`). The log shows
-the error with which a server ended. SGLang logs a traceback as one message (``[2026-01-02 03:04:05
-TP0] Scheduler hit an exception: Traceback …``), vLLM with a prefix on every line
-(``(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:718] ValueError: …``). Both end with tracebacks
-of processes that only waited for the failed one.
+The processes of a server end together (`warden.py`). The log has the error with which a server
+ended. SGLang logs a traceback as one message (``[2026-01-02 03:04:05 TP0] Scheduler hit an
+exception: Traceback …``). vLLM logs a traceback with a prefix on every line (``(EngineCore pid=7)
+ERROR 01-02 03:04:05 [core.py:718] ValueError: …``). In both logs, the last tracebacks come from
+processes that only waited for the failed process.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ logger = log.get(__name__)
 
 WARDEN = package.program("rollouts/generation/warden.py")
 ENDING_S = 10.0
-"""Seconds that the processes of a server may take to end after SIGKILL."""
+"""Seconds to wait for the end of a server's processes after SIGKILL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerProgram:
-    """A server and where it runs."""
+    """A server's command, environment and log."""
 
     name: str
-    """For messages: ``sglang server 0``."""
+    """Name in messages: ``sglang server 0``."""
     command: Sequence[str]
     environment: Mapping[str, str]
     """All environment variables of the server."""
     log: Path
-    """File to which the server's output is appended; only the user can read it."""
+    """File to which the server's output is appended. Only the user can read the file."""
     more: Callable[[], Sequence[str]] = tuple
-    """Function that returns further arguments at each start."""
+    """Function that returns further arguments of the command at each start."""
     events: EventWriter | None = None
-    """Gets an event when the server ends."""
+    """Writer of an event for each end of the server."""
 
 
 class ServerProcess:
     """A running server.
 
-    It and all that it starts end when this object is closed or the process that made it ends,
-    however that happens: a warden (`warden.py`) kills them. If the warden itself is killed, the
-    kernel kills the server, and ``close`` kills the other processes of its session.
+    A warden (`warden.py`) kills the server and all its processes when this object is closed or the
+    process that made it ends in any way. If the warden itself is killed, the kernel kills the
+    server, and ``close`` kills the other processes of its session.
     """
 
     def __init__(self, program: ServerProgram) -> None:
-        """Raises EnvironmentFailure if the log cannot be written or the program not executed."""
+        """Start the server. Raises EnvironmentFailure if its log cannot be written."""
         self._program = program
         with open_log(program.log) as output:
             self._begin = output.seek(0, os.SEEK_END)
@@ -81,7 +81,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         self.pidfd = os.pidfd_open(self._warden.pid)
-        """Readable once the server has ended."""
+        """Descriptor that is readable after the server has ended."""
         self._closed = False
 
     @property
@@ -89,23 +89,23 @@ class ServerProcess:
         return self._closed or bool(select.select([self.pidfd], [], [], 0)[0])
 
     def ending(self) -> str:
-        """Return how it ended: ``sglang server 0 ended (SIGKILL)``."""
+        """Return how the server ended: ``sglang server 0 ended (SIGKILL)``."""
         code = self._warden.returncode if self._closed else _code(self.pidfd)
         words = "still runs" if code is None else exit_words(code if code <= 128 else 128 - code)
         return f"{self._program.name} ended ({words})"
 
     def last_words(self) -> ServerLog:
-        """Return the end of this start's output. This may wait for a shared directory."""
+        """Return the end of this start's output. Reading may wait for a shared directory."""
         return read_end(self._program.log, self._begin)
 
     def close(self) -> None:
-        """End the server with all of its processes."""
+        """End the server with all its processes."""
         if self._closed:
             return
         assert self._warden.stdin is not None
         self._warden.stdin.close()
         ended = select.select([self.pidfd], [], [], ENDING_S)[0]
-        # not reaped yet, so no other session has its number
+        # The warden is not reaped yet, so no other session has its id.
         with suppress(ProcessLookupError):
             os.killpg(self._warden.pid, signal.SIGKILL)
         if not ended:
@@ -131,29 +131,29 @@ MOST_FAILED_STARTS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EndedStart:
-    """Description of an ended start."""
+    """Facts about a start of a server that has ended."""
 
     reason: str
     served_s: float = 0.0
     """Seconds for which the server was ready."""
     asked: bool = False
-    """Whether it got requests."""
+    """Whether the server got requests."""
     answered: bool = False
-    """Whether it has answered a request."""
+    """Whether the server has answered a request."""
     error: str = ""
-    """Error in its log if the server ended by itself, in words that are equal for each start; empty
-    if a server on another host may not have this error."""
+    """Error in the log of a server that ended by itself, without numbers that differ from start to
+    start; empty if the error may be specific to this host."""
 
     def good(self, stable_s: float) -> bool:
-        """Return whether the server was ready for ``stable_s``, and answered if it had requests."""
+        """Return whether the server was ready for ``stable_s`` and answered requests, if any."""
         return self.served_s >= stable_s and (self.answered or not self.asked)
 
 
 class FailedStarts:
-    """Counts starts that failed in a row."""
+    """Counts failed starts in a row."""
 
     def __init__(self, stable_s: float) -> None:
-        """``stable_s`` are the seconds of readiness after which a start counts as good."""
+        """``stable_s`` is the time in seconds after which a ready server counts as started."""
         self._stable_s = stable_s
         self._error = ""
         self._alike = 0
@@ -167,19 +167,22 @@ class FailedStarts:
 
     @property
     def enough(self) -> bool:
-        """Whether the server is not to be started again now."""
+        """Whether to stop starting the server."""
         return self.hopeless or self.count >= MOST_FAILED_STARTS
 
     @property
     def hopeless(self) -> bool:
-        """Whether another start would probably end with the same error as the last starts.
+        """Whether the last starts ended with the same error before they answered a request.
 
-        They all ended with the same error before they answered a request.
+        Another start would probably end with this error, too.
         """
         return self._alike >= MOST_FAILED_STARTS
 
     def explained(self, name: str, reason: str) -> SlurmrlError:
-        """Return why there is no further start; ``reason`` is why the last one ended."""
+        """Return the error for a server that is not started again.
+
+        ``reason`` is the reason why the last start ended.
+        """
         if self.hopeless:
             return UsageError(
                 f"{name} cannot be used: its last {MOST_FAILED_STARTS} starts have ended with the "
@@ -189,7 +192,7 @@ class FailedStarts:
 
 
 TAIL_BYTES: Final = 256 * 1024
-"""Bytes that are read at the end of a log, enough for tracebacks of several ranks."""
+"""Number of bytes that are read at the end of a log: enough for tracebacks of several ranks."""
 LAST_LINES: Final = 5
 MOST_CHARACTERS: Final = 500
 """Maximum number of characters of an error in a message."""
@@ -199,21 +202,21 @@ _PREFIX: Final = re.compile(
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?"
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] )?"
 )
-"""Beginning of a line of vLLM's or SGLang's log."""
+"""Pattern of the beginning of a line of vLLM's or SGLang's log."""
 _TOLERATED: Final = re.compile(
     r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d "
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] \[http_server\] Error: "
 )
-"""Log lines of errors that a server survives: vLLM's warnings, with their tracebacks, and requests
-that SGLang has rejected."""
+"""Pattern of log lines about errors that a server survives: vLLM's warnings with their tracebacks,
+and requests that SGLang has rejected."""
 _RAISED: Final = re.compile(r"(?=\S*[a-z])[A-Za-z_][\w.]*(: .*)?$")
-"""The last line of a traceback."""
+"""Pattern of the last line of a traceback."""
 _ERROR: Final = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\b[Ee]rror: ")
 _CONSEQUENCE: Final = re.compile(
     r"root cause|EngineDeadError|scheduler is dead"
     r"|^(\w+\.)*(EOFError|BrokenPipeError|CancelledError|KeyboardInterrupt|SystemExit)\b"
 )
-"""Errors of processes that have lost another one."""
+"""Pattern of errors of processes that have lost another process."""
 _OF_THE_HOST: Final = re.compile(
     r"^(\w+\.)*(OSError|IOError|MemoryError|TimeoutError|\w+NotFoundError|PermissionError"
     r"|Connection\w*Error|Dist\w+Error)\b"
@@ -224,13 +227,13 @@ _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 @dataclass(frozen=True)
 class ServerLog:
-    """The end of a log, from its position ``begin`` on."""
+    """The end of a server's log."""
 
     path: Path
     lines: tuple[str, ...] = ()
     """The last lines that are not empty."""
     error: str = ""
-    """Error of the last traceback, or the last line about an error; empty if there is none."""
+    """Error of the last traceback, or the last line with an error; empty without an error."""
 
     @property
     def kind(self) -> str:
@@ -252,8 +255,8 @@ class ServerLog:
 def read_end(path: Path, begin: int) -> ServerLog:
     """Read the end of a log.
 
-    This start of the server has written everything after ``begin`` bytes. A log that cannot be read
-    counts as empty.
+    The newest start of the server has written everything after ``begin`` bytes. A log that cannot
+    be read counts as empty.
     """
     try:
         with path.open("rb") as file:
@@ -268,9 +271,9 @@ def read_end(path: Path, begin: int) -> ServerLog:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """Return the error of the last traceback, or without a traceback the last line about an error.
+    """Return the error of the last traceback; without a traceback, the last line with an error.
 
-    An error of a process that has lost another process is used only if there are no other errors.
+    Prefer errors that are not consequences of the loss of another process.
     """
     lines = [line for line in lines if not _TOLERATED.match(line)]
     raised = list(_raised([_PREFIX.sub("", line.rstrip(), count=1) for line in lines]))
@@ -282,7 +285,7 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 def _raised(lines: Sequence[str]) -> Iterator[str]:
-    """Return the error of each traceback, with the indented lines of its message."""
+    """Yield the error of each traceback, with the indented lines of its message."""
     inside = False
     for index, line in enumerate(lines):
         if line.endswith(TRACEBACK):
@@ -301,15 +304,15 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
 
 ROOT = Path("/dev/shm")
 LOCK_S = 30.0
-"""Maximum wait for other processes of this user that make or remove folders."""
+"""Maximum wait in seconds for other processes of this user that make or remove folders."""
 
 
 class HostFolder:
     """A new folder with mode 0700 that is locked until this process exits.
 
-    A killed process leaves its folder. `remove_unused` removes it, and so does the next process of
-    this user that makes a folder on the host. All are in one folder of the user, which has another
-    name if someone else uses the known name.
+    A killed process leaves its folder. `remove_unused` or the next process of this user that makes
+    a folder on the host removes it. The folders are in one parent folder of the user, which gets a
+    different name if someone else uses the usual name.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
@@ -334,8 +337,8 @@ class HostFolder:
 def remove_unused(root: Path = ROOT) -> None:
     """Remove folders of this user's killed processes.
 
-    The next process that makes a folder removes files that cannot be removed now, for example
-    because another process keeps the lock.
+    Files that cannot be removed now, for example because another process has the lock, are removed
+    by the next process that makes a folder.
     """
     with suppress(OSError):
         for parent in _parents(root):
@@ -357,7 +360,7 @@ def _wait_for(lock: IO[str]) -> None:
 
 
 def _parents(root: Path) -> Iterator[Path]:
-    """Yield the folders of this user that no other user can change, the known name first."""
+    """Yield the parent folders that only this user can change, the usual name first."""
     known = root / _known_name()
     for path in (known, *sorted(root.glob(f"{known.name}.*"))):
         try:
@@ -388,7 +391,7 @@ def _known_name() -> str:
 
 
 def _remove_unlocked(parent: Path) -> None:
-    """Remove unlocked folders; the caller has the lock of ``parent``."""
+    """Remove unlocked folders in ``parent``, whose lock the caller has."""
     for folder in parent.iterdir():
         if not folder.is_dir():
             continue
@@ -407,7 +410,7 @@ def _remove_unlocked(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, and the files of its servers in shared memory."""
+    """Remove a folder, and the files that its servers have left in shared memory."""
     for place, _, names in os.walk(folder):  # other processes may be removing the folder too
         if LIST in names:
             remove_shared(os.path.join(place, LIST))

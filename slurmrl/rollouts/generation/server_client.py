@@ -1,4 +1,4 @@
-"""The engine for one running server of any kind (`dialect.py`)."""
+"""Engine for one running server of any kind (`dialect.py`)."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from slurmrl.rollouts.generation.fitness import check_context
 
 @dataclass
 class _InFlight:
-    """A request in flight. ``samplings`` are by the name of each completion on the server."""
+    """A request in flight. ``samplings`` has a task by the name of each completion."""
 
     future: asyncio.Future[tuple[Completion, ...]]
     samplings: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
     sent: set[str] = field(default_factory=set)
-    """Names of completions that the server may know."""
+    """Names of completions that were sent to the server."""
     aborting: asyncio.Task[None] | None = None
 
 
 class ServerClient(RolloutEngine):
-    """One running server.
+    """Serves requests with one running server.
 
-    Each completion of a request is a separate HTTP request, because each has its own random stream.
-    They share the prompt in the server's cache.
+    Each completion is a separate HTTP request, because each has a separate random stream. The
+    completions of a request share the prompt in the server's cache.
     """
 
     def __init__(self, dialect: Dialect, context: int, *, concurrency: int = 256) -> None:
         """``context`` is the result of ``dialect.connect``.
 
-        ``concurrency`` is the number of completions that are requested at a time.
+        ``concurrency`` is the maximum number of HTTP requests at a time.
         """
         self._dialect = dialect
         self._context = context
@@ -52,15 +52,15 @@ class ServerClient(RolloutEngine):
         self._numbers = itertools.count()
         self._version: str | None = None
         self._held: set[str] = set()
-        """The versions that were installed by this client."""
+        """Names of the versions that this client has installed."""
         self._installed = asyncio.Event()
-        """Set while there is a version; requests wait for it."""
+        """Set while the server has a version. Requests wait for this event."""
         self.paused = False
         """Whether `update_weights` leaves the server paused."""
         self.asleep = False
-        """Whether its device memory may be partly or completely freed."""
+        """Whether the server's device memory may be partly or completely freed."""
         self._control = asyncio.Lock()
-        """Pausing, resuming and updates of weights, one at a time."""
+        """Lock of pauses, resumptions and updates of weights."""
         self._updated = self._update_s = 0.0
         """Time at which the last update ended, and its duration."""
         self._lost: RunFailedError | None = None
@@ -69,11 +69,10 @@ class ServerClient(RolloutEngine):
     async def connect(
         cls, dialect: Dialect, *, concurrency: int = 256, least: int = 0
     ) -> ServerClient:
-        """Return the engine of a server that answers now.
+        """Return the engine of a server that answers now. The engine has no weight version yet.
 
-        It has no weight version yet, whatever the server holds. Raises UsageError if the server
-        takes fewer than ``least`` tokens of a prompt and its completion. Closes the dialect if that
-        fails.
+        Raises UsageError if the server accepts fewer than ``least`` tokens of a prompt and its
+        completion. Closes the dialect on any error.
         """
         try:
             context = await dialect.connect()
@@ -95,7 +94,7 @@ class ServerClient(RolloutEngine):
             future.set_exception(problem)
             return future
         job = self._jobs[request.request_id] = _InFlight(future)
-        # A new number, because the server may still sample for a cancelled request with this id.
+        # The server may still sample for a cancelled request with this id: use a new number.
         number = next(self._numbers)
         for index, key in enumerate(request.keys):
             name = f"{request.request_id}-{number}-{index}"
@@ -129,7 +128,7 @@ class ServerClient(RolloutEngine):
         return completion
 
     def _refusal(self, request: GenerationRequest) -> UsageError | None:
-        """Return why a request can never be served."""
+        """Return the error for a request that can never be served; None for other requests."""
         name, prompt = f"request {request.request_id}", len(request.prompt)
         if request.request_id in self._jobs:
             return UsageError(f"{name} is in flight already")
@@ -138,7 +137,7 @@ class ServerClient(RolloutEngine):
         if prompt >= self._context:
             return UsageError(
                 f"{name}: a prompt of {prompt} tokens leaves no room for a completion: the server "
-                f"takes {self._context} tokens in all"
+                f"accepts {self._context} tokens in total"
             )
         return None
 
@@ -148,9 +147,9 @@ class ServerClient(RolloutEngine):
             job.aborting = asyncio.create_task(self._abort(job))
 
     async def _abort(self, job: _InFlight) -> None:
-        """Abort until all requests of a job have ended.
+        """Repeat the aborts until all completions of a request have ended.
 
-        The server may read the order to abort a request before it has read the request.
+        A server may receive an abort before the completion's request, and then ignores it.
         """
         backoff = Backoff(0.02, 1.0)
         while unfinished := {name: task for name, task in job.samplings.items() if not task.done()}:
@@ -158,12 +157,12 @@ class ServerClient(RolloutEngine):
                 if name not in job.sent:
                     task.cancel()
                     continue
-                with suppress(RunFailedError):  # The completions then fail too, or end later.
+                with suppress(RunFailedError):  # the completions then fail, too, or end later
                     await self._dialect.abort(name)
             await asyncio.wait(unfinished.values(), timeout=backoff.next_s())
 
     def _settle(self, request_id: str) -> None:
-        """Answer a request if all its completions have ended or one has failed."""
+        """Resolve a request's future if all its completions have ended or one has failed."""
         job = self._jobs.get(request_id)
         if job is None or job.future.done():
             return
@@ -177,7 +176,7 @@ class ServerClient(RolloutEngine):
             job.future.set_result(tuple(results))
 
     def _forget(self, request_id: str) -> None:
-        """End the remaining completions of a request that was answered, failed or cancelled.
+        """Cancel the remaining completions of a request that was answered, failed or cancelled.
 
         A server stops sampling a completion when its connection is closed.
         """
@@ -218,7 +217,7 @@ class ServerClient(RolloutEngine):
     async def sleep(self) -> None:
         """Free the server's device memory until the next `update_weights`.
 
-        There must be no request.
+        There must be no requests in flight.
         """
         assert not self._jobs, "a server sleeps once its requests are answered"
         async with self._control:
@@ -230,7 +229,7 @@ class ServerClient(RolloutEngine):
     async def _let_run(self) -> None:
         """Wait until the server has run for as long as its last update took.
 
-        So updates in quick succession leave it time to compute caches again and to sample.
+        Between frequent updates, the server therefore has time to compute caches and to sample.
         """
         if self._jobs and not self.paused:
             await asyncio.sleep(self._updated + self._update_s - time.monotonic())
@@ -238,7 +237,7 @@ class ServerClient(RolloutEngine):
     async def health(self) -> None:
         if self._lost is not None:
             raise self._lost
-        async with self._control:  # while a server loads weights, it answers no other request
+        async with self._control:  # a server that loads weights answers no other request
             await self._dialect.health()
             if self._version is not None:
                 await self._dialect.check_version(self._version)

@@ -1,7 +1,7 @@
-"""One server that generates: its process, if this run starts it, and the connection to it.
+"""Supervision of one server: its process, if this run starts the server, and its connection.
 
 Only `Instance` supervises servers. It starts the process of a server of this run, connects to the
-server, watches it, and starts again when the server is lost.
+server, watches the server, and starts or connects again after a loss.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from slurmrl.rollouts.generation.server_client import ServerClient
 logger = log.get(__name__)
 T = TypeVar("T")
 Connect = Callable[[], Awaitable[ServerClient]]
-"""Return a new client without a weight version. It raises RunFailedError if that failed, and
-UsageError if it will always fail."""
+"""Function that connects to a server and returns a client without a weight version. It raises
+RunFailedError for a failure, and UsageError if every attempt will fail."""
 
 SERVER_ENDED: Final = "server_ended"
-"""Event of a server that has ended by itself, or was killed because it hung."""
+"""Event of a server that has ended by itself, or was killed because it did not answer."""
 PAUSE_S = (0.5, 30.0)
-"""First and longest pause before another start or connection."""
+"""First and longest pause before another start or connection, in seconds."""
 FAREWELL_S = 3.0
-"""Time that a failed server gets to end by itself, so that its log has the reason."""
+"""Seconds in which a failed server may end by itself, so that its log has the reason."""
 PROBE_S = 0.25
-"""Time between two probes of a server that does not answer."""
+"""Seconds between two probes of a server that does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +45,27 @@ class Patience:
     """Time limits of a server, in seconds."""
 
     start_s: float = 600.0
-    """Limit of a start until the server can serve requests, and of each later update."""
+    """Limit of a start, until the server can serve requests, and of each update."""
     silence_s: float = 60.0
-    """Silence after which the server counts as hung; only time in which this process could listen
-    counts."""
+    """Limit of the time without an answer, after which the server counts as hung. Time in which
+    this process was suspended does not count."""
     probe_s: float = 5.0
-    """Interval between two probes of a server that serves."""
+    """Interval between two health checks of a ready server."""
     stable_s: float = 60.0
-    """Time of service after which earlier failures no longer count, if the server has answered a
-    request or got none."""
+    """Time after which earlier failures of a ready server no longer count, unless it has got
+    requests and answered none."""
 
 
 class Instance:
-    """One server.
+    """One supervised server.
 
-    With a ``program``, this process starts the server and starts it again when it ends or hangs.
-    There is no further start after a UsageError of the first connection, and after starts that
-    failed in a row (`FailedStarts`). A server without a program runs elsewhere; the instance
-    connects to it repeatedly.
+    With a ``program``, this process starts the server, and starts it again after it ends or hangs.
+    The server is given up after a UsageError of the first connection, and after several failed
+    starts in a row (`FailedStarts`). A server without a program runs elsewhere, and the instance
+    connects to it again after each loss.
 
-    ``wanted`` returns the version that the server should have and whether it should be paused.
-    ``came`` and ``went`` are called when it becomes usable and unusable.
+    ``wanted`` returns the version that the server should have, and whether it should be paused.
+    ``came`` and ``went`` are called when the server becomes usable and unusable.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Instance:
         came: Callable[[Instance], None],
         went: Callable[[Instance], None],
     ) -> None:
-        """Return the caller must be in a running asyncio loop."""
+        """Begin to supervise the server. The caller must be in a running asyncio loop."""
         self.name = name
         self.engine: ServerClient | None = None
         """The engine; None while the server is unusable."""
@@ -88,9 +88,9 @@ class Instance:
         self.load = 0
         """Number of tokens that the server may have to compute for these completions."""
         self.error: SlurmrlError | None = None
-        """Reason of the last loss."""
+        """Reason for the last loss of the server."""
         self.given_up: SlurmrlError | None = None
-        """Reason why there will be no further start."""
+        """Reason why the server was given up; None otherwise."""
         self._connect, self._patience, self._program = connect, patience, program
         self._wanted, self._came, self._went = wanted, came, went
         self._control = asyncio.Lock()
@@ -98,22 +98,22 @@ class Instance:
         self._doubted = asyncio.Event()
         self._changed = asyncio.Condition()
         self._needed = asyncio.Event()
-        """Cleared while a server that ends must not be started again."""
+        """Event that is cleared while a server that ends must not be started again."""
         self._needed.set()
         self._runs = self._was_used = False
-        """Whether there is a process, even if it is not ready; whether the server was ever ready.
-        """
+        """Whether there is a process, ready or not; whether the server has ever been ready."""
         self._asked = self._answered = self._heard = False
-        """Whether the newest start got requests, has answered one, and has just done so."""
+        """Whether the newest start got a request, has answered a request, and has answered one
+        since the last probe."""
         self._ended: asyncio.Future[None]
         self.tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the server is usable or was given up, or the first connection has failed."""
+        """Future that is done after the first connection has succeeded or failed."""
         self._task = asyncio.create_task(self._keep(), name=name)
         self._task.add_done_callback(self._broke)
 
     @property
     def version(self) -> str | None:
-        """The weight version with which it can serve a request now."""
+        """The weight version with which the server can serve requests now; None for none."""
         return self.engine.version if self.engine and not self._doubted.is_set() else None
 
     def doubt(self) -> None:
@@ -121,20 +121,20 @@ class Instance:
         self._doubted.set()
 
     def asked(self) -> None:
-        """Note a request, because a start that ends without answering any has failed."""
+        """Record a request: a start that ends without answering any request counts as failed."""
         self._asked = True
 
     def heard(self) -> None:
-        """Count the answer to a request as a sign of life.
+        """Count the answer to a request as an answer to a health check.
 
-        Between such answers, a busy server may not have time to answer a health check.
+        A busy server may answer requests, but have no time to answer health checks.
         """
         self._heard = self._answered = True
 
     async def up(self) -> None:
         """Wait until the server is usable.
 
-        Raises RunFailedError when it is given up, UsageError if no start of it can be usable.
+        Raises RunFailedError or UsageError when the server is given up.
         """
         await self._until(lambda: self.engine is not None or self.given_up is not None)
         if self.given_up is not None:
@@ -143,13 +143,13 @@ class Instance:
     async def update(self, version: WeightVersion) -> None:
         """Load ``version``.
 
-        A server of this run has the version when this returns. A server elsewhere that fails is
-        lost, and gets the wanted version when it is back. Raises UsageError if the server rejects
-        the version, and as `up` does.
+        When this method returns, a server of this run has the version. A server elsewhere that
+        fails is lost, and gets the version when it is back. Raises UsageError if the server rejects
+        the version, and raises as `up` does.
         """
 
         async def install(engine: ServerClient) -> None:
-            if engine.version != version.name:  # a new start installs the version itself
+            if engine.version != version.name:  # a new start has installed the version
                 await engine.update_weights(version)
 
         self._needed.set()
@@ -165,9 +165,9 @@ class Instance:
     async def sleep(self) -> None:
         """Free the device memory of a server of this run until the next `update`.
 
-        Until then, a server that has ended is not started again. One that fails to sleep is ended.
-        No-op for a server elsewhere. Raises UsageError if the server refuses to sleep, and as `up`
-        does.
+        Until then, a server that has ended is not started again. A server that fails to sleep is
+        ended. Do nothing for a server elsewhere. Raises UsageError if the server rejects the
+        request to sleep, and raises as `up` does.
         """
         if self._program is None:
             return
@@ -192,9 +192,9 @@ class Instance:
         return not self._runs or self.given_up is not None
 
     async def _steer(self, action: Callable[[ServerClient], Awaitable[None]]) -> bool:
-        """Return whether the server has executed ``action``. It is lost if that fails.
+        """Return whether the server has executed ``action``. A failure loses the server.
 
-        Raises UsageError if the server refuses the action.
+        Raises UsageError if the server rejects the action.
         """
         async with self._control:
             engine = self.engine
@@ -213,14 +213,14 @@ class Instance:
             return True
 
     async def close(self) -> None:
-        """Close the connection, and end a server of this run with all of its processes."""
+        """Close the connection, and end a server of this run with all its processes."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self.given_up = self.given_up or RunFailedError(f"{self.name} was closed")
         await self._notify()
 
     def _broke(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of the task: it ends only by a bug, or after the server was given up."""
+        """Handle the end of the supervising task: a bug, or the server was given up."""
         if not task.cancelled() and (bug := task.exception()) is not None:
             logger.error("%s is not used any more", self.name, exc_info=bug)
             self.engine, self.error = None, RunFailedError(f"{type(bug).__name__}: {bug}")
@@ -271,14 +271,14 @@ class Instance:
         self._went(self)
 
     async def _tell(self, program: ServerProgram, ending: EndedStart, *, again: bool) -> None:
-        """Write the event in a thread, because the directory may be slow."""
+        """Write an event in a thread, because the shared directory may be slow."""
         if program.events is not None:
             data = {"server": self.name, "reason": ending.reason, "served_s": ending.served_s}
             write = partial(program.events.write, SERVER_ENDED, **data, again=again)
             await asyncio.to_thread(write)
 
     async def _serve_once(self, pauses: Backoff) -> EndedStart:
-        """Serve with one start, or one connection to a server elsewhere, until it is lost.
+        """Serve with one start, or one server elsewhere, until the server is lost.
 
         Raises UsageError if the server runs but cannot be used.
         """
@@ -303,7 +303,7 @@ class Instance:
                 await asyncio.sleep(PAUSE_S[0])
         except SlurmrlError as error:
             if process is not None and isinstance(error, RunFailedError):
-                # A server whose engine has failed may answer with errors before it ends.
+                # A server whose engine has failed may still answer with errors before it ends.
                 await asyncio.wait([self._ended], timeout=FAREWELL_S)
             by_itself = process is not None and process.ended
             if isinstance(error, UsageError) and not by_itself:
@@ -331,16 +331,16 @@ class Instance:
         )
 
     async def _begin(self) -> ServerClient:
-        """Connect, and install the wanted version, which may change while this runs.
+        """Connect, and install the wanted version, which may change during the installation.
 
-        Raises UsageError if the server was never used and cannot be.
+        Raises UsageError if the server was never ready and cannot be used.
         """
         try:
             engine = await self._connect()
         except UsageError as error:
             if not self._was_used:
                 raise
-            # Not a user error: the server has worked, and may only lack memory for a while.
+            # The server has worked before and may only lack memory for a while: try again.
             raise RunFailedError(str(error)) from error
         try:
             while True:
@@ -355,15 +355,15 @@ class Instance:
                     await engine.resume()
         except BaseException as error:
             await engine.close()
-            if isinstance(error, UsageError):  # an earlier start may have had these weights
+            if isinstance(error, UsageError):  # an earlier start may have accepted these weights
                 raise RunFailedError(str(error)) from error
             raise
 
     async def _finished(self, action: Awaitable[T]) -> T:
         """Return the result of an action of the server.
 
-        Raises RunFailedError if the server ends before, or the action takes longer than a start
-        may take.
+        Raises RunFailedError if the server ends first, or if the action takes longer than
+        `Patience.start_s`.
         """
         work = asyncio.ensure_future(action)
         try:
@@ -378,7 +378,7 @@ class Instance:
         return work.result()
 
     async def _serve(self, engine: ServerClient) -> None:
-        """Return when the server has rejected an action. Raise the reason if it was lost."""
+        """Serve until the server is lost, and raise the reason; return after a rejected action."""
         self.engine, self.error, self._was_used = engine, None, True
         self._doubted.clear()
         await self._notify()
@@ -401,7 +401,7 @@ class Instance:
             raise self.error
 
     async def _probe(self, engine: ServerClient) -> None:
-        """Wait until the server has answered; count it as lost if it does not."""
+        """Wait until the server answers a health check. If it does not, the server is lost."""
         answer = asyncio.ensure_future(self._answer(engine))
         try:
             await self._listen(answer)
@@ -415,7 +415,10 @@ class Instance:
             answer.cancel()
 
     async def _answer(self, engine: ServerClient) -> None:
-        """Probe a server of this run until it answers: its end is detected without an answer."""
+        """Repeat health checks of a server of this run until it answers.
+
+        If the server ends, the caller notices it without an answer.
+        """
         while True:
             try:
                 return await engine.health()
@@ -425,7 +428,7 @@ class Instance:
                 await asyncio.sleep(PROBE_S)
 
     async def _listen(self, answer: asyncio.Future[None]) -> None:
-        """Return once the server answers. Raises RunFailedError if it has ended or hangs."""
+        """Return when the server answers. Raises RunFailedError if it has ended or hangs."""
         loop = asyncio.get_running_loop()
         silent_s = 0.0
         while not answer.done() and not self._ended.done():
@@ -434,7 +437,7 @@ class Instance:
                 raise RunFailedError(f"{self.name} hangs: it has not answered for {limit}")
             self._heard, began = False, loop.time()
             await _first_of(answer, self._ended, timeout_s=PROBE_S)
-            # only time counts in which this process could listen
+            # Time in which this process was suspended does not count.
             silent_s += min(loop.time() - began, 2 * PROBE_S)
             if self._heard:
                 silent_s = 0.0

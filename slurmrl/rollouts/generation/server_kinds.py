@@ -1,7 +1,4 @@
-"""The servers of one copy of a model: how a kind of server is started, and which ones generate.
-
-A copy has its own server, or uses running servers.
-"""
+"""The servers of one copy of a model: a server that the copy starts, or existing servers."""
 
 from __future__ import annotations
 
@@ -60,12 +57,12 @@ DROPPED = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
     "TORCHINDUCTOR_DETERMINISTIC",
 )
-"""Variables of a worker that a server does not get. They mean something else to a server, or only
-the worker's engine needs them: a server cannot free memory of expandable segments."""
+"""Environment variables of a worker that its server does not get. They have another meaning for a
+server, or only the worker's engine needs them: a server cannot free expandable segments."""
 SOCKET = "server.sock"
 TIED = "tie_word_embeddings"
 VIDEO_FILE = "video_preprocessor_config.json"
-"""File of a processor's part for videos, without which some processors are not loaded."""
+"""File with the settings of a processor for videos. Some processors are not loaded without it."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -74,29 +71,29 @@ class Serving:
     """Settings with which a rank runs its server."""
 
     python: str
-    """The interpreter of the server's environment."""
+    """Python interpreter of the server's environment."""
     arguments: tuple[str, ...]
-    """Further arguments of the server."""
+    """Additional arguments of the server."""
     tokenizer: Path | None
-    """Folder of the tokenizer; None if requests need no text."""
+    """Folder of the tokenizer; None if requests do not need a tokenizer."""
     patience: Patience
     log: Path
     events: EventWriter | None = None
-    """Gets an event each time the server ends."""
+    """Writer of an event for each end of the server."""
     context: int = 0
     """Maximum number of tokens of a prompt and its completion, which the server must accept."""
     memory_bytes: int | None = None
-    """Its share of each GPU; None leaves that to its own settings."""
+    """Bytes of each GPU that the server may use; None leaves the limit to the server's settings."""
     sleeps: bool = False
-    """Whether it frees its GPUs between generations."""
+    """Whether the server frees its GPUs between generations."""
     experts: bool = False
-    """Whether it must record the experts that process each token."""
+    """Whether the server must record the experts that process each token."""
     stale_cache: bool = False
     """Whether requests in flight keep the cache of older weights over an update."""
     quantized: bool = False
-    """Whether it has matrices in FP8."""
+    """Whether the server has matrices in FP8."""
     cache_dtype: str | None = None
-    """Type of the keys and values in its cache; None: its own default."""
+    """Element type of the keys and values in the cache; None for the server's default."""
 
     processor: Path | None = None
     """Folder of the tokenizer and of the processor of a model that reads images."""
@@ -113,7 +110,7 @@ class Running:
 
     addresses: tuple[Address, ...]
     weights: Path
-    """A folder of only this trial, which the servers see under the same path."""
+    """Folder for weight versions of this trial, which the servers see under the same path."""
     keys: ServerKeys
     context: int
     """Maximum number of tokens of a prompt and its completion, which a server must accept."""
@@ -121,7 +118,7 @@ class Running:
     """Whether requests need a tokenizer on the server."""
     patience: Patience
     experts: bool = False
-    """Whether they must record the experts that process each token."""
+    """Whether the servers must record the experts that process each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +127,9 @@ class Servers:
 
     engine: Instances
     folder: Path
-    """Folder for weight versions, which the servers see under this path."""
+    """Folder for weight versions, which the servers see under the same path."""
     free: Callable[[], None]
-    """Removes ``folder``."""
+    """Function that removes ``folder``."""
 
     async def close(self) -> None:
         """End the servers that were started, and remove ``folder``."""
@@ -141,14 +138,14 @@ class Servers:
 
 
 def cache_flags(serving: Serving) -> Sequence[str]:
-    """Return the arguments with which a server stores keys and values in another type."""
+    """Return the arguments for the element type of a server's cache; () for the default."""
     return () if serving.cache_dtype is None else ("--kv-cache-dtype", serving.cache_dtype)
 
 
 def _new_folder(parent: Path) -> Path:
-    """Return a folder of this process in ``parent``, which is emptied.
+    """Make a folder for this process in ``parent``, and remove all older content.
 
-    Older content belongs to incarnations that have ended. Raises EnvironmentFailure.
+    The older content belongs to incarnations that have ended. Raises EnvironmentFailure.
     """
     try:
         atomic.make_private_directory(parent)
@@ -170,8 +167,7 @@ def _client(address: Address, **options: Any) -> HttpClient:
 def _check_owner(socket: str) -> None:
     """Raise UsageError if the socket belongs to another user (except root).
 
-    Otherwise that user's server would get the path of the weights, and training would use its
-    tokens.
+    The other user's server would get the path of the weights, and training would use its tokens.
     """
     try:
         owner = os.stat(socket).st_uid
@@ -196,7 +192,7 @@ class ServerKind(ABC):
         tensor_ranks: int,
         device: torch.device,
     ) -> None:
-        """``tensor_ranks``: GPUs that share the model, of which ``device`` is one."""
+        """``tensor_ranks`` is the number of GPUs that share the model, such as ``device``."""
         self.config, self.dtype, self.serving = config, dtype, serving
         self.tensor_ranks, self.device = tensor_ranks, device
         self.model = ServedModel.of(self.model_config(), text=serving.text, experts=serving.experts)
@@ -208,7 +204,7 @@ class ServerKind(ABC):
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """Return the command that starts a server without weights, over ``tensor_ranks`` GPUs."""
+        """Return the command that starts a server without weights on ``tensor_ranks`` GPUs."""
 
     @staticmethod
     @abstractmethod
@@ -220,18 +216,18 @@ class ServerKind(ABC):
 
     @abstractmethod
     def environment(self) -> Mapping[str, str]:
-        """Variables of the server, which override this process's variables."""
+        """Return the environment variables of the server that differ from this process's."""
 
     def tokenizer(self, serving: Serving) -> Path | None:
-        """Return the folder of the tokenizer that the server loads; None if it needs none.
+        """Return the folder of the tokenizer that the server loads; None for no tokenizer.
 
-        A model that reads images has a processor there, without which servers do not start.
+        For a model that reads images, the folder also has the processor, which servers require.
         """
         return serving.processor if self.placeholders else serving.tokenizer
 
     @property
     def unties(self) -> bool:
-        """Whether the server gets the output layer of a tied model as a tensor."""
+        """Whether the server gets the output layer of a tied model as a separate tensor."""
         return False
 
     @property
@@ -259,13 +255,13 @@ class ServerKind(ABC):
         return fp8_config(values) if self.quantized else values
 
     def dialect_options(self) -> Mapping[str, Any]:
-        """Return further arguments of the dialect."""
+        """Return the additional arguments of the dialect of this kind."""
         return {}
 
     def servers(self, *, name: str, visible: str) -> Servers:
         """Start the server of a copy, or use existing servers.
 
-        Call this in a running asyncio loop. The arguments are as for `keep`.
+        Call this method in a running asyncio loop. `keep` describes the arguments.
         """
         if isinstance(self.serving, Serving):
             host = HostFolder()
@@ -279,10 +275,10 @@ class ServerKind(ABC):
         )
 
     def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> Instances:
-        """Start a server and supervise it. Call this in a running asyncio loop.
+        """Start a server and supervise it. Call this method in a running asyncio loop.
 
-        Only this process uses ``folder``, which has mode 0700: it gets the server's socket and its
-        temporary files. ``visible``: CUDA_VISIBLE_DEVICES of the server.
+        ``folder`` is a new folder with mode 0700 for the server's socket and temporary files.
+        ``visible`` is CUDA_VISIBLE_DEVICES of the server.
         """
         model, temporary = folder / "model", folder / "tmp"
         for each in (model, temporary):
@@ -350,8 +346,8 @@ def weights_config(
 ) -> dict[str, Any]:
     """Return the ``config.json`` of weights that servers load, without the model's stop tokens.
 
-    Each request has its own stop tokens. ``unties``: whether the output layer is a tensor of its
-    own, although the model ties it.
+    Stop tokens are part of each request. ``unties``: the output layer is a separate tensor,
+    although the model ties it to the embedding.
     """
     values = {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}
     tied = {TIED: values[TIED] and not unties} if TIED in values else {}
@@ -360,10 +356,10 @@ def weights_config(
 
 
 class WholeWeights:
-    """Writes the weights of one copy.
+    """Writes the weights of one copy of a model.
 
-    Its leader gets the parts of the other ranks one tensor at a time, so no rank ever has more than
-    its own part and one tensor.
+    The copy's leader gets the parts of the other ranks one tensor at a time. A rank therefore needs
+    memory only for its part and one tensor.
     """
 
     def __init__(
@@ -380,7 +376,7 @@ class WholeWeights:
         self._copy = [context.rank] if alone else context.topology.peers(context.rank, "tp")
 
     def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """On the leader: write ``folder`` completely or not at all, while the others `offer`."""
+        """Write ``folder`` completely or not at all. Only the leader calls this; others `offer`."""
 
         def read(name: str, box: Box) -> Array:
             return as_array(self._gather(name, box, tensors[name]))
@@ -396,7 +392,7 @@ class WholeWeights:
         write_folder(folder, fill)
 
     def offer(self, tensors: Mapping[str, Tensor]) -> None:
-        """On the other ranks: send the leader its missing tensors, in its order."""
+        """Send the leader the tensors that it lacks, in its order, while the leader `write`s."""
         entries = [TensorEntry(name, file.spec, _unread) for name, file in self._files.items()]
         for entry in in_written_order(entries):
             for name, spec, stored in self._files[entry.name].shards:
@@ -406,7 +402,7 @@ class WholeWeights:
                         dist.send(_bytes(elements), group=self._context.group("tp"), group_dst=0)
 
     def _gather(self, name: str, wanted: Box, own: Tensor) -> Tensor:
-        """Return the elements of a box."""
+        """Return the elements of a box of a tensor, from this rank and the senders."""
         whole = own.new_empty(wanted.size)
         for part, box in sources(self._layout.holders[name], wanted):
             if self._context.rank in part.ranks:
@@ -421,7 +417,7 @@ class WholeWeights:
     def _senders(self, name: str, wanted: Box) -> Iterator[tuple[int, HeldBox, Box]]:
         """Yield the parts of a box that the leader lacks.
 
-        Each is (rank that sends it, the part that this rank has, the box that is sent).
+        A part is (rank that sends it, part of the tensor that this rank has, box to send).
         """
         for part, box in sources(self._layout.holders[name], wanted):
             if self._copy[0] not in part.ranks:
@@ -429,7 +425,7 @@ class WholeWeights:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the same memory as a tensor of a type that every backend can send."""
+    """Return a view of a tensor as bytes, which every backend can send."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,19 +1,21 @@
-"""SGLang 0.5.20 and later as a server: its start, requests, updates and checks.
+"""Servers of SGLang 0.5.20 and later: start, requests, updates and checks.
 
-Weights are replaced while the server is paused, in one of three modes. ``retract``: it keeps its
-requests, and computes their caches again with the new weights. ``abort``: it returns the tokens so
-far, and the completions are requested again with these tokens in the prompt. This is for servers
-that cannot empty their cache otherwise (`fitness.retracts`), and for requests with a minimum number
-of tokens, which the server would count from zero. ``in_place``: requests continue with the cache of
-the old weights (``stale_cache``).
+Weights are replaced while the server is paused, in one of three modes:
+
+- ``retract``: the server keeps its requests, and computes their caches again with the new weights.
+- ``abort``: the server returns the tokens so far, and the completions are requested again with
+  these tokens in the prompt. This mode is for servers that cannot empty their cache while paused
+  (`fitness.retracts`), and for requests with a minimum number of tokens, which a retracting server
+  would count from zero.
+- ``in_place``: requests continue with the cache of the old weights (``stale_cache``).
 
 The server listens on a Unix socket in a folder that only the user can enter (`launch_sglang`).
 
-A sample depends on SGLang's own generator. Each completion has its own seed, which SGLang uses
-only with ``--enable-deterministic-inference``, on GPUs.
+Samples depend on SGLang's random numbers. SGLang uses the seed of a completion only on GPUs, with
+``--enable-deterministic-inference``.
 
-SGLang computes checksums of its weights (``/weights_checker``). This module has the same functions
-as 0.5.20 to 0.5.23.
+SGLang computes checksums of its weights (``/weights_checker``). This module computes the same
+checksums as versions 0.5.20 to 0.5.23.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from slurmrl.rollouts.generation.weight_checks import Digest, Held, TensorPart, 
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 IDLE_S = 30.0
-"""Seconds that a server may take to end its last batch, whose requests are already answered."""
+"""Seconds in which a server must end its last batch, whose requests are already answered."""
 
 
 class SglangDialect(HttpDialect):
@@ -64,7 +66,7 @@ class SglangDialect(HttpDialect):
         routed: RoutedLayers | None = None,
         **common: Any,
     ) -> None:
-        """``routed``: see `read_reply`. Other arguments are as for `HttpDialect`."""
+        """`read_reply` describes ``routed``, and `HttpDialect` the other arguments."""
         super().__init__(client, control, **common)
         self._routed = routed
         self._context = 0
@@ -81,7 +83,7 @@ class SglangDialect(HttpDialect):
         self._context = fit.context
         self._connected(digest_of(fit.settings), dtype_of(fit.settings))
         self._retracts = retracts(self.where, fit.settings)
-        await self.resume()  # a client that was lost during an update may have left it paused
+        await self.resume()  # a client that was lost during an update leaves the server paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
 
@@ -118,7 +120,7 @@ class SglangDialect(HttpDialect):
         return replace(sampling, options=cut)
 
     async def _running_before(self, aborted: asyncio.Event) -> bool:
-        """Return whether the server is not paused before the completion is aborted."""
+        """Wait until the server runs or the completion is aborted; return False if aborted."""
         waits = [asyncio.ensure_future(event.wait()) for event in (self._running, aborted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -161,7 +163,7 @@ class SglangDialect(HttpDialect):
 
     async def _ready_to_load(self) -> None:
         if self._mode == "abort":
-            await self._wait_until_idle()  # a busy server exits (0.5.20) or rejects the update
+            await self._wait_until_idle()  # version 0.5.20 exits if busy; others reject the update
 
     async def _load(self, name: str, folder: Path) -> None:
         body = {
@@ -180,17 +182,16 @@ class SglangDialect(HttpDialect):
         return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
-        await self._wait_until_idle()  # processes of the server that still compute would end
+        await self._wait_until_idle()  # processes that still compute would exit
         await self._post("/release_memory_occupation", {})
 
     async def wake(self) -> None:
         await self._post("/resume_memory_occupation", {})
 
     async def _wait_until_idle(self) -> None:
-        """Wait until no batch runs.
+        """Wait until no batch runs. Raises RunFailedError if a batch does not end.
 
-        The last one may end after the answers to its requests, and after its requests were
-        cancelled. Raises RunFailedError if it does not end.
+        The last batch may end after its requests were answered or cancelled.
         """
         try:
             await self._post(f"/flush_cache?timeout={IDLE_S:g}", {}, IDLE_S + CONTROL_S)
@@ -198,7 +199,7 @@ class SglangDialect(HttpDialect):
             raise RunFailedError(f"{self.where}: the server is not idle: {error}") from error
 
     async def health(self) -> None:
-        # the processes that compute report their state, even while they are paused
+        # The processes that compute answer this request, even while they are paused.
         await self._client.get("/server_info", timeout_s=self._health_s)
 
     async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
@@ -209,9 +210,9 @@ class SglangDialect(HttpDialect):
 
 
 TILE = 8192
-"""Words of 32 bits that are summed."""
+"""Number of 32-bit words that are summed to one hash."""
 CHUNK = {"cpu": 16 * TILE, "cuda": 512 * TILE}
-"""Words that are computed at a time: in a CPU's cache, or some 100 MB of a GPU."""
+"""Number of words that are computed at a time: they fit a CPU's cache, or need 100 MB of a GPU."""
 MOST_WORDS = 2**31 - 1
 """Maximum number of words that SGLang's kernel can count."""
 BITS = 2**32 - 1
@@ -219,7 +220,7 @@ SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & BITS)
 FACTORS = (0x27D4EB2D, 0x165667B1)
 TURNS = (15, 13)
 TRAINED = "target"
-"""The role of the trained model. A model that only proposes tokens has another role."""
+"""Role of the trained model. A draft model of speculative decoding has another role."""
 
 
 class _ChecksumPlace(BaseModel):
@@ -231,8 +232,8 @@ class _ChecksumPlace(BaseModel):
 class _ChecksumRank(BaseModel):
     checksums: dict[str, str]
     parallelism_info: list[_ChecksumPlace]
-    """The rank's place in each model. Version 0.5.21 and later report all models together, and put
-    the role of a model that is not the trained one before the names of its parameters."""
+    """The rank's place in each model. Versions from 0.5.21 on report all models together, and put
+    the role of a draft model before the names of its parameters."""
 
     @field_validator("parallelism_info", mode="before")
     @classmethod
@@ -255,9 +256,9 @@ _CHECKSUMS = TypeAdapter(_ChecksumReply)
 
 
 def digest_of(settings: object) -> Digest | str:
-    """Return how a server computes checksums, or why that is not known.
+    """Return how a server computes checksums, or the reason why this is unknown.
 
-    ``settings`` are the server's settings (``/server_info``).
+    ``settings`` is the server's ``/server_info``.
     """
     values: Mapping[str, object] = settings if isinstance(settings, dict) else {}
     if values.get("quantization") or values.get("torchao_config"):
@@ -273,7 +274,7 @@ def digest_of(settings: object) -> Digest | str:
 
 
 def dtype_of(settings: object) -> object:
-    """Return the type in which a server with these settings computes; ``auto`` if it chooses."""
+    """Return the element type with which a server computes, or ``auto`` if the server chooses."""
     return settings.get("dtype") if isinstance(settings, dict) else None
 
 
@@ -296,8 +297,9 @@ def on_cpu(tensor: Tensor, device: torch.device) -> str:
 def on_gpu(tensor: Tensor, device: torch.device) -> str | None:
     """Return the checksum of a parameter on a GPU.
 
-    Each tile of words has two 32-bit hashes, which depend on the positions of the words. The
-    checksum is the sum of these hashes over all tiles, as one 64-bit number.
+    Each tile of words has two 32-bit hashes, which depend on the positions of the words. The two
+    sums of hashes over all tiles are mixed to one 64-bit number. Return None for sizes that
+    SGLang's kernel does not support.
     """
     found = elements(tensor)
     if missing := -len(found) % 4:
@@ -319,7 +321,7 @@ def on_gpu(tensor: Tensor, device: torch.device) -> str | None:
 
 
 def _tiles(words: Tensor, index: Tensor, seed: int, factor: int, turn: int, *, length: int) -> int:
-    """Return the sum of a hash of each tile. Tensors are int32, whose operations wrap."""
+    """Return the sum of the hashes of all tiles. Operations on int32 tensors wrap around."""
     place = (index * factor + _signed(seed)) ^ (index << turn | _shifted(index, 32 - turn))
     mixed = _mixed(words ^ place)
     tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % TILE)).view(-1, TILE)
@@ -328,14 +330,14 @@ def _tiles(words: Tensor, index: Tensor, seed: int, factor: int, turn: int, *, l
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """MurmurHash3's finalizer (https://github.com/aappleby/smhasher)."""
+    """Apply MurmurHash3's finalizer to words (https://github.com/aappleby/smhasher)."""
     words = (words ^ _shifted(words, 16)) * _signed(0x85EBCA6B)
     words = (words ^ _shifted(words, 13)) * _signed(0xC2B2AE35)
     return words ^ _shifted(words, 16)
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Logical right shift (torch's is arithmetic)."""
+    """Shift words to the right and fill with zeros; torch's operator fills with the sign bit."""
     shifted: Tensor = (words >> bits) & ((1 << 32 - bits) - 1)
     return shifted
 
@@ -346,7 +348,7 @@ def _signed(bits: int) -> int:
 
 
 def _mixed_64(value: int) -> int:
-    """splitmix64's finalizer (https://prng.di.unimi.it/splitmix64.c)."""
+    """Apply splitmix64's finalizer (https://prng.di.unimi.it/splitmix64.c)."""
     value &= 2**64 - 1
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
     value = (value ^ value >> 27) * 0x94D049BB133111EB & 2**64 - 1
@@ -374,10 +376,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "SGLANG_VLM_CACHE_SIZE_MB": "0",  # its cache of images would survive updates of weights
 }
-"""Variables of a server, which override the job's variables."""
+"""Environment variables of a server, which override the job's variables."""
 UNCOMPILED: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}
-"""Further variables for images on a CPU. SGLang compiles the image encoder at the first image. That
-takes a CPU a minute, in which the server answers no probe."""
+"""Additional variables for images on a CPU. SGLang would compile the image encoder at the first
+image, for a minute on a CPU, in which the server answers no health checks."""
 
 
 class SglangServer(ServerKind):
@@ -387,13 +389,13 @@ class SglangServer(ServerKind):
     speaks = SglangDialect
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """As in the contract.
+        """Implement the contract.
 
         ``model`` has a ``config.json`` without ``eos_token_id``, so that only the stop tokens of a
-        request end it. Stop strings and a minimum of new tokens need a tokenizer; its end of a
-        sequence then always ends a completion.
+        request end its completions. Stop strings and a minimum number of tokens need a tokenizer,
+        whose end-of-text token then also ends every completion.
         """
-        tokenizer = self.tokenizer(serving)  # its folder also has the processor for images
+        tokenizer = self.tokenizer(serving)  # the folder also has the processor for images
         text: tuple[str, ...] = () if serving.text else ("--skip-tokenizer-init",)
         if tokenizer is not None:
             text = (*text, "--tokenizer-path", str(tokenizer))
@@ -414,7 +416,7 @@ class SglangServer(ServerKind):
 
     @staticmethod
     def _watched(serving: Serving) -> Sequence[str]:
-        """Return flags that give SGLang's watchdog more time.
+        """Return flags with a longer time limit for SGLang's watchdog.
 
         With ``in_place``, SGLang mistakes an update for a hanging batch and exits after 300 s.
         """
@@ -422,10 +424,10 @@ class SglangServer(ServerKind):
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """As in the contract.
+        """Implement the contract.
 
-        SGLang uses a fraction of the memory that is ``free`` at its start for weights and caches,
-        and the remainder of its share for computing.
+        The flag is the fraction of the ``free`` memory for weights and caches. The rest of the
+        share is for computing.
         """
         fraction = (share - computing(total)) / max(free, 1)
         return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")

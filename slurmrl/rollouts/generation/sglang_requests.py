@@ -1,15 +1,17 @@
 """Completions from SGLang: requests, replies, and completions of several requests.
 
-An update of weights may end a request, so a completion may need several requests. A server looks
-for stop strings only in the tokens of one request. A stop string may span two requests, so the
-second request also stops at the suffixes of stop strings that may have begun. A server stops at
-stop strings even before ``min_new_tokens``; the completion then continues with another request.
-Before a server aborts a request it samples one more token, and does not check whether that token
-ends the request.
+An update of weights may end a request, so a completion may need several requests:
+
+- A server looks for stop strings only in the tokens of one request. A later request therefore also
+  stops at the suffix of each stop string whose prefix ends the earlier tokens.
+- A server stops at stop strings even before ``min_new_tokens``. The completion then continues with
+  another request.
+- Before a server aborts a request, it samples one more token, and does not check whether this token
+  ends the request.
 
 SGLang stores the experts of tokens next to keys and values. A cached prefix has the experts of the
-request that computed it. A completion takes all experts from its last request, whose prompt
-contains the tokens of the others.
+request that computed it. A completion uses the experts of its last request, whose prompt contains
+the tokens of the earlier requests.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ NEUTRAL: Mapping[str, float] = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Neutral sampling parameters; without them, a server's ``--preferred-sampling-params`` apply."""
+"""Neutral sampling parameters, which override a server's ``--preferred-sampling-params``."""
 
 
 class _SglangSpan(BaseModel):
-    """``version`` sampled the tokens ``start`` to ``end`` - 1."""
+    """Range of tokens, ``start`` to ``end`` - 1, that the weights ``version`` sampled."""
 
     version: str
     start: int
@@ -73,7 +75,7 @@ class _SglangMeta(BaseModel):
 class _SglangReply(BaseModel):
     output_ids: list[int]
     text: str | None = None
-    """Text of the tokens; None from a server without a tokenizer."""
+    """The decoded tokens; None from a server without a tokenizer."""
     meta_info: _SglangMeta
 
 
@@ -84,12 +86,11 @@ FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "ab
 def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
-    With ``cache``, prompts share the server's cache only with requests of this name; with None,
-    with all requests without a name.
+    Prompts share the server's cache only with requests that have the same ``cache``, or None.
     """
     options = sampling.options
     return {
-        # An abort also ends requests whose names begin with its own.
+        # The slash matters: an abort also ends requests whose names begin with its name.
         "rid": f"{sampling.request_id}/",
         "input_ids": list(sampling.prompt),
         "sampling_params": {
@@ -115,7 +116,7 @@ def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> di
 
 
 def image_data(images: Sequence[PromptImage]) -> dict[str, Any]:
-    """Return the field with the arrays of a prompt's images, as `launch_sglang` reads them."""
+    """Return the field with the arrays of a prompt's images, in the form for `launch_sglang`."""
     if not images:
         return {}
     arrays = {
@@ -134,10 +135,9 @@ def read_reply(
 ) -> tuple[Completion, str]:
     """Return the completion of a reply, with its text, and the stop string that ended it.
 
-    Raises RunFailedError if it does not fit the request.
-
-    Log-probabilities are under the distribution over all tokens, or under the sampling masks if the
-    request asks for it. ``routed``: the model's blocks of experts.
+    Raises RunFailedError if the reply does not fit the request. Log-probabilities are over all
+    tokens, or under the sampling masks if the request records masks. ``routed`` describes the
+    model's blocks of experts.
     """
     try:
         read = REPLY.validate_python(reply)
@@ -146,7 +146,7 @@ def read_reply(
     tokens, meta = read.output_ids, read.meta_info
     finish, options = meta.finish_reason, sampling.options
     if finish.type == "abort" and options.masks and meta.output_token_sampling_mask is None:
-        # It was aborted while it waited for its (repeated) prefill.
+        # The request was aborted while it waited for its first or a repeated prefill.
         return replace(ABORTED, masks=SampledMasks()), ""
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
     if options.masks:
@@ -165,7 +165,7 @@ def read_reply(
     experts = None
     if options.experts:
         assert routed is not None, "checked with the request"
-        # a request that was aborted before its prefill has none
+        # A request that was aborted before its prefill has no experts.
         with suppress(RunFailedError) if finish.type == "abort" else nullcontext():
             experts = routed.read(where, meta.routed_experts, len(sampling.prompt) + len(tokens))
     stops = (*options.stop_token_ids, *options.stop_strings)
@@ -189,7 +189,7 @@ def read_reply(
 
 
 def _read_masks(where: str, tokens: list[int], masks: list[list[int]]) -> SampledMasks:
-    """Parse the sampling masks that a server reports, most likely tokens first."""
+    """Return the sampling masks that a server reports, with ascending token ids."""
     if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
         raise RunFailedError(
             f"{where}: the sampling masks ({len(masks)}) of the answer do not belong to its "
@@ -206,15 +206,15 @@ class RoutedLayers:
     """The blocks of experts of a model."""
 
     layers: int
-    """All layers of the model, dense ones included."""
+    """Number of all layers, including dense layers."""
     sparse: tuple[int, ...]
-    """Layers with experts, ascending."""
+    """Indices of the layers with experts, ascending."""
     experts: int
     per_token: int
 
     @staticmethod
     def of(config: ModelConfig | HFConfig) -> RoutedLayers | None:
-        """Return the blocks; None for a model without experts, or a model of transformers."""
+        """Return the blocks of a model; None without experts, or for a model of transformers."""
         if isinstance(config, HFConfig) or config.moe is None:
             return None
         return RoutedLayers(
@@ -225,10 +225,10 @@ class RoutedLayers:
         )
 
     def read(self, where: str, text: str | None, tokens: int) -> Array:
-        """Return the experts of a prompt and its completion, as `Completion` has them.
+        """Return the experts of a prompt and its completion, in the form of `Completion.experts`.
 
-        The server reports int32 [tokens - 1, layers, experts of a token] in base64. Raises
-        RunFailedError if it reports something else.
+        ``text`` must be int32 [tokens - 1, layers, experts of a token] in base64. Raises
+        RunFailedError otherwise.
         """
         if text is None:
             raise RunFailedError(
@@ -254,12 +254,12 @@ class RoutedLayers:
 
 
 INCOMPLETE = "\ufffd"
-"""Character that stands in a string for incomplete UTF-8."""
+"""Character to which incomplete UTF-8 is decoded."""
 
 
 @dataclass
 class PiecewiseSampling:
-    """The tokens of a completion so far, from several requests.
+    """A completion in progress, from several requests.
 
     The texts of the pieces are used only to find stop strings.
     """
@@ -275,9 +275,9 @@ class PiecewiseSampling:
     def rest(self) -> GenerationRequest:
         """Return the request for the missing tokens.
 
-        If the last piece was aborted within a character that a stop string may have, sampling
-        begins again. A completion that a stop string ended there would end there again, so it
-        continues, and may miss a stop string with that character.
+        If the last piece was aborted within a character that may be part of a stop string, sampling
+        begins again. A piece that a stop string ended within a character would end there again, so
+        the completion continues, and may miss a stop string with this character.
         """
         stops = self.sampling.options.stop_strings
         aborted = bool(self.pieces) and self.pieces[-1].finish == "aborted"
@@ -293,11 +293,11 @@ class PiecewiseSampling:
         return replace(self.sampling, prompt=self.sampling.prompt + tokens, options=left)
 
     def add(self, piece: Completion, stop: str = "") -> Finish | None:
-        """Add a piece, which may have ended at a stop string; return why the completion ended.
+        """Add a piece that may have ended at ``stop``; return why the completion ended.
 
-        "aborted": only the piece ended. None: the completion continues, because the piece ended at
-        a stop string before the minimum number of tokens, or at a suffix of a stop string without
-        its prefix.
+        "aborted" means that the piece was aborted. None means that the completion continues: the
+        piece ended at a stop string before the minimum number of tokens, or at a suffix of a stop
+        string without its prefix.
         """
         self.pieces.append(piece)
         if self._is_stopped(piece, stop):
@@ -309,11 +309,11 @@ class PiecewiseSampling:
     def _is_stopped(self, piece: Completion, stop: str) -> bool:
         """Return whether the last token of the piece ends the completion.
 
-        A server names one reason of several to stop, or none if it has aborted the piece.
+        A server reports only one of several reasons to stop, and none for an aborted piece.
         """
         options, tokens, text = self.sampling.options, self.tokens, self._text
         if piece.finish == "stop" and not stop:
-            return True  # it ended at a stop token
+            return True  # the piece ended at a stop token
         if not piece.tokens or len(tokens) <= options.min_new_tokens:
             return False
         before, stops = len(text) - len(piece.text), options.stop_strings
@@ -328,7 +328,7 @@ class PiecewiseSampling:
         return "".join(piece.text for piece in self.pieces)
 
     def _rests_of_stops(self) -> list[str]:
-        """Return the suffix of each stop string whose prefix ends the text so far."""
+        """Return the suffix of each stop string whose prefix ends the tokens so far."""
         text, stops = self._text, self.sampling.options.stop_strings
         cuts = ((stop, cut) for stop in stops for cut in range(1, len(stop)))
         return sorted({stop[cut:] for stop, cut in cuts if text.endswith(stop[:cut])} - {*stops})

@@ -1,17 +1,17 @@
-"""vLLM 0.32 and later as a server: its start, requests, updates and checks.
+"""Servers of vLLM 0.32 and later: start, requests, updates and checks.
 
-Weights are replaced while the scheduler is paused with ``mode=keep``: the server keeps its
-requests, computes their caches again with the new weights (or keeps them, with ``stale_cache``),
-and reports the version of each token. The routes for this need ``VLLM_SERVER_DEV_MODE=1`` and no
+Weights are replaced while the scheduler is paused with ``mode=keep``. The server keeps its requests
+and computes their caches again with the new weights (with ``stale_cache``, it keeps the caches). It
+reports the version of each token. The routes for updates need ``VLLM_SERVER_DEV_MODE=1`` and no
 key, so servers of this run listen on a Unix socket in a folder that only the user can enter.
 
-Log-probabilities are under the sampling distribution: after temperature, top-k, top-p
-and the ban of stop tokens before ``min_new_tokens``. Log-probabilities of greedy tokens are at
-temperature 1.
+Log-probabilities are under the sampling distribution: after temperature, top-k, top-p and the ban
+of stop tokens before ``min_new_tokens``. Log-probabilities of greedy tokens are at temperature 1.
 
 vLLM computes checksums of its weights (``/weight_checker``) by SHA-256 in host memory, which takes
-seconds for each 10 GB. Kernels may store matrices in another order (CPU kernels do), so only the
-embedding, norms and biases are compared: they differ in a server that did not take an update.
+seconds for each 10 GB. Some kernels, such as CPU kernels, store matrices in another order.
+Therefore, only the embedding, norms and biases are compared. They differ if the server did not load
+an update.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ FIRST = GenerationRequest(
     step=0,
     options=GenerationOptions(max_new_tokens=1, greedy=True),
 )
-"""Request that tests a server."""
+"""Request for one token that tests a server."""
 WITHOUT_HEAD = ("gemma2", "gemma3n", "gemma3n_text")
-"""Families whose class in vLLM has no output layer: it multiplies by the embedding."""
+"""Families whose class in vLLM has no output layer and multiplies by the embedding instead."""
 HEAD_FILE = "model-head.safetensors"
-"""The output layer that `with_head` adds."""
+"""File with the output layer that `with_head` adds."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 KEEP = "/pause?mode=keep"
 LOADING = {"load_config": {"load_format": "auto"}}
-"""Setting with which a server that started without weights reads them later."""
+"""Setting that lets a server that started without weights load files later."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _ReplyLogprobs:
 
 @dataclass(frozen=True)
 class _ReplySpan:
-    """``version`` sampled the tokens ``start`` to ``end`` - 1."""
+    """Range of tokens, ``start`` to ``end`` - 1, that the weights ``version`` sampled."""
 
     version: str
     start: int
@@ -115,8 +115,7 @@ PREFIX = "generate-tokens-"
 def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
-    With ``cache``, prompts share the server's cache only with requests of this name; with None,
-    with all requests without a name.
+    Prompts share the server's cache only with requests that have the same ``cache``, or None.
     """
     return {
         "request_id": sampling.request_id,
@@ -174,9 +173,9 @@ class VllmDialect(HttpDialect):
     GENERATE = "/inference/v1/generate"
 
     def __init__(self, *clients: HttpClient, embedding: str | None = None, **options: Any) -> None:
-        """``embedding``: the tensor that each version also has as the output layer, if any.
+        """``embedding`` is the tensor that is added to each version as the output layer, or None.
 
-        The rest is as for every dialect.
+        `HttpDialect` describes the other arguments.
         """
         super().__init__(*clients, **options)
         self._embedding = embedding
@@ -184,13 +183,13 @@ class VllmDialect(HttpDialect):
     async def connect(self) -> int:
         fit = await examine("vllm", self.where, self._get, self._model)
         self._connected(digest_of(fit.settings), dtype_of(fit.settings), first_only=True)
-        await self.resume()  # a client that was lost during an update has left it paused
+        await self.resume()  # a client that was lost during an update leaves the server paused
         await self._try()
         await self._model.check_vocabulary(self.where, self._knows)
         return fit.context
 
     async def _try(self) -> None:
-        """Sample a token, which shows other problems before the first request."""
+        """Sample a token to detect other problems before the first request."""
         try:
             reply = await self._client.post(self.GENERATE, self._first(), timeout_s=FIRST_S)
         except UsageError as error:
@@ -225,7 +224,7 @@ class VllmDialect(HttpDialect):
         await self._post("/resume")
 
     async def _load(self, name: str, folder: Path) -> None:
-        # If the update fails, the server has a version of no run.
+        # If the update fails, the server has a version that no run accepts.
         await self._name(f"in part ({secrets.token_hex(8)})")
         await self._call("update_config", overrides=LOADING)
         if self._embedding is None:
@@ -275,7 +274,7 @@ class VllmDialect(HttpDialect):
 
 @contextmanager
 def with_head(folder: Path, embedding: str) -> Iterator[Path]:
-    """Yield a folder of the same weights with an output layer, which has the values of a tensor.
+    """Yield a temporary folder with the weights and an output layer equal to ``embedding``.
 
     Raises UsageError or CorruptFileError if ``folder`` lacks the tensor, EnvironmentFailure.
     """
@@ -295,14 +294,14 @@ def with_head(folder: Path, embedding: str) -> Iterator[Path]:
 
 
 KEY = re.compile(r"(dp\d+:pp\d+:pcp\d+:tp(\d+)):(.+)")
-"""Pattern of the place of the process that has a parameter, and the parameter's name."""
+"""Pattern of a checksum's key: the place of the process, and the name of the parameter."""
 COMPARED = ("embed_tokens.weight", "wte.weight", "norm.weight", ".bias")
 
 
 def digest_of(settings: object) -> Digest | str:
-    """Return how a server computes checksums, or why that is not known.
+    """Return how a server computes checksums, or the reason why this is unknown.
 
-    ``settings`` are the server's settings (``/server_info``).
+    ``settings`` is the server's ``/server_info``.
     """
     if _model_config(settings).get("quantization"):
         return "it quantizes them"
@@ -310,7 +309,7 @@ def digest_of(settings: object) -> Digest | str:
 
 
 def dtype_of(settings: object) -> object:
-    """Return the type in which a server with these settings computes."""
+    """Return the element type with which a server computes."""
     return _model_config(settings).get("dtype")
 
 
@@ -346,7 +345,7 @@ def read_checksums(where: str, reply: object) -> list[Held]:
 MOST_SHARE = 0.98
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 """Flags of a server without a GPU. Chunked prefill rewinds the random stream of a request, which
-torch's CPU generators cannot do: vLLM 0.32 ends with "CPU Generator does not use offset"."""
+torch's CPU generators do not support: vLLM 0.32 exits with "CPU Generator does not use offset"."""
 
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -356,12 +355,12 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_API_KEY": "",  # otherwise the server would require this key in requests
     "HF_HUB_OFFLINE": "1",
 }
-"""Variables of a server, which override the job's variables."""
+"""Environment variables of a server, which override the job's variables."""
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers would bind to the same cores
 }
-"""Further variables of a server without a GPU."""
+"""Additional variables of a server without a GPU."""
 
 
 class VllmServer(ServerKind):
@@ -372,22 +371,21 @@ class VllmServer(ServerKind):
 
     @property
     def unties(self) -> bool:
-        """As in the contract.
+        """True on CPUs for a tied model, whose output layer vLLM would not update.
 
-        vLLM on CPUs repacks matrices when it loads them, and reloads only the embedding of a tied
-        model: the output layer would keep the random values that the server started with.
+        vLLM on CPUs repacks matrices when it loads them, and reloads only the embedding. The output
+        layer would keep its initial random values.
         """
         tied = self.config.tie_embeddings and self.config.model_type not in WITHOUT_HEAD
         return tied and self.device.type == "cpu" and isinstance(self.serving, Serving)
 
     def dialect_options(self) -> Mapping[str, Any]:
-        """As in the contract."""
         return {"embedding": embedding_tensor(self.config) if self.unties else None}
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """As in the contract.
+        """Implement the contract.
 
-        Stop strings need a tokenizer. Sequences may be as long as the model and the memory allow.
+        Stop strings need a tokenizer. The model and the memory limit the length of sequences.
         """
         if (tokenizer := self.tokenizer(serving)) is None:
             text: tuple[str, ...] = ("--skip-tokenizer-init",)
@@ -395,19 +393,13 @@ class VllmServer(ServerKind):
             text = ("--tokenizer", str(tokenizer))
         on_cpu = self.device.type == "cpu"
         return (
-            *(
-                "/bin/sh",
-                "-c",
-                'rm -f -- "$0" && exec "$@"',
-                str(socket),
-            ),  # the server can bind only a new socket
+            # The server can bind only a new socket.
+            *("/bin/sh", "-c", 'rm -f -- "$0" && exec "$@"', str(socket)),
             *(serving.python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
             *VLLM_FLAGS,
-            *(
-                "--generation-config",
-                "vllm",
-            ),  # The model's generation config would change sampling silently.
+            # The model's generation config would change sampling silently.
+            *("--generation-config", "vllm"),
             *("--tensor-parallel-size", str(self.tensor_ranks)),
             "--disable-uvicorn-access-log",  # otherwise the server logs each completion
             *("--max-model-len", "-1", "--scheduling-policy", "priority"),
@@ -421,7 +413,7 @@ class VllmServer(ServerKind):
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """Implement the contract. vLLM uses a fraction of the whole memory."""
+        """Implement the contract. The flag is a fraction of the GPU's whole memory."""
         return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:

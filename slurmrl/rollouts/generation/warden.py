@@ -2,15 +2,16 @@
 
 Usage: ``python -I warden.py COMMAND…``
 
-It runs next to the server, in any Python, and imports nothing of slurmrl. Its standard input is a
-pipe that its owner keeps open without writing to it. The pipe ends when the owner closes it or
-dies. When the pipe or the server ends, the warden kills every process that the server has started,
-even daemons with their own sessions. It exits with the server's code (128 + n for signal n). If the
-warden itself is killed, the kernel kills the server.
+The warden runs next to the server, in any Python, and imports nothing of slurmrl. Its standard
+input is a pipe that its owner keeps open without writing to it. The pipe ends when the owner closes
+it or exits. When the pipe or the server ends, the warden kills every process that the server has
+started, even daemons in other sessions. It exits with the server's code (128 + n for signal n). If
+the warden itself is killed, the kernel kills the server.
 
 Killed processes of SGLang and of Python's multiprocessing leave files in /dev/shm. The warden
-removes the files that processes of this server have mapped. It lists them in the server's folder of
-temporary files, for the process that removes that folder if the warden is killed first.
+removes the files that the server's processes have mapped. It lists these files in the server's
+folder of temporary files: if the warden is killed, the process that removes this folder removes
+them.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-"""Signals that Slurm sends to whole steps."""
+"""Signals that Slurm sends to whole steps; the warden ignores them."""
 OWNER = 0
 """Descriptor of the pipe."""
 POLL_S = 0.002
 LOOK_S = 1.0
-"""Seconds between two searches for files in shared memory: the mappings of a server's processes are
-unknown after their end."""
+"""Seconds between two searches for files in shared memory, because the mappings of a process are
+unknown after its end."""
 NEW_S = 60.0
-"""Maximum age of files whose mappings are searched: a server maps a file when it makes it."""
+"""Maximum age in seconds of files whose mappings are searched: a server maps a file when it makes
+the file."""
 SHARED = "/dev/shm/"
 KINDS = ("sglang_loads_", "sem.mp-")
 """Prefixes of the names of files that a killed server leaves in shared memory."""
 LIST = "shared-memory"
 TRACKER_S = 1.0
-"""Seconds that a resource tracker may outlive all other processes."""
+"""Seconds in which a resource tracker may run after all other processes have ended."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -81,23 +83,19 @@ def main(command: list[str]) -> int:
 
 
 class Leftovers:
-    """Kill the children of this process and their descendants.
+    """Kills the children of this process and their descendants.
 
     When a child is killed, its children become children of this process.
 
-    Python's resource trackers free the shared memory of the processes that they belong to, once
-    these have ended. Nothing else frees memory that a killed process has made, so trackers get
-    TRACKER_S more to end by themselves.
+    A resource tracker of Python frees the shared memory of its process after the process has ended.
+    Nothing else frees this memory, so trackers get `TRACKER_S` seconds to exit by themselves.
     """
 
     def __init__(self) -> None:
         self._trackers_end = time.monotonic() + TRACKER_S
 
     def kill(self, spared: Collection[int] = ()) -> bool:
-        """Kill all children except those in ``spared``.
-
-        Return whether any have not ended yet: call it again soon.
-        """
+        """Kill all children except ``spared``. Return True if the caller must call again soon."""
         children = [pid for pid in child_pids() if pid not in spared]
         others = [pid for pid in children if not is_resource_tracker(pid)]
         now = time.monotonic()
@@ -115,7 +113,7 @@ class Leftovers:
 def child_pids() -> list[int]:
     """Return the children of this process, including adopted ones and zombies.
 
-    Return none on a kernel without this list.
+    Return [] on a kernel without this list.
     """
     try:
         with open("/proc/thread-self/children", encoding="ascii") as file:
@@ -125,7 +123,7 @@ def child_pids() -> list[int]:
 
 
 def descendants(pid: str = "self") -> list[str]:
-    """Return all descendants of a process; the kernel lists children by thread."""
+    """Return all descendants of a process. The kernel lists children by thread."""
     found: list[str] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -135,11 +133,11 @@ def descendants(pid: str = "self") -> list[str]:
 
 
 def note_shared(listed: str, known: set[str]) -> set[str]:
-    """Return the ``known`` files of `KINDS` and those that the server's processes have mapped now.
+    """Add the files of `KINDS` that the server's processes have mapped now to ``known`` files.
 
-    Each file is a line with inode and name. Write the list to ``listed`` if it has grown.
+    Each file is a line with inode and name. Write the result to ``listed`` if it has grown.
 
-    Inodes identify the files: a semaphore is mapped under another name before it has its own.
+    Inodes identify the files, because a new semaphore is mapped under a temporary name.
     """
     named = {f"{inode} {name}\n": inode for inode, name in new_files()}
     mapped: set[str] = set()
@@ -154,7 +152,7 @@ def note_shared(listed: str, known: set[str]) -> set[str]:
 
 
 def new_files() -> list[tuple[str, str]]:
-    """Return inodes and names of this user's new files of `KINDS`."""
+    """Return (inode, name) of this user's new files of `KINDS`."""
     try:
         with os.scandir(SHARED) as entries:
             chosen = [each for each in entries if each.name.startswith(KINDS)]
@@ -169,7 +167,7 @@ def new_files() -> list[tuple[str, str]]:
 
 
 def remove_shared(listed: str) -> None:
-    """Remove the files of a list, which their server has left, unless another file has the name."""
+    """Remove the listed files that a server has left, unless another file has taken the name."""
     try:
         with open(listed, encoding="utf-8") as file:
             lines = [line.split() for line in file]
@@ -184,7 +182,7 @@ def remove_shared(listed: str) -> None:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Return whether this is a running tracker; a zombie has no command line."""
+    """Return whether a process is a running resource tracker. A zombie has no command line."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()

@@ -1,10 +1,10 @@
-"""Check whether a server holds the weights of a version.
+"""Check whether a server has the weights of a version.
 
-It compares checksums of the server's parameters with checksums of the version's files.
+The checks compare checksums of the server's parameters with checksums of the version's files.
 
 A server joins matrices that are separate in the files, splits parameters over its tensor ranks and
-pads the vocabulary; `parameter` does the same with the files. Parameters that it does not know are
-not compared.
+pads the vocabulary. `parameter` does the same with tensors of the files. Parameters that it does
+not know are not compared.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from slurmrl.tensors.layout import Box, Index, TensorSpec
 logger = log.get(__name__)
 
 Digest: TypeAlias = Callable[[Tensor, torch.device], str | None]
-"""Function that computes a server's checksum of a parameter, perhaps on a device; None if the
-server's checksum is not known."""
+"""Function that computes a server's checksum of a parameter, if useful on the given device. It
+returns None for an unknown checksum."""
 JOINED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Parameters of servers, each with the tensors of the files from which it is made."""
+"""Joined parameters of servers, each with the tensors in the files."""
 EXPERTS: Mapping[str, Sequence[Sequence[str]]] = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
-"""Parameters in which servers store all experts of a block, and the names of the matrices from
-which each is made, by family; files have a separate tensor for each matrix of an expert."""
+"""Parameters in which servers store all experts of a block, each with the names of an expert's
+matrices in the files, by family. Files have a separate tensor for each matrix of an expert."""
 VOCABULARY = ("embed_tokens.weight", LM_HEAD, "wte.weight")
 FULL_ROWS = 64
-"""Servers pad the vocabulary with rows of zeros to a multiple of this."""
+"""Servers pad the vocabulary with rows of zeros to a multiple of this number."""
 SPLIT_INSIDE = ("o_proj.weight", "down_proj.weight")
 """Matrices whose columns are split over the tensor ranks."""
 NORM = "norm.weight"
 ADDS_ONE = ("gemma",)
-"""Families whose norms multiply by 1 + weight; SGLang stores this sum."""
+"""Families whose norms multiply by 1 + weight, the sum that SGLang stores."""
 REPEATED = (NORM, "o_proj.bias", "down_proj.bias")
-"""Tensors that every tensor rank has completely."""
+"""Tensors that are not split: every tensor rank has them completely."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""Matrices of gpt2, whose files have them as [inputs, outputs]."""
+"""Matrices of gpt2 that the files store as [inputs, outputs]."""
 TYPES: Mapping[str, str] = {
     **{name: name for name in ("float32", "float16", "bfloat16")},
     "float": "float32",
     "half": "float16",
 }
-"""Types of servers, by each of their names."""
+"""Element types by the names that servers use."""
 LANGUAGE_MODEL = ("model.language_model.", "language_model.model.", "model.")
 """Prefixes of a language model next to an image encoder, on servers and in files."""
 SHOWN = 3
@@ -86,7 +86,7 @@ class Held:
 
 
 Place: TypeAlias = tuple[int, str]
-"""The rank, by its place in an answer, and the name of a parameter."""
+"""Place of a rank in a server's reply, and the name of a parameter."""
 Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
 """Checksums of parameters by tensor rank and name; None for unknown checksums."""
 
@@ -94,7 +94,7 @@ Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
 def parameter(
     files: FolderTensors, config: Mapping[str, Any], name: str, part: TensorPart
 ) -> Tensor | None:
-    """Return a server's parameter; None for an unknown one."""
+    """Return a server's parameter, made from the files; None for an unknown parameter."""
     specs = files.specs()
     if "vision_config" in config:
         name, config = _beside_encoder(name, specs), config.get("text_config", config)
@@ -120,9 +120,9 @@ def parameter(
 
 
 def _read(files: FolderTensors, name: str, spec: TensorSpec, axis: int, own: range) -> Tensor:
-    """Return the part of a file's tensor with these indices along an axis.
+    """Return the part of a file's tensor with the indices ``own`` along an axis.
 
-    Rows after the last one, which servers add to the vocabulary, are zeros.
+    Indices after the tensor's end give zeros: servers pad the vocabulary.
     """
     if not spec.shape:
         return as_tensor(files.read(name, Box.whole(spec.shape)), spec.dtype)
@@ -138,7 +138,7 @@ def _beside_encoder(name: str, specs: Collection[str]) -> str:
     """Return the name in files of a parameter of a language model next to an image encoder.
 
     The result is empty for the encoder: servers store some of its parameters in other forms, and a
-    frozen encoder does not differ between versions.
+    frozen encoder is the same in all versions.
     """
     if name.endswith(LM_HEAD):
         return next((each for each in (LM_HEAD, f"language_model.{LM_HEAD}") if each in specs), "")
@@ -148,7 +148,7 @@ def _beside_encoder(name: str, specs: Collection[str]) -> str:
 
 
 def _experts(files: FolderTensors, name: str, part: TensorPart) -> Tensor | None:
-    """A tensor rank's part of the matrices of all experts of a block: [experts, rows, columns]."""
+    """A tensor rank's part of the matrices of a block's experts: [experts, rows, columns]."""
     block, _, kind = name.rpartition(".")
     specs = files.specs()
     own = [each for each in EXPERTS[kind] if f"{block}.0.{each[0]}.weight" in specs]
@@ -193,7 +193,7 @@ def _own_rows(
         return None
     whole = shape[axis] + (-shape[axis] % FULL_ROWS if rows else 0)
     of = part.of
-    if ".k_proj." in source or ".v_proj." in source:  # with fewer heads, ranks share them
+    if ".k_proj." in source or ".v_proj." in source:  # ranks may share key-value heads
         of = min(of, int(config.get("num_key_value_heads") or 0))  # 0: the default is unknown here
     if not of or part.of % of or whole % of:
         return None
@@ -213,10 +213,10 @@ def sha256(tensor: Tensor) -> str:
 
 
 def in_type(digest: Digest, stored: str | None, server: object) -> Digest:
-    """Return the digest of tensors in the server's type, to which it converts the files.
+    """Return a digest that first converts tensors to the server's element type.
 
-    ``stored``: type of a version's files, None if not known; ``server``: as the server names its
-    type. If both types are equal, tensors with another type remain unchanged.
+    ``stored`` is the element type of the files, or None. ``server`` is the server's name of its
+    type. If the types are equal or one is unknown, return ``digest``.
     """
     name = type_name(server)
     if stored is None or name is None or name == stored:
@@ -230,7 +230,7 @@ def in_type(digest: Digest, stored: str | None, server: object) -> Digest:
 
 
 def type_name(server: object) -> str | None:
-    """Return a server's type by torch's name, as ``bfloat16``; None if the server names none."""
+    """Return torch's name of a server's element type, such as ``bfloat16``; None if unknown."""
     name = str(server).removeprefix("torch.")
     return TYPES.get(name)
 
@@ -238,36 +238,35 @@ def type_name(server: object) -> str | None:
 class WeightChecks:
     """The checks of all servers of a run.
 
-    The first check of a server shows which parameters it stores in the known form: those that
-    agree. They must agree in later checks. A parameter that differs later, and is unchanged, was
-    not read.
+    At the first check of a server, the parameters that agree with the files are the parameters that
+    the server stores in a known form. These parameters must agree in all later checks.
     """
 
     def __init__(self, device: torch.device | None = None, *, own: bool = False) -> None:
-        """``device`` is the device of this process for computing.
+        """``device`` is the device on which this process computes checksums.
 
-        ``own``: whether servers start without weights.
+        ``own``: this run starts the servers, without weights.
         """
         self.own = own
         self.types: set[str] = set()
-        """Types in which servers compute, as far as servers report them."""
+        """Names of the element types in which servers compute, if servers report them."""
         self._device = device or torch.device("cpu")
         self._lock = asyncio.Lock()
         self._expected: dict[str, Expected] = {}
         """Checksums of parameters by version."""
         self._comparable: dict[str, set[Place]] = {}
-        """The parameters of each server that agreed at its first check."""
+        """Parameters of each server that agreed at its first check."""
         self._before: dict[str, tuple[str, Sequence[Held]]] = {}
-        """The last version that each server has loaded, and its checksums."""
+        """Last version that each server has loaded, and the server's checksums."""
         self._told: set[tuple[str, str]] = set()
 
     def digest(
         self, where: str, digest: Digest | str, stored: str | None, server: object
     ) -> Digest | str:
-        """Return how a server computes checksums of the weights that it holds in its own type.
+        """Return how a server computes checksums of files that it converts to its element type.
 
-        Log that type if it is not the type of the files. For the arguments see `in_type`;
-        ``digest`` may be the reason why it is not known.
+        Log the server's type if it differs from the type of the files. `in_type` describes the
+        arguments. ``digest`` may be the reason why the server's checksum is unknown.
         """
         name = type_name(server)
         if name is not None:
@@ -277,7 +276,7 @@ class WeightChecks:
         return digest if isinstance(digest, str) else in_type(digest, stored, server)
 
     def began(self, where: str) -> bool:
-        """Return whether a server was checked before."""
+        """Return whether a server has been checked."""
         return where in self._comparable
 
     async def check(
@@ -289,10 +288,10 @@ class WeightChecks:
         *,
         replaced: Sequence[Held] = (),
     ) -> None:
-        """Compare the tensors of the server ``where`` after it has loaded ``version``.
+        """Compare the parameters of the server ``where`` after it has loaded ``version``.
 
-        ``replaced``: its tensors before, if they were other weights. Raises RunFailedError if
-        it holds something else, UsageError if the files lack its output layer.
+        ``replaced`` are the parameters before, if they were other weights. Raises RunFailedError
+        if the server has other weights, UsageError if the files lack the server's output layer.
         """
         if self.own and where not in self._comparable:
             _check_head(where, version, held)
@@ -322,7 +321,7 @@ class WeightChecks:
     ) -> Expected:
         """Return the checksums of a version's files for the parameters of ``held``.
 
-        They are computed once for all servers; a second caller waits for the first one.
+        The checksums are computed once for all servers. Concurrent callers wait.
         """
         assert version.folder is not None, "a server loads it from there"
         ended = threading.Event()
@@ -337,7 +336,7 @@ class WeightChecks:
         return expected
 
     def last_held(self, where: str) -> Sequence[Held]:
-        """Return a server's checksums of the last checked version; empty before the first check."""
+        """Return a server's checksums at the last check; empty before the first check."""
         _, held = self._before.get(where, ("", ()))
         return held
 
@@ -349,7 +348,7 @@ class WeightChecks:
         digest: Digest,
         ended: threading.Event,
     ) -> None:
-        """Add missing expected checksums, unless no caller waits for them any more."""
+        """Add missing expected checksums. Stop if ``ended`` is set: the caller no longer waits."""
         config = read_values(folder)
         files = open_folder(folder)
         for each in held:
@@ -364,7 +363,7 @@ class WeightChecks:
     def _of(self, tensor: Tensor, digest: Digest) -> str | None:
         try:
             return digest(tensor, self._device)
-        except torch.OutOfMemoryError:  # servers and trainers may use the whole GPU
+        except torch.OutOfMemoryError:  # servers and trainers may use the GPU's whole memory
             return digest(tensor, torch.device("cpu"))
 
     def _tell_of_the_rest(self, where: str, names: Sequence[str], count: int) -> None:
@@ -384,7 +383,7 @@ class WeightChecks:
             logger.warning("%s: %s", where, what)
 
     def _forget_other_form(self, where: str, now: Mapping[Place, str]) -> None:
-        """Forget the checksums of a server that was started again over another number of GPUs."""
+        """Forget the checksums of a server that was restarted over another number of GPUs."""
         before = self._before.get(where)
         if before is not None and _places(before[1]).keys() != now.keys():
             del self._before[where], self._comparable[where]
@@ -393,7 +392,7 @@ class WeightChecks:
         before = self._before.get(where)
         if before is not None and before[0] == version and before[1] != held:
             raise RunFailedError(
-                f"{where}: its weights of version {version} are not the same as before it was "
+                f"{where}: its weights of version {version} differ from its weights before it was "
                 "started again"
             )
         self._before[where] = version, held
@@ -408,7 +407,7 @@ def _places(held: Sequence[Held]) -> dict[Place, str]:
 
 
 class ServerCheck:
-    """The checks of one server since it was connected."""
+    """The checks of one server since the last connection."""
 
     def __init__(
         self,
@@ -419,10 +418,10 @@ class ServerCheck:
         *,
         first_only: bool = False,
     ) -> None:
-        """``digest`` is how the server computes checksums, or the reason why that is not known.
+        """``digest`` is how the server computes checksums, or the reason why this is unknown.
 
-        ``report`` requests the server's checksums of its weights. ``first_only``: whether that
-        takes too long to be done for each version.
+        ``report`` requests the server's checksums. ``first_only``: check only the first version,
+        because the server takes long.
         """
         self._checks, self._where, self._report = checks, where, report
         self._first_only = first_only
@@ -435,9 +434,9 @@ class ServerCheck:
             self._digest = digest
 
     async def before_load(self, version: WeightVersion) -> None:
-        """Call this before the server loads the weights of ``version``.
+        """Prepare the check of ``version``. Call this method before the server loads it.
 
-        The expected checksums are computed while it reads them, if its parameters are known.
+        If the server's parameters are known, compute the expected checksums during the load.
         """
         first = self._checks.own and not self._checks.began(self._where)
         self._replaced = (await self._held() or ()) if first else ()
@@ -449,13 +448,13 @@ class ServerCheck:
             self._expecting.add_done_callback(_forget)
 
     def close(self) -> None:
-        """End the checks: nothing is loaded any more."""
+        """Cancel the computation of expected checksums."""
         if self._expecting is not None:
             self._expecting.cancel()
             self._expecting = None
 
     async def after_load(self, version: WeightVersion) -> None:
-        """Check a loaded version. Raises RunFailedError if the server does not have it."""
+        """Check the loaded version. Raises RunFailedError if the server has other weights."""
         held = await self._held()
         if held is None or self._digest is None:
             return
@@ -480,15 +479,15 @@ class ServerCheck:
 
 
 def _forget(expecting: asyncio.Task[Expected]) -> None:
-    """Ignore an error of the files: `ServerCheck.after_load` reads them again and raises it."""
+    """Ignore an error of the files, because `ServerCheck.after_load` reads them again."""
     if not expecting.cancelled():
         expecting.exception()
 
 
 def _check_head(where: str, version: WeightVersion, held: Iterable[Held]) -> None:
-    """Raise UsageError if a server has a separate output layer, which the files lack.
+    """Raise UsageError if a server has a separate output layer that the files lack.
 
-    It keeps the values with which it started.
+    The layer would keep its initial values.
     """
     names = {name for each in held for name in each.checksums if name.endswith(LM_HEAD)}
     assert version.folder is not None, "a server loads it from there"

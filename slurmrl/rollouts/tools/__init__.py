@@ -1,4 +1,4 @@
-"""The built-in tools, and how tools are called. Torch-free."""
+"""Construction, calls and schemas of tools. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from slurmrl.registry import describe, import_own
 from slurmrl.rollouts import TOOLS
 
 MOST_CHARACTERS: Final = 4000
-"""Maximum length of a result; the policy reads the beginning of a longer one."""
+"""Maximum number of characters of a result. Longer results are cut."""
 MOST_REASON: Final = 300
-"""Maximum number of characters of an error's message."""
+"""Maximum number of characters of an error message for the policy."""
 
 
 class ToolResult(NamedTuple):
@@ -27,16 +27,16 @@ class ToolResult(NamedTuple):
 
 
 class Tools(Mapping[str, Callable[..., Any]]):
-    """The tools by the names under which the policy calls them.
+    """Tools by the names that the policy uses in calls.
 
-    All episodes of a rank share the tools, and each counts its own calls.
+    All episodes of a rank share the tools, but each episode counts its calls separately.
     """
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
         self._tools = dict(tools)
         self.calls = 0
         self.failures = 0
-        """Numbers of calls so far and of failed calls."""
+        """Number of failed calls; ``calls`` is the number of all calls."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self._tools[name]
@@ -52,10 +52,10 @@ class Tools(Mapping[str, Callable[..., Any]]):
         return len(self._tools)
 
     async def call(self, name: str, /, *arguments: Any, **keywords: Any) -> ToolResult:
-        """Call a tool.
+        """Call a tool. A function that is not ``async`` runs in a thread.
 
-        A function that is not ``async`` runs in a thread. An exception becomes the result,
-        beginning with ``error:``; the episode continues.
+        An exception of the tool becomes a result that begins with ``error:``, and the episode
+        continues.
         """
         if name not in self._tools:
             return self.rejected(f"there is no tool {name!r}; tools: {', '.join(self._tools)}")
@@ -72,13 +72,13 @@ class Tools(Mapping[str, Callable[..., Any]]):
         return ToolResult(str(value)[:MOST_CHARACTERS])
 
     def rejected(self, reason: str) -> ToolResult:
-        """Return the result of a call that fails."""
+        """Count a failed call, and return its result."""
         self.calls += 1
         self.failures += 1
         return ToolResult(f"error: {reason[:MOST_REASON]}", failed=True)
 
     def close(self) -> None:
-        """Release the resources of tools (processes)."""
+        """Release the resources of the tools, such as processes."""
         for tool in self._tools.values():
             close = getattr(tool, "close", None)
             if callable(close):
@@ -88,8 +88,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
 def make_tools(choices: Mapping[str, ToolChoice]) -> Tools:
     """Make the configured tools.
 
-    :raises UsageError: an unknown name, an object that cannot be called, or options that it
-        rejects.
+    :raises UsageError: an unknown name, an object that cannot be called, or unsuitable options.
     :raises UnreadableInputError: the module of a user's own code cannot be imported.
     """
     return Tools({name: _made(name, choice) for name, choice in choices.items()})
@@ -126,7 +125,7 @@ def _is_async(tool: Callable[..., Any]) -> bool:
 
 
 class Job:
-    """A function that another thread calls, and whose result this loop awaits in ``future``."""
+    """A function that another thread calls; ``future`` returns its result in this asyncio loop."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -134,7 +133,7 @@ class Job:
         self.future: asyncio.Future[Any] = self._loop.create_future()
 
     def run(self, *arguments: Any) -> None:
-        """Call the function, unless its result is no longer needed."""
+        """Call the function, unless ``future`` was cancelled."""
         if self.future.cancelled():
             return
         value, problem = None, None
@@ -169,7 +168,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
 class ToolSchemas:
     """Schemas of an episode's tools, by name.
 
-    transformers makes a schema of annotations and of a docstring in Google's form (``Args:``).
+    transformers makes a schema from annotations and from a docstring in Google's style (``Args:``).
     """
 
     def __init__(self, episode: EpisodeSettings) -> None:
@@ -177,11 +176,11 @@ class ToolSchemas:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools that have one."""
+        """The schemas of all tools with a schema."""
         return [each for each in self._made.values() if not isinstance(each, str)]
 
     def reason(self, name: str) -> str:
-        """Why a tool has no schema; "" if it has one, or if none are made for the episode."""
+        """Return why a tool has no schema; "" if it has one, or if the episode uses no schemas."""
         made = self._made.get(name, "")
         return made if isinstance(made, str) else ""
 
@@ -201,7 +200,7 @@ class ToolSchemas:
 
 
 def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return the schema of a function, or of a class's objects, that the policy calls by ``name``.
+    """Return the schema of a function or of a callable class that the policy calls by ``name``.
 
     Raises UsageError that names the missing parts.
     """
@@ -216,7 +215,7 @@ def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
         owner = tool if inspect.isclass(tool) else type(tool)
         call = owner.__call__
         doc = call.__doc__ or inspect.getdoc(owner)
-    named: Any = wraps(call)(lambda: None)  # it has the tool's signature
+    named: Any = wraps(call)(lambda: None)  # a function with the tool's signature
     named.__name__, named.__doc__ = name, doc or ""
     try:
         schema: dict[str, Any] = get_json_schema(named)

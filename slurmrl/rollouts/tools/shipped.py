@@ -22,7 +22,7 @@ from slurmrl.rollouts.tools import Job
 Number = int | float
 MOST_CHARACTERS: Final = 200
 MOST_BITS: Final = 512
-"""Maximum size of an integer, intermediate results included."""
+"""Maximum number of bits of an integer, including intermediate results."""
 OPERATORS: Final[dict[type[ast.operator], Callable[[Number, Number], Number]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -39,7 +39,7 @@ SIGNS: Final[dict[type[ast.unaryop], Callable[[Number], Number]]] = {
 
 
 class Calculator:
-    """``+ - * / // % **`` and parentheses on integers and decimal numbers."""
+    """Tool that computes ``+ - * / // % **`` and parentheses on integers and decimal numbers."""
 
     async def __call__(self, expression: str) -> str:
         """Compute an arithmetic expression.
@@ -89,7 +89,7 @@ def _bounded(value: Number) -> Number:
 
 
 def _text(value: Number) -> str:
-    """Format a number: without a zero fraction, with up to 12 significant digits."""
+    """Format a number with up to 12 significant digits, and as an integer if it is whole."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value) if isinstance(value, int) else f"{value:.12g}"
@@ -102,13 +102,13 @@ CLOSING_S: Final = 5.0
 
 
 class PythonTool:
-    """Runs a program and returns its output. Not a security boundary (docs/rewards.md).
+    """Tool that runs a program and returns its output. Not a security boundary (docs/rewards.md).
 
-    :param timeout_s: seconds for a program.
-    :param memory_mib: address space of each process of a program.
-    :param files_mib: size of its private folder, and of a file.
-    :param max_processes: processes and threads of a program.
-    :param processes: sandboxes of a rank, each of which runs one program at a time.
+    :param timeout_s: time limit of a program in seconds.
+    :param memory_mib: MiB of address space of each process of a program.
+    :param files_mib: MiB of a program's private folder, and of each of its files.
+    :param max_processes: maximum number of processes and threads of a program.
+    :param processes: number of sandboxes of a rank, each of which runs one program at a time.
     :param container: command that runs the sandbox in a container.
     :param python: interpreter of the programs. Default: this one; ``python3`` in a container.
     :param namespaces: isolate programs by Linux namespaces: ``auto`` where possible, ``required``
@@ -168,7 +168,7 @@ class PythonTool:
         self._threads.clear()
 
     def _serve(self) -> None:
-        """Run jobs with one sandbox, which dies with the thread that started it."""
+        """Run jobs with one sandbox, which the kernel kills when this thread ends."""
         pool = ProcessPool(self._program, self._timeout_s + GRACE_S, 1)
         while (job := self._jobs.get()) is not None:
             job.run(pool)

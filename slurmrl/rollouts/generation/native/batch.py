@@ -1,4 +1,4 @@
-"""Continuous batching: sequences enter and leave between two calls of the model."""
+"""Continuous batching: sequences begin and end between two calls of the model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slurmrl.rollouts.generation.native.model_runner import ModelRunner, Sampled
 from slurmrl.rollouts.generation.native.sequence import Sequence, sequences_of
 
 SHARE = 0.8
-"""Fraction of a GPU's free memory for the cache; the remainder is for activations and logits."""
+"""Fraction of a GPU's free memory for the cache. The rest is for activations and logits."""
 GIB = 2**30
 
 
 class ContinuousBatch:
-    """Requests that one decoder serves together.
+    """Batch of requests that one decoder serves.
 
     All ranks of a split decoder call each method with the same arguments and get the same results.
     """
@@ -42,12 +42,12 @@ class ContinuousBatch:
         turns: bool = True,
         overlap: bool | None = None,
     ) -> None:
-        """``context`` is the most tokens of a sequence, prompt included, at which it ends.
+        """``context`` is the maximum number of tokens of a sequence, including the prompt.
 
-        None: a request that may become longer than the model's positions is rejected. ``decode`` is
-        needed for stop strings. ``masked``: see ``ModelRunner``. Without ``turns``, the cache does
-        not grow to keep prefixes of later prompts. With ``overlap``, the tokens of a call are read
-        while the next one runs (default: on a GPU).
+        If ``context`` is None, a request that may exceed the model's positions is rejected.
+        ``decode`` is needed for stop strings. `ModelRunner` describes ``masked``. Without
+        ``turns``, the cache does not grow to keep prefixes of later prompts. With ``overlap``
+        (default: on a GPU), the tokens of a call are read while the next call runs.
         """
         limits = bounded(limits, decoder)
         self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
@@ -61,11 +61,11 @@ class ContinuousBatch:
         self._ended: list[Sequence] = []
         self._arrivals = count()
         self.version = ""
-        """Name of the weight version that samples."""
+        """Name of the current weight version."""
         self.sampled = 0
         """Total number of sampled tokens."""
         self.checksum = 0
-        """Checksum of these tokens, in their order."""
+        """Checksum of all sampled tokens, in their order."""
         self.read = 0
         """Total number of tokens that the model has processed."""
 
@@ -74,7 +74,7 @@ class ContinuousBatch:
         return self._schedule.busy or bool(self._ended)
 
     def add(self, request: GenerationRequest) -> list[Sequence]:
-        """Queue a request; return its completions, one for each key.
+        """Queue a request; return its sequences, one for each key.
 
         Raises UsageError for a request that can never be served.
         """
@@ -104,7 +104,7 @@ class ContinuousBatch:
         return ended
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """End sequences that have not ended; they keep their tokens."""
+        """End sequences that have not ended yet; they keep their tokens."""
         self._flush()
         for sequence in sequences:
             sequence.followers = []
@@ -115,8 +115,8 @@ class ContinuousBatch:
     def renew(self, version: str, *, stale_cache: bool = False) -> None:
         """Continue with changed weights of the decoder.
 
-        Sequences keep their tokens, which are prefilled again. With ``stale_cache`` they also keep
-        the keys and values of these tokens, which no other sequence then shares.
+        Sequences keep their tokens, which are prefilled again. With ``stale_cache``, sequences also
+        keep the keys and values of their tokens, but do not share them with others.
         """
         if stale_cache:
             self._flush()
@@ -128,14 +128,17 @@ class ContinuousBatch:
         self.version = version
 
     def _empty_cache(self) -> None:
-        """Empty the cache: all tokens are processed again."""
+        """Preempt all sequences and forget the content of the cache."""
         self._flush()
         for sequence in list(self._schedule.running):
             self._schedule.preempt(sequence)
         self._pool.forget()
 
     def _limit(self, request: GenerationRequest) -> int:
-        """Most tokens of the request's sequences."""
+        """Return the maximum number of tokens of the request's sequences.
+
+        Raises UsageError for a request that can never be served.
+        """
         prompt, name = len(request.prompt), f"request {request.request_id}"
         if not prompt:
             raise UsageError(f"{name}: an empty prompt cannot be continued")
@@ -168,7 +171,7 @@ class ContinuousBatch:
             self._process(sampled)
 
     def _process(self, sampled: SampledStep) -> None:
-        """Take the samples of a call; end the sequences that are complete."""
+        """Add the samples of a call to their sequences; end the sequences that are complete."""
         tokens, logprobs, masks = sampled.read()
         self.checksum = crc32(array("q", tokens), self.checksum)
         if not all(map(math.isfinite, logprobs)):
@@ -178,7 +181,7 @@ class ContinuousBatch:
         ):
             sequence.unread -= 1
             if sequence.finish is not None:
-                continue  # the sequence had ended before this token
+                continue  # with overlap, the sequence may have ended before this token
             sequence.take(token, logprob, sampled.version, mask, self._decode)
             self.sampled += 1
             if sequence.finish is not None:
@@ -188,7 +191,7 @@ class ContinuousBatch:
         """Free the rows and pages of a sequence that has ended."""
         if sequence.request.options.experts:
             sequence.experts = self._runner.experts(sequence)
-        # The last token need not be read.
+        # The model need not process the last token.
         sequence.stored = min(sequence.stored, len(sequence.tokens) - 1)
         self._schedule.store(sequence)
         self._schedule.remove(sequence)
@@ -198,8 +201,8 @@ class ContinuousBatch:
 def bounded(limits: Limits, decoder: Decoder) -> Limits:
     """Return limits with ``cache_tokens``, computed from ``cache_bytes`` or the GPU's free memory.
 
-    Without either, or with ``cache_tokens``, they are unchanged. All ranks of a decoder that is
-    split get the same limits: they have as many pages as the GPU with the least free memory holds.
+    The limits stay unchanged if they have ``cache_tokens``, or on a CPU without ``cache_bytes``.
+    The ranks of a split decoder get the same limits: the GPU with the least free memory decides.
 
     Raises UsageError if not even one page fits.
     """
@@ -213,7 +216,7 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
     if size is None:
         return limits
     cell = cell_bytes(decoder)
-    pages = (size - cell) // (cell * limits.page_tokens)  # a spare cell follows them
+    pages = (size - cell) // (cell * limits.page_tokens)  # a spare cell follows the pages
     if pages < 1:
         needed = cell * (limits.page_tokens + 1) / GIB
         raise UsageError(
@@ -225,7 +228,7 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
 
 
 def _least(size: int, split: Split, device: torch.device) -> int:
-    """Return the minimum of a size over all ranks of a decoder. Collective."""
+    """Return the minimum of ``size`` over all ranks of a decoder. Collective."""
     if split.whole:
         return size
     least = torch.tensor(size, device=device)
@@ -236,6 +239,6 @@ def _least(size: int, split: Split, device: torch.device) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the memory that torch could allocate now."""
+    """Return the number of bytes that torch can allocate now."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,9 +1,8 @@
-"""Which tokens the next call of the model reads, and which pages of the cache hold them.
+"""Scheduler: choose the tokens that the next call of the model reads, and their cache pages.
 
-Continuous batching with a token budget over a paged key-value cache.
-
-All decisions are pure functions of the requests and the sampled tokens, so tensor ranks with the
-same requests make the same decisions.
+The schedule is continuous batching with a token budget over a paged key-value cache. All decisions
+are pure functions of the requests and the sampled tokens, so tensor ranks with the same requests
+make the same decisions.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from slurmrl.rollouts.generation.native.sequence import Rank, Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The size of a batch."""
+    """Limits of a batch."""
 
     rows: int = 256
-    """Maximum number of sequences that are served at a time."""
+    """Maximum number of sequences in progress."""
     step_tokens: int = 2048
-    """Maximum number of tokens in one call of the model: one for each sampling row, and parts of
-    prompts."""
+    """Maximum number of tokens in one call of the model: one token of each sampling row, and chunks
+    of prompts."""
     cache_tokens: int | None = None
-    """Tokens of keys and values that are kept. Default: as many as fit into ``cache_bytes``."""
+    """Number of tokens in the key-value cache. Default: as many as fit into ``cache_bytes``."""
     cache_bytes: int | None = None
-    """Memory for keys and values. Default: on a GPU, most of the memory that is free at the start;
-    elsewhere as much as the rows need."""
+    """Bytes of memory for keys and values. Default: on a GPU, most of the memory that is free at
+    the start; on a CPU, as much as the rows need."""
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
@@ -66,7 +65,7 @@ class TokenChunk(NamedTuple):
     begin: int
     tokens: int
     samples: bool
-    """Whether it ends with the last token, so that the next one is sampled."""
+    """Whether the chunk ends with the sequence's last token, so that the next token is sampled."""
 
 
 @dataclass
@@ -75,10 +74,9 @@ class Step:
 
     chunks: list[TokenChunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
-    """Sequences that sample their first token after the prompt of another sequence, which is
-    prefilled."""
+    """Pairs (leader, follower): the follower samples its first token after the leader's prompt."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """Pages to copy after the call: source and target."""
+    """Pairs (source, target) of pages to copy after the call."""
 
 
 class Schedule:
@@ -88,7 +86,7 @@ class Schedule:
         self._limits, self._pool = limits, pool
         self._waiting: list[tuple[Rank, Sequence]] = []
         self.running: list[Sequence] = []
-        """Sequences in the order in which they are served."""
+        """Sequences with a row, in the order of service."""
         self._rows = list(range(limits.rows - 1, -1, -1))
 
     @property
@@ -99,7 +97,7 @@ class Schedule:
         heappush(self._waiting, (sequence.rank, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence."""
+        """Remove a waiting or a running sequence."""
         if sequence.row is None:
             kept = [entry for entry in self._waiting if entry[1] is not sequence]
             if len(kept) < len(self._waiting):
@@ -108,25 +106,24 @@ class Schedule:
             self._release(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's row and pages; it waits until its tokens can be prefilled again."""
+        """Free a sequence's row and pages, and queue it: its tokens are prefilled again later."""
         self._release(sequence)
         self.add(sequence)
 
     def next(self, flush: Callable[[], None]) -> Step:
-        """Choose what to read next.
+        """Return the next call of the model. Its tokens and pages count as stored from now on.
 
-        Tokens and pages count as stored from now on. ``flush`` reads all tokens that were sampled;
-        sequences can be preempted only then.
+        ``flush`` reads all sampled tokens from the device, which is necessary before a preemption.
         """
         step = Step()
         budget = self._limits.step_tokens
         pending = [(ahead, sequence) for sequence in self.running if (ahead := sequence.ahead)]
-        pending.sort(key=lambda pair: pair[0] > 1)  # first the sequences that sample
+        pending.sort(key=lambda pair: pair[0] > 1)  # sequences that sample come first
         for ahead, sequence in pending:
             count = min(ahead, budget)
             if not count:
                 break
-            # a sequence preempted for an earlier one has no row
+            # A sequence that was preempted for an earlier sequence has no row.
             tokens = sequence.stored + count
             if sequence.row is not None and self._reserve(sequence, tokens, flush):
                 self._read(sequence, count, step)
@@ -142,7 +139,7 @@ class Schedule:
         return step
 
     def store(self, sequence: Sequence) -> None:
-        """Let other sequences share pages that are full of tokens that the host knows."""
+        """Let other sequences share the full pages of a sequence whose tokens the host knows."""
         page = self._pool.page
         full = min(sequence.stored, len(sequence.tokens)) // page
         for place in range(sequence.shared, full):
@@ -152,10 +149,10 @@ class Schedule:
         sequence.shared = max(sequence.shared, full)
 
     def isolate(self) -> None:
-        """Share no further page of the running sequences.
+        """Prevent other sequences from sharing pages of the running sequences.
 
-        The pool shares a page only after the pages before it. The first page of a sequence counts
-        as shared from now on, so none of its pages is.
+        The pool stores a page only after the pages before it. Marking the first page of a sequence
+        as shared, without storing it, therefore keeps all its pages private.
         """
         for sequence in self.running:
             sequence.shared = max(sequence.shared, 1)
@@ -164,14 +161,14 @@ class Schedule:
         begin, samples = sequence.stored, count == sequence.ahead
         step.chunks.append(TokenChunk(sequence, begin, count, samples))
         sequence.stored += count
-        self.store(sequence)  # a call stores all keys before attention uses any
+        self.store(sequence)  # a call stores all keys before attention reads any
         if samples:
             for follower in sequence.followers:
                 self._fork(sequence, follower, step)
             sequence.followers = []
 
     def _fork(self, leader: Sequence, follower: Sequence, step: Step) -> None:
-        """Begin a completion of the prompt that a call reads, or let it wait."""
+        """Start a follower with its leader's prompt; queue it if there is no free row or page."""
         rest = leader.stored % self._pool.page
         if not self._rows or self._pool.available() <= len(self.running) + 1:
             self.add(follower)
@@ -188,9 +185,9 @@ class Schedule:
         self._start(follower)
 
     def _admit(self, sequence: Sequence, flush: Callable[[], None]) -> bool:
-        """Give the first waiting sequence a row and the pages for all of its tokens.
+        """Give the first waiting sequence a row and the pages for all its tokens.
 
-        Return False unless there are enough pages, and another one for every other row.
+        Return False if fewer pages are available than these and one for each running sequence.
         """
         shared = self._pool.find(sequence.tokens)
         needed = self._pages(sequence.length) - len(shared) + self._pool.idle_among(shared)
@@ -211,11 +208,10 @@ class Schedule:
         insort(self.running, sequence, key=lambda other: other.rank)
 
     def _reserve(self, sequence: Sequence, tokens: int, flush: Callable[[], None]) -> bool:
-        """Give a sequence the pages for this many tokens.
+        """Give a sequence the pages for its first ``tokens`` tokens.
 
-        If no pages are free, take the pages of the sequence that is last in the order of service.
-        Return False if that is this sequence, which is then preempted, or if this sequence has
-        ended.
+        If no page is available, preempt the sequence that is last in the order of service. Return
+        False if this sequence itself was preempted or has ended.
         """
         while len(sequence.pages) < self._pages(tokens):
             if self._pool.available():
@@ -246,41 +242,40 @@ class Schedule:
 
 
 Prefix = tuple[int, tuple[int, ...]]
-"""The serial number of the previous page, 0 for none, and a page's tokens."""
+"""Key of a page's content: the serial number of the previous page (0 for none), and the tokens."""
 
 
 class PagePool:
-    """Pages with numbers of users.
+    """Cache pages with counts of their users.
 
-    A page without users keeps its content until it is needed, so a sequence that begins with the
-    same tokens can share it.
+    A page without users keeps its content until the page is reused. A sequence that begins with the
+    same tokens can share the page.
     """
 
     def __init__(self, page: int, limit: int | None, *, keep: bool = True) -> None:
-        """Pages of ``page`` tokens; ``limit`` is their number, None for no limit.
+        """Make a pool of ``limit`` pages of ``page`` tokens; None for no limit.
 
-        Without ``keep`` the content of pages without users is given up before further pages are
-        used.
+        Without ``keep``, pages without users are reused before the pool grows.
         """
         self.page, self._limit, self._keep = page, limit, keep
         self.made = 0
-        """Pages that were ever used."""
+        """Number of pages that have been used."""
         self._users: list[int] = []
         self._free: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages with content but without users; those that were used last come last."""
+        """Pages with content but without users, in the order of their last use."""
         self._known: dict[Prefix, int] = {}
         self._prefixes: dict[int, Prefix] = {}
         self._serials: dict[int, int] = {}
         self._serial = 0
 
     def available(self) -> float:
-        """Return the number of pages that can be taken; infinite without a limit."""
+        """Return the number of pages that can be taken; infinity without a limit."""
         unmade = float("inf") if self._limit is None else self._limit - self.made
         return len(self._free) + len(self._idle) + unmade
 
     def take(self) -> int:
-        """Return a page for one user, without content. One must be available."""
+        """Return a page without content for one user. A page must be available."""
         if self._free:
             page = self._free.pop()
         elif self._grows:
@@ -294,7 +289,7 @@ class PagePool:
 
     @property
     def _grows(self) -> bool:
-        """Whether to use another page rather than one with content."""
+        """Whether to use a new page rather than an idle page with content."""
         room = self._limit is None or self.made < self._limit
         return room and (self._keep or not self._idle)
 
@@ -306,8 +301,8 @@ class PagePool:
     def release(self, pages: list[int]) -> None:
         """Undo one ``take`` or ``share`` of each page.
 
-        The last page of a sequence is reused first: without it, the pages before it can still be
-        shared.
+        The last page of a sequence is reused first, because the pages before it can be shared
+        without it.
         """
         for page in reversed(pages):
             self._users[page] -= 1
@@ -319,7 +314,7 @@ class PagePool:
                 self._free.append(page)
 
     def store(self, page: int, before: int | None, tokens: tuple[int, ...]) -> None:
-        """Record that a page holds these tokens, which follow the tokens of the page ``before``."""
+        """Record the tokens of a page, which follow the tokens of the page ``before``."""
         parent = 0 if before is None else self._serials.get(before)
         if parent is None or (parent, tokens) in self._known or page in self._prefixes:
             return  # another page has the same tokens
@@ -328,9 +323,9 @@ class PagePool:
         self._prefixes[page], self._serials[page] = (parent, tokens), self._serial
 
     def find(self, tokens: list[int]) -> list[int]:
-        """Return the pages that hold the longest known prefix of ``tokens`` without its last token.
+        """Return the pages of the longest known prefix of ``tokens``, without the last token.
 
-        The logits of the last token are needed.
+        The model must process the last token, because its logits are needed.
         """
         found: list[int] = []
         parent = 0
@@ -350,7 +345,7 @@ class PagePool:
             self._forget(page)
 
     def idle_among(self, pages: list[int]) -> int:
-        """Return how many of these pages have no user."""
+        """Return how many of these pages have content but no user."""
         return sum(page in self._idle for page in pages)
 
     def _forget(self, page: int) -> None:

@@ -1,9 +1,11 @@
-"""Calls that read one token of each row and sample the next one.
+"""Decode calls, which read one token of each row and sample the next token.
 
-Their inputs have few shapes, so a GPU repeats them as CUDA graphs: the host starts one graph for
-each token of all rows, whatever the number of layers. Other devices compute the same directly.
+The inputs of these calls have few shapes, so a GPU repeats the calls as CUDA graphs. The host
+starts one graph for a token of all rows, independent of the number of layers. Other devices compute
+the call directly.
 
-B rows of a call, padding included; R rows of a batch, N pages of a row, T tokens.
+B is the number of rows of a call with padding, R the number of rows of a batch, N the number of
+pages of a row and T the number of tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from slurmrl.tensors.ops.sampling import Sampled, sample, stream_uniform
 logger = log.get(__name__)
 
 LEAST_CELLS = 1024
-"""Graphs are made for rows of up to this many cells of the cache, and twice as many, and so on."""
+"""Minimum length in cells for which a graph is made. Other lengths are this times a power of 2."""
 UNREAD = -1
-"""Value in place of the last token of a row while the host has not read this token."""
+"""Placeholder of a row's last token while the host has not read this token."""
 
 
 class RowInput(NamedTuple):
     """Input of a call for one row."""
 
     token: int
-    """`UNREAD` if the host has not read it."""
+    """Last token of the row, or `UNREAD`."""
     slot: int
-    """The cell for its key and value."""
+    """Cache cell for the token's key and value."""
     position: int
     row: int
     stream: int
@@ -47,7 +49,7 @@ class DecodeShape(NamedTuple):
 
     rows: int
     longest: int
-    """Upper bound of the cells that a row attends to."""
+    """Upper bound of the number of cells that a row attends to."""
     sampling_key: SamplingKey
     banned: tuple[int, ...]
 
@@ -57,16 +59,16 @@ class DecodeGraph(Protocol):
     """Result, in the same memory after every replay."""
 
     def replay(self) -> None:
-        """Compute again, from the current content of the inputs' memory."""
+        """Run the graph with the current content of the inputs' memory."""
         ...
 
 
 Capture = Callable[[Callable[[], Sampled]], DecodeGraph]
-"""Makes a graph of a function; its tensors keep their place in memory."""
+"""Function that makes a graph of a function, whose tensors keep their place in memory."""
 
 
 class CUDAGraphs:
-    """Captures graphs that share memory: only one of them runs at a time."""
+    """Captures graphs that share memory, because only one graph runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -78,7 +80,7 @@ class CUDAGraphs:
 class _CUDAGraph:
     def __init__(self, compute: Callable[[], Sampled], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may call CUDA during this time.
+        # Other threads of the process may call CUDA during the capture.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.samples = compute()
 
@@ -87,10 +89,10 @@ class _CUDAGraph:
 
 
 def capture_for(decoder: PagedDecoder) -> Capture | None:
-    """Return how to capture a decoder's calls, or None to compute them directly.
+    """Return a function that captures a decoder's calls; None to compute them directly.
 
-    Calls are not captured on CPUs, with ranks that compute together, or with experts, whose
-    numbers of tokens the host reads.
+    Calls are not captured on CPUs, for split decoders, or with experts, because the host reads the
+    number of tokens of each expert.
     """
     model = decoder.decoder
     if not model.head_weight().is_cuda or not model.split.whole or model.config.moe is not None:
@@ -99,31 +101,31 @@ def capture_for(decoder: PagedDecoder) -> Capture | None:
 
 
 class DecodeStep:
-    """The calls of one decoder."""
+    """The decode calls of one decoder."""
 
     def __init__(
         self, decoder: PagedDecoder, state: RowState, *, masked: bool, capture: Capture | None
     ) -> None:
-        """``masked``: see ``ModelRunner``."""
+        """`ModelRunner` describes ``masked``."""
         self._decoder, self._state, self._masked = decoder, state, masked
         self._capture, self._device = capture, state.last.device
         self._inputs: dict[int, Tensor] = {}
-        """For each B, the columns of ``RowInput`` as [5, B] int64."""
+        """Input memory of the graphs for each B: the columns of ``RowInput`` as int64 [5, B]."""
         self._banned: dict[tuple[int, ...], Tensor] = {}
         self._graphs: dict[DecodeShape, DecodeGraph | None] = {}
-        """None: computed once, which does the initialization that a capture cannot."""
+        """Graph of each shape; None if the shape was computed once, to initialize libraries."""
 
     def forget(self) -> None:
-        """Drop all graphs: their inputs or outputs have moved in memory."""
+        """Drop all graphs, because their inputs or outputs have moved in memory."""
         self._graphs = dict.fromkeys(self._graphs)
 
     def run(
         self, inputs: list[RowInput], sampling_key: SamplingKey, banned: tuple[int, ...]
     ) -> Sampled:
-        """Read a token of each row and sample the next, which the next call can read.
+        """Read a token of each row and sample the next token. The next call can read the samples.
 
-        The results are valid until the next call. The host does not wait for a GPU, unless a graph
-        is made.
+        The results are valid until the next call. The host waits for a GPU only when a graph is
+        made.
         """
         shape = self._shape(inputs, sampling_key, banned)
         more = shape.rows - len(inputs)
@@ -161,10 +163,10 @@ class DecodeStep:
     def _captured(
         self, capture: Capture, inputs: tuple[Tensor, ...], shape: DecodeShape
     ) -> Sampled:
-        """Make the graph of a shape.
+        """Make the graph of a shape, and return the samples of its first replay.
 
-        Its first replay must sample the same tokens as a direct call; else, or if it cannot be
-        made, all later calls are direct ones.
+        If the graph cannot be made, or its first replay samples other tokens than a direct call,
+        compute all later calls directly.
         """
         last = self._state.last.clone()
         samples = self._compute(inputs, shape)
@@ -186,7 +188,7 @@ class DecodeStep:
         return samples
 
     def _placed(self, columns: Tensor) -> tuple[Tensor, ...]:
-        """Put the inputs into the memory that graphs of this many rows read."""
+        """Copy the inputs into the memory that graphs for this number of rows read."""
         rows = columns.shape[1]
         if rows not in self._inputs:
             self._inputs[rows] = torch.empty(columns.shape, dtype=torch.int64, device=self._device)
@@ -225,24 +227,24 @@ class DecodeStep:
 
 
 def _power(number: int) -> int:
-    """Return the smallest power of 2 that is at least a number."""
+    """Return the smallest power of 2 that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 
 class RowState:
     """The page tables and the last tokens of all rows.
 
-    After the rows, there is a ``spare`` row for tokens that belong to no sequence.
+    The ``spare`` row after all rows is for padding, which belongs to no sequence.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.spare = rows
         self.tables = torch.zeros((rows + 1, 1), dtype=torch.int64, device=device)
-        """[R + 1, N]."""
+        """Pages of each row: int64 [R + 1, N]."""
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        """[R + 1]: the token that each row sampled last."""
+        """The token that each row sampled last: int64 [R + 1]."""
         self._new: list[tuple[int, int, int]] = []
-        """Pages that the tables lack: row, place, page."""
+        """Pages that are missing in the tables, as (row, place, page)."""
 
     def row(self, sequence: Sequence) -> int:
         """Return the row of a sequence. The next ``write`` adds its new pages to the tables."""
@@ -267,5 +269,5 @@ class RowState:
         return missing > 0
 
     def tokens(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Tokens [T] of rows [T], with those that the host has not read."""
+        """Return ``ids`` [T], with each `UNREAD` replaced by the last token of its row."""
         return torch.where(ids == UNREAD, self.last[rows], ids)

@@ -1,4 +1,4 @@
-"""Calls of the model and samples: from a step of the scheduler to tensors and back.
+"""Run a step of the scheduler: make tensors, call the model, sample tokens.
 
 D is the number of samples of a call.
 """
@@ -30,7 +30,7 @@ from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
 
 GROWTH = 1.5
-"""Growth factor of the number of pages when there are too few."""
+"""Factor by which the number of pages grows."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class SampledStep:
 
     sequences: list[Sequence]
     samples: Sampled
-    """[D]; log-probabilities are under the sampling distribution or the whole distribution."""
+    """The samples [D], with log-probabilities as `ModelRunner` describes."""
     version: str
     copied: torch.cuda.Event | None
-    """Event of their arrival in host memory; None if they are already there."""
+    """Event after the copy to host memory; None if the samples are already there."""
 
     def read(self) -> tuple[list[int], list[float], list[list[int]]]:
-        """Wait for the tokens, their log-probabilities and their recorded sampling masks."""
+        """Wait for the tokens; return them with their log-probabilities and sampling masks."""
         if self.copied is not None:
             self.copied.synchronize()
         tokens, logprobs, masks = self.samples
@@ -59,13 +59,13 @@ class SampledStep:
 
 
 class ModelRunner:
-    """The decoder, its cache, and its rows."""
+    """Runs calls of a decoder, with its cache and its rows."""
 
     def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, masked: bool) -> None:
         """``masked`` selects the distribution of the log-probabilities.
 
-        With ``masked``, it is the distribution over the tokens that top-k and top-p leave.
-        Otherwise it is the whole distribution, as training computes it.
+        With ``masked``, log-probabilities are over the tokens that top-k and top-p keep. Otherwise,
+        they are over all tokens, as training computes them.
         """
         self._limits, self._pool, self._masked = limits, pool, masked
         self._device = decoder.head_weight().device
@@ -83,9 +83,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def run(self, step: Step, version: str) -> SampledStep | None:
-        """Read the step's tokens and sample the next ones, if any of its sequences is complete.
+        """Process the step's tokens, and sample the next token of each chunk that ``samples``.
 
-        The host does not wait for a GPU.
+        Return None if no chunk samples. The host does not wait for a GPU.
         """
         self._grow()
         if _only_decodes(step):
@@ -101,7 +101,7 @@ class ModelRunner:
             sequences = sequences + [follower for _, follower in step.forks]
             rows = torch.tensor([*range(len(places)), *of_leaders])
             logits = logits[upload([rows], self._device)[0]]
-        sampled = self._draws(sequences, logits, version) if sequences else None
+        sampled = self._sample(sequences, logits, version) if sequences else None
         if step.copies:
             sources, targets = zip(*step.copies, strict=True)
             pages = upload([torch.tensor(sources), torch.tensor(targets)], self._device)
@@ -117,12 +117,12 @@ class ModelRunner:
         return bool(self._decoder.cache.experts)
 
     def record_experts(self) -> None:
-        """Record experts from now on; tokens in the cache have no record."""
+        """Record experts from now on. Tokens that are already in the cache have no record."""
         self._decoder.cache.record_experts()
         self._decode.forget()
 
     def experts(self, sequence: Sequence) -> Array:
-        """Return the experts of a sequence at its last token; see `Completion`."""
+        """Return the experts of an ended sequence in the form of `Completion.experts`."""
         page, read = self._limits.page_tokens, len(sequence.tokens) - 1
         places = torch.arange(read)
         cells = torch.tensor(sequence.pages)[places // page] * page + places % page
@@ -131,7 +131,7 @@ class ModelRunner:
         return F.pad(rows, (0, 0, 0, 1), value=UNKNOWN).cpu().numpy()
 
     def _grow(self) -> None:
-        """Allocate memory for all pages of the pool."""
+        """Allocate memory for all pages that the pool has used."""
         if self._pool.made <= self._decoder.cache.pages:
             return
         grown = int(self._pool.made * GROWTH)
@@ -140,7 +140,7 @@ class ModelRunner:
         self._decode.forget()
 
     def _decoded(self, sequences: list[Sequence], version: str) -> SampledStep:
-        """Read the last token of each sequence and sample the next."""
+        """Process the last token of each sequence and sample the next token."""
         inputs = []
         for sequence in sequences:
             position = sequence.length - 1
@@ -160,7 +160,7 @@ class ModelRunner:
             self._decode.forget()
 
     def _logits(self, chunks: list[TokenChunk], fresh: int) -> Tensor:
-        """Return the logits [·, V] after the chunks that sample.
+        """Return the logits [number of chunks that sample, V].
 
         The first ``fresh`` chunks begin at position 0 and are prefilled separately.
         """
@@ -174,7 +174,7 @@ class ModelRunner:
             own, pages = self._rows.row(sequence), sequence.pages
             end = begin + count
             known = sequence.tokens[begin:end]
-            if len(known) < count:  # its last token is only on the device
+            if len(known) < count:  # the last token is only on the device
                 known.append(UNREAD)
             ids += known
             slots += [pages[n // page] * page + n % page for n in range(begin, end)]
@@ -200,7 +200,7 @@ class ModelRunner:
         input_ids = self._rows.tokens(input_ids, row)
         return self._decoder.logits(input_ids, position, call, ending)
 
-    def _draws(self, sequences: list[Sequence], logits: Tensor, version: str) -> SampledStep:
+    def _sample(self, sequences: list[Sequence], logits: Tensor, version: str) -> SampledStep:
         """Sample a token for each sequence from logits [D, V]."""
         groups: dict[tuple[SamplingKey, tuple[int, ...]], list[int]] = {}
         for place, sequence in enumerate(sequences):
@@ -222,9 +222,9 @@ class ModelRunner:
         settings: tuple[SamplingKey, tuple[int, ...]],
         places: list[int],
     ) -> Sampled:
-        """Sample the tokens of the sequences at these places.
+        """Sample a token for each sequence at ``places``.
 
-        All have one sampling key and exclude the same stop tokens.
+        These sequences have the same sampling key and the same banned stop tokens.
         """
         group = [sequences[place] for place in places]
         (temperature, top_k, top_p, greedy, record), banned = settings
@@ -248,7 +248,7 @@ class ModelRunner:
         )
 
     def _step_of(self, sequences: list[Sequence], samples: Sampled, version: str) -> SampledStep:
-        """Start to copy the sampled tokens before the next call may overwrite them."""
+        """Start to copy the samples to host memory, before the next call may overwrite them."""
         for sequence in sequences:
             sequence.unread += 1
         if self._device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Requests served by a built-in decoder, or by the ranks of a model that is split."""
+"""Engines that serve requests with a model in this process, perhaps split over several ranks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class ReadOutcome(IntEnum):
 
     READ = 0
     REJECTED = 1
-    """The weights are of another architecture; the old weights are unchanged."""
+    """The folder has another architecture, and the old weights are unchanged."""
     BROKEN = 2
 
 
 class SplitRollout(BatchRollout):
-    """Serves requests with a batch, which ``peers`` compute together.
+    """Serves requests with a model that is split over ``peers``, or not split.
 
-    Each rank makes an engine with the same arguments. The leader's engine serves, and the others
-    call ``follow``. Without ``turns``, all ranks serve the same requests.
+    Each rank makes an engine with the same arguments. The leader serves requests, and the other
+    ranks call ``follow``. Without ``turns``, all ranks serve the same requests.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SplitRollout(BatchRollout):
         peers: SplitRanks | None,
         turns: bool,
     ) -> None:
-        """``batch`` is the rank's own; ``version``, ``stale_cache``: see `BatchRollout`."""
+        """``batch`` is this rank's batch. `BatchRollout` describes the other arguments."""
         super().__init__(version, stale_cache=stale_cache)
         self._batch, self._peers = shared_batch(batch, peers, turns=turns), peers
         if version is not None and (peers is None or peers.is_leader or not turns):
@@ -61,16 +61,16 @@ class SplitRollout(BatchRollout):
 
     @abstractmethod
     def _read_own(self, folder: Path) -> None:
-        """Read this rank's part of weights.
+        """Read this rank's part of the weights.
 
-        Raises UsageError, and changes nothing, if the folder has another architecture.
+        Raises UsageError, without any change, if the folder has another architecture.
         """
 
     def _read(self, name: str, folder: Path) -> None:
-        """Read weights.
+        """Read weights on all ranks.
 
-        If reading breaks off, or succeeds only on some ranks, the decoder has parts of two
-        versions, and the engine is lost.
+        If reading fails in the middle or on some ranks, the model has parts of two versions, and
+        the engine is lost.
         """
         if isinstance(self._batch, LeaderBatch):
             self._batch.read_weights(name, folder)
@@ -89,10 +89,10 @@ class SplitRollout(BatchRollout):
         raise self._lose(name, folder, reason) from error
 
     def _check_own(self) -> None:
-        """Check the model once all its ranks have read their parts. They compute together."""
+        """Check the model after all ranks have read their parts. Collective."""
 
     def _outcomes(self, error: Exception | None) -> set[int]:
-        """Return the results of all ranks that read weights; this rank has an error or none."""
+        """Return the `ReadOutcome` of all ranks. ``error`` is the error of this rank."""
         own = ReadOutcome.READ
         if error is not None:
             own = ReadOutcome.REJECTED if isinstance(error, UsageError) else ReadOutcome.BROKEN
@@ -103,7 +103,7 @@ class SplitRollout(BatchRollout):
         await super().close()
 
     def follow(self) -> None:
-        """Compute the requests of the leader's engine, until it is closed or dismisses this rank.
+        """Repeat the calls of the leader's engine until the leader closes or calls `dismiss`.
 
         Raises RuntimeError if the leader has ended.
         """
@@ -111,19 +111,19 @@ class SplitRollout(BatchRollout):
         assert not self._peers.is_leader, "the leader serves requests"
 
         def read(name: str, folder: Path) -> None:
-            with suppress(UsageError):  # the leader's caller gets this error; nothing has changed
+            with suppress(UsageError):  # the leader raises this error, too; nothing has changed
                 self._read(name, folder)
 
         FollowerBatch(self._batch, self._peers, read).run()
 
     def dismiss(self) -> None:
-        """Let the other ranks of the model return from ``follow``. This ends all sampling."""
+        """Let the other ranks of the model return from ``follow``, which ends all sampling."""
         if isinstance(self._batch, LeaderBatch) and self._lost is None:
             self._batch.end()
 
 
 class NativeRollout(SplitRollout):
-    """Serves requests with a decoder that owns its parameters as plain tensors."""
+    """Serves requests with a built-in decoder, whose parameters are plain tensors."""
 
     def __init__(
         self,
@@ -139,14 +139,13 @@ class NativeRollout(SplitRollout):
         turns: bool = True,
         masked: bool = True,
     ) -> None:
-        """``version``, ``stale_cache``: see `BatchRollout`; ``masked``: see `ModelRunner`.
+        """`BatchRollout`, `SplitRollout` and `ModelRunner` describe most arguments.
 
-        ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
-        ``decode`` turns token ids into text, for stop strings. The parameters of a decoder that is
-        the engine's ``own`` are moved in memory. ``peers`` are the ranks of a decoder that is
-        split: each makes an engine with the same arguments, the leader's serves, and the others
-        call ``follow``. Without ``turns``, no request continues an earlier one's sequence, a
-        request beyond the model's positions is rejected, and all ``peers`` serve the same requests.
+        ``context`` is the maximum number of tokens of a sequence (default:
+        ``max_position_embeddings``). ``decode`` turns token ids into a string, for stop strings.
+        ``own``: only this engine uses the decoder, so its parameters may be moved in memory.
+        Without ``turns``, requests do not continue sequences of earlier requests, and a request
+        beyond the model's positions is rejected.
         """
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
@@ -160,7 +159,7 @@ class NativeRollout(SplitRollout):
 
     @property
     def read(self) -> int:
-        """Total number of tokens that the model has processed, including repeated ones."""
+        """Total number of tokens that the model has processed, with repetitions."""
         return self._own.read
 
     def _read_own(self, folder: Path) -> None:
@@ -169,9 +168,9 @@ class NativeRollout(SplitRollout):
 
 @torch.no_grad()
 def read_weights(decoder: Decoder, folder: Path) -> None:
-    """Fill a decoder, or a tensor rank's part of it, from a Hugging Face folder.
+    """Read a decoder's weights, or a tensor rank's part of them, from a Hugging Face folder.
 
-    Raises UsageError, and changes nothing, if the folder has another architecture.
+    Raises UsageError, without any change, if the folder has another architecture.
     """
     config, tensor = decoder.config, decoder.split.tensor
     split = TensorSplit(config, tensor.size)

@@ -1,4 +1,4 @@
-"""One completion in progress, and the search for its stop strings."""
+"""A completion in progress, and the search for its stop strings."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from slurmrl.tensors.layout import Array
 from slurmrl.tensors.ops.sampling import stream
 
 Rank = tuple[int, int]
-"""A sequence's place in the order of service: priority and arrival."""
+"""Place of a sequence in the order of service: (priority, number of its arrival)."""
 SamplingKey = tuple[float, int | None, float, bool, bool]
 """Options that the rows of one call of `tensors.ops.sampling.sample` share: temperature, top k, top
 p, greedy, and whether sampling masks are recorded."""
 MARGIN = 4
-"""Tokens that are decoded before the longest possible match: tokenizers treat the first token of a
-text differently."""
+"""Number of tokens that are decoded before the longest possible match: tokenizers decode the first
+token of a string differently."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The tokens of a completion and its part of the cache."""
+    """A completion in progress: its tokens and its pages of the cache."""
 
     rank: Rank
     request: GenerationRequest
     key: int
     limit: int
-    """Maximum number of tokens, prompt included."""
+    """Maximum number of tokens, including the prompt."""
     tokens: list[int] = field(init=False)
-    """The prompt and the sampled tokens, as far as the host knows them."""
+    """Token ids of the prompt and of the sampled tokens that the host has read."""
     sampling_key: SamplingKey = field(init=False)
     stream: int = field(init=False)
     """Random stream of the completion, for `tensors.ops.sampling.stream_uniform`."""
@@ -41,23 +41,23 @@ class Sequence:
     """Log-probabilities of the sampled tokens."""
     versions: list[str] = field(default_factory=list)
     masks: SampledMasks = field(default_factory=SampledMasks)
-    """Sampling masks of the sampled tokens, if the request asks for them."""
+    """Sampling masks of the sampled tokens, if the request records masks."""
     experts: Array | None = None
-    """Experts of all tokens, set when the sequence ends, if the request asks for them."""
+    """Experts of all tokens, set when the sequence ends, if the request records experts."""
     finish: Finish | None = None
     followers: list[Sequence] = field(default_factory=list)
-    """Completions of the same prompt, which begin when the prompt was prefilled."""
+    """Sequences of the same prompt, which begin after the prompt was prefilled."""
     pages: list[int] = field(default_factory=list)
     row: int | None = None
-    """The row of the batch; None while it waits."""
+    """Number of the sequence's row in the batch; None while the sequence waits."""
     stored: int = 0
-    """Leading tokens whose keys and values are in the cache, or will be before the next call."""
+    """Number of leading tokens whose keys and values are in the cache after the next call."""
     shared: int = 0
-    """Leading pages whose content the pool knows."""
+    """Number of leading pages whose content the pool knows."""
     in_table: int = 0
-    """Leading pages that are in the batch's table."""
+    """Number of leading pages that are in the batch's table."""
     unread: int = 0
-    """Tokens sampled on the device that the host has not read."""
+    """Number of sampled tokens that the host has not read from the device."""
 
     def __post_init__(self) -> None:
         request, options = self.request, self.request.options
@@ -74,26 +74,26 @@ class Sequence:
 
     @property
     def ahead(self) -> int:
-        """Tokens to read before the next one can be sampled; 0 if the last one was sampled."""
+        """Number of tokens to process before the next token is sampled; 0 at the limit."""
         return 0 if self.length >= self.limit else self.length - self.stored
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled, unread ones included."""
+        """Number of sampled tokens, including unread tokens."""
         return self.length - len(self.request.prompt)
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Stop tokens that must not be sampled next."""
+        """The stop tokens that must not be sampled next."""
         options = self.request.options
         return options.stop_token_ids if self.sampled < options.min_new_tokens else ()
 
     def take(
         self, token: int, logprob: float, version: str, mask: list[int], decode: Decode | None
     ) -> None:
-        """Add a token that ``version`` of the weights sampled. It may end the sequence.
+        """Add a token that the weights ``version`` sampled, and end the sequence if it is complete.
 
-        ``mask`` is its sampling mask; ``decode`` is needed for stop strings.
+        ``mask`` is the token's sampling mask. ``decode`` is needed for stop strings.
         """
         options = self.request.options
         self.tokens.append(token)
@@ -132,7 +132,7 @@ def sequences_of(
 ) -> list[Sequence]:
     """Return a sequence of at most ``limit`` tokens for each key of a request.
 
-    Raises UsageError if the request needs a tokenizer and there is none.
+    Raises UsageError if the request has stop strings, but ``decode`` is None.
     """
     if request.options.stop_strings and decode is None:
         raise UsageError(
@@ -146,8 +146,8 @@ def sequences_of(
 def ends_with_stop(decode: Decode, tokens: list[int], stop_strings: tuple[str, ...]) -> bool:
     """Return whether the last of a completion's ``tokens`` completes one of ``stop_strings``.
 
-    A stop string may begin and end within tokens. A token has at least one byte, so only as many
-    tokens matter as the longest string has bytes.
+    A stop string may begin and end within tokens. A token has at least one byte, so a stop string
+    spans at most as many tokens as it has bytes.
     """
     last = tokens[-max(len(stop.encode()) for stop in stop_strings) - MARGIN :]
     text = decode(last)

@@ -1,9 +1,9 @@
 """Continuous batching on the ranks of a split model.
 
-Each rank has a batch. A batch depends only on the calls of its methods and on the sampled tokens,
-and every rank samples the same tokens, because all have the whole logits. So the leader sends its
-calls, in one broadcast for each call of the model, and the others repeat them. If all ranks know
-the requests beforehand, each rank makes the calls itself, and the ranks compare the sampled tokens.
+Each rank has a batch, which depends only on the calls of its methods and on the sampled tokens. All
+ranks have the whole logits and sample the same tokens. The leader therefore sends its calls to the
+other ranks, in one broadcast for each call of the model, and they repeat the calls. If all ranks
+know the requests beforehand, each rank makes the calls itself, and the ranks compare their tokens.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from slurmrl.rollouts.generation.native.sequence import Sequence
 from slurmrl.tensors.ops.collectives import Group, broadcast_sized, gathered
 
 Call = tuple[Any, ...]
-"""The name of a call and its arguments, as JSON values."""
+"""The name of a method and its arguments, as JSON values."""
 INLINE_BYTES: Final = 2048
-"""Size of the broadcast that begins a message. Longer ones take a second broadcast."""
+"""Size of the first broadcast of a message. Longer messages take a second broadcast."""
 SIZE_BYTES: Final = 8
-"""Size of the message length that precedes a message."""
+"""Number of bytes for the length of a message, at its beginning."""
 IDLE: Final = timedelta(days=30)
-"""Time-out of a rank that waits for a message: a leader without requests sends none."""
+"""Time limit of a rank that waits for a message: a leader without requests sends no messages."""
 COMPARED_CALLS = {"cpu": 1, "cuda": 8}
-"""Calls of the model between two comparisons, by device type: a comparison waits for the GPU."""
+"""Number of calls between two comparisons, by device type. A comparison waits for the GPU."""
 
 
 def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> RunFailedError:
@@ -50,7 +50,7 @@ def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> Ru
 
 @dataclass(eq=False)
 class SplitRanks:
-    """The ranks of one copy of a model. The first one is the leader."""
+    """The ranks of one copy of a model. The first rank is the leader."""
 
     group: Group
     device: torch.device
@@ -62,7 +62,7 @@ class SplitRanks:
         return self.group.rank() == 0
 
     def send(self, calls: list[Call]) -> None:
-        """Send calls to the other ranks. Only on the leader."""
+        """Send calls to the other ranks. Only the leader calls this method."""
         content = json.dumps(calls).encode()
         inline = SIZE_BYTES + len(content) <= INLINE_BYTES
         message = len(content).to_bytes(SIZE_BYTES, "little") + (content if inline else b"")
@@ -72,7 +72,7 @@ class SplitRanks:
             self._rest(rest, len(content))
 
     def receive(self) -> list[Call]:
-        """Wait for the leader's next calls, without a limit. Only on the other ranks.
+        """Wait for the leader's next calls, without a time limit. Only the other ranks call this.
 
         Raises RuntimeError if the leader has ended.
         """
@@ -85,14 +85,14 @@ class SplitRanks:
         return calls
 
     def answers(self, own: int) -> list[int]:
-        """Return the numbers of all ranks, in rank order. Collective."""
+        """Return the value ``own`` of each rank, in rank order. Collective."""
         values: list[int] = gathered(torch.tensor([own], device=self.device), self.group).tolist()
         return values
 
     def compare(self, sampled: int, checksum: int) -> None:
-        """Compare the samples of the ranks: the number of tokens, and a checksum. Collective.
+        """Compare the ranks' number of sampled tokens and checksum. Collective.
 
-        Raises RunFailedError on all of them if they differ.
+        Raises RunFailedError on all ranks if they differ.
         """
         own = torch.tensor([[sampled, checksum]], device=self.device)
         leader, *others = map(tuple, gathered(own, self.group).tolist())
@@ -115,7 +115,7 @@ class SplitRanks:
 
 
 class WrappedBatch:
-    """Passes calls on to a rank's batch."""
+    """Base class that forwards all calls to a rank's batch."""
 
     def __init__(self, batch: RequestBatch, peers: SplitRanks) -> None:
         self._batch, self._peers = batch, peers
@@ -146,7 +146,7 @@ class WrappedBatch:
 
 
 class ComparedBatch(WrappedBatch):
-    """The batch of each rank if all ranks add the same requests."""
+    """Batch of a rank if all ranks add the same requests. The ranks compare their tokens."""
 
     def __init__(self, batch: RequestBatch, peers: SplitRanks) -> None:
         super().__init__(batch, peers)
@@ -154,7 +154,7 @@ class ComparedBatch(WrappedBatch):
         self._every = COMPARED_CALLS[peers.device.type]
 
     def step(self) -> list[Sequence]:
-        """See `RequestBatch`. Raises RunFailedError if the ranks have sampled other tokens."""
+        """Call the model. Raises RunFailedError if the ranks have sampled different tokens."""
         ended = super().step()
         self._calls += 1
         if self._calls % self._every == 0 or not self.busy:
@@ -163,13 +163,13 @@ class ComparedBatch(WrappedBatch):
 
 
 class LeaderBatch(WrappedBatch):
-    """The batch of the leader."""
+    """Batch of the leader, which sends its calls to the other ranks."""
 
     def __init__(self, batch: RequestBatch, peers: SplitRanks) -> None:
         super().__init__(batch, peers)
         self._unsent: list[Call] = []
         self._together = True
-        """Whether the other ranks wait for the next message."""
+        """Whether the other ranks wait for a message."""
 
     def add(self, request: GenerationRequest) -> list[Sequence]:
         sequences = super().add(request)
@@ -178,7 +178,7 @@ class LeaderBatch(WrappedBatch):
         return sequences
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """End these sequences, which belong to one request."""
+        """End the sequences of one request."""
         for sequence in sequences[:1]:
             self._unsent.append(("abort", sequence.request.request_id))
         super().abort(sequences)
@@ -196,11 +196,11 @@ class LeaderBatch(WrappedBatch):
         return ended
 
     def read_weights(self, name: str, folder: Path) -> None:
-        """Let other ranks read their parts of new weights; the leader must read its part too."""
+        """Let the other ranks read their parts of new weights. The leader reads its part, too."""
         self._send("read", name, str(folder))
 
     def end(self) -> None:
-        """Let the other ranks return, if they can still be reached."""
+        """Let the other ranks return if they wait for a message."""
         if self._together:
             self._send("end")
             self._together = False
@@ -211,7 +211,7 @@ class LeaderBatch(WrappedBatch):
 
 
 class FollowerBatch:
-    """The batch of another rank."""
+    """Batch of another rank, which repeats the leader's calls."""
 
     def __init__(
         self, batch: RequestBatch, peers: SplitRanks, read: Callable[[str, Path], None]
@@ -221,7 +221,7 @@ class FollowerBatch:
         self._requests: dict[str, list[Sequence]] = {}
 
     def run(self) -> None:
-        """Repeat the leader's calls until it ends.
+        """Repeat the leader's calls until the leader sends ``end``.
 
         Raises RunFailedError if this rank has sampled other tokens than the leader.
         """
@@ -259,9 +259,10 @@ class FollowerBatch:
 
 
 def shared_batch(batch: RequestBatch, peers: SplitRanks | None, *, turns: bool) -> RequestBatch:
-    """Return the batch of a rank that serves requests together with its ``peers``.
+    """Return the batch with which a rank serves requests together with its ``peers``.
 
-    With ``turns``, only the leader knows the requests; a rank that follows keeps its own batch.
+    With ``turns``, only the leader knows the requests. The other ranks keep their batch for
+    `FollowerBatch`.
     """
     if peers is None:
         return batch
