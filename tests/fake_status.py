@@ -6,7 +6,7 @@ from typing import Any
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    """Of a trial that runs in its second link as it should."""
+    """Return the status of a trial that runs normally in its second link."""
     task = {
         "job_id": "41_1",
         "host": "n0",
@@ -91,7 +91,7 @@ def incarnation(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def pending(reason: str, words: str = "", **changes: Any) -> dict[str, Any]:
-    """Of a trial whose first link waits."""
+    """Return the status of a trial whose first link is queued."""
     text = f"pending for 3 h ({reason}): {words}"
     one = status(
         state="PENDING",

@@ -110,7 +110,7 @@ class RankProcess:
         return self._stderr.read_text()[-4000:]
 
     def stack(self) -> str:
-        """Where the process stands now, for a message about a wait."""
+        """Return the current code position of the process, for a message about a wait."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(DUMP_S)

@@ -1,6 +1,5 @@
-"""What every scheduler must do, as tests that each scheduler's test module imports.
-
-The module defines the fixtures ``scheduler`` and ``ask`` (see ``Ask``).
+"""Tests that every scheduler must pass; its test module defines the fixtures ``scheduler`` and
+``ask``.
 """
 
 from __future__ import annotations

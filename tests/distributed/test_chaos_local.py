@@ -21,7 +21,7 @@ from tests.support.trials import processes
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the trials lie; what still runs there at the end is killed."""
+    """Return the folder of the trials. Processes that still run in it at the end are killed."""
     yield tmp_path
     for run in tmp_path.glob("*/runs/*/*/*"):
         for chain in processes(run)["chain"]:

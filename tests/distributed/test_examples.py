@@ -183,8 +183,9 @@ def short_forms(tmp_path_factory: pytest.TempPathFactory) -> ShortForms:
     ],
 )
 def test_each_example_runs_to_its_end(config: str, short_forms: ShortForms) -> None:
-    """It completes its steps, and is evaluated before the first and after the last of them, with a
-    file of the items' scores that agrees with the metrics.
+    """The example is evaluated before the first and after the last step.
+
+    The scores of items agree with the metrics.
     """
     values = settings_of(config)
     ended = short_forms.run(config)

@@ -110,7 +110,7 @@ def stop_while_it_writes(site: Site, worker: int) -> int:
 def test_trial_continues_after_a_kill_during_a_checkpoint_write(
     site: Site, undisturbed: dict[str, Any]
 ) -> None:
-    """Nothing is committed, and the trial resumes from the previous commit."""
+    """No commit is made, and the trial resumes from the previous commit."""
     paths = site.paths(TRIAL)
     site.wait_for_step(TRIAL, HELD)
     wait_until("the commits", lambda: committed(site)[-1:] == [HELD - 1])
@@ -221,7 +221,7 @@ class SmallDisk:
         self._ballast = site.folder / "ballast"
 
     def fill(self) -> None:
-        """As often as a checkpoint that was being written may have left room, or taken all."""
+        """Fill the disk to different degrees, as an unfinished checkpoint may."""
         self._ballast.touch()
         found = os.statvfs(self._ballast.parent)
         room_bytes = found.f_bavail * found.f_frsize

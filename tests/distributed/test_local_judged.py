@@ -24,8 +24,9 @@ def run(site: Site, name: str, config: dict[str, Any], *overrides: str) -> list[
 
 
 def test_reward_model_is_trained_evaluated_and_used_for_scoring(tmp_path: Path) -> None:
-    """Its export scores the completions of PPO, and with ``total_steps=0`` it is evaluated alone:
-    to the bit as at the end of its training.
+    """The exported model scores completions of PPO.
+
+    With ``total_steps=0``, its evaluation equals the last one of its training.
     """
     site = Site(tmp_path)
     config = sft_config(

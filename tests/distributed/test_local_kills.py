@@ -195,8 +195,8 @@ class Once(ExactMatch):
 
 
 def without_intervals(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Those of a reward of one's own are not those of `exact_match`, which is known to be 1 or
-    0.
+    """Return metrics without intervals, which differ for your own reward, because its scores need
+    not be 1 or 0.
     """
     metrics = [
         {name: value for name, value in line.items() if not name.endswith(("/low", "/high"))}
@@ -209,7 +209,7 @@ def without_intervals(outcome: dict[str, Any]) -> dict[str, Any]:
 def test_user_code_that_raises_once_is_retried(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
-    """The same agent starts new workers; its other ranks had not failed."""
+    """The same agent starts new workers, although its other ranks did not fail."""
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "once.py").write_text(ONCE)

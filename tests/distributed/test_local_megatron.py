@@ -72,8 +72,9 @@ def let_megatron_compute_here(
 def test_trial_learns_the_same_on_megatron(
     tmp_path: Path, layout: str, architecture: dict[str, Any]
 ) -> None:
-    """It resumes from its own checkpoint, and then on another engine; its export equals those of
-    others.
+    """The trial resumes from its own checkpoint, then on another engine.
+
+    Its export equals the exports of others.
     """
     site = Site(tmp_path)
     config = config_of("sft", trial="one", total_steps=6)
@@ -115,8 +116,9 @@ def test_archon_trial_learns_the_same_on_either_engine(tmp_path: Path, layout: s
 
 @pytest.mark.long
 def test_example_with_experts_learns_the_same_as_one_rank(tmp_path: Path) -> None:
-    """Its tensor, pipeline and expert ranks compute the losses of one fsdp rank. The weights that
-    it copies to its generation ranks answer as that rank answers.
+    """Tensor, pipeline and expert ranks compute the losses of one fsdp rank.
+
+    Generation ranks give the same answers.
     """
     site, trial = Site(tmp_path), "addition-megatron-moe"
     short = ("total_steps=6", "algorithm.batch_size=16", "evaluation.samples=16")

@@ -40,7 +40,7 @@ def start(folder: Path) -> Site:
 
 
 def sampled(site: Site, trial: str, path: str, *more: str) -> list[dict[str, Any]]:
-    """What ``generate`` has recorded of a model."""
+    """Return the results of ``generate`` for a model."""
     config = {
         "experiment": "sampled",
         "algorithm": {"name": "generate", "batch_size": 4, "logprobs": True},
@@ -56,8 +56,8 @@ def sampled(site: Site, trial: str, path: str, *more: str) -> list[dict[str, Any
 
 @pytest.mark.long
 def test_checkpoint_samples_the_same_as_its_export(tmp_path: Path) -> None:
-    """On other numbers of ranks, also by transformers, and after the trial that made it has gone on
-    and deleted it.
+    """Other numbers of ranks and transformers read it, even after its trial has continued and
+    deleted it.
     """
     site = start(tmp_path)
     held_out = (ADDITION / "heldout.jsonl").read_text().splitlines()[:ROWS]

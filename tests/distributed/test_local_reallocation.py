@@ -169,8 +169,8 @@ def test_wrong_weight_move_ends_the_incarnation(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_reference_average_follows_the_actor(tmp_path: Path) -> None:
-    """In every commit, each weight of the reference is the moving average of those of the actor,
-    also after a restart from a checkpoint, and with another layout.
+    """In every commit, the reference is the moving average of the actor, even after a restart and
+    in another layout.
     """
     site, eta = Site(tmp_path), 0.25
     sections = {
@@ -207,8 +207,9 @@ def test_reference_average_follows_the_actor(tmp_path: Path) -> None:
 def test_megatron_actor_generates(
     tmp_path: Path, layouts: dict[str, Any], architecture: dict[str, Any]
 ) -> None:
-    """On tensor ranks, stages and expert ranks of megatron, which replay the experts of generation;
-    each other model has a layout of its own, too. The numbers are those of one fsdp rank.
+    """Megatron ranks replay the experts of generation.
+
+    The numbers equal the results of one fsdp rank.
     """
     site, found = Site(tmp_path), []
     for trial in ("mixed", "one"):

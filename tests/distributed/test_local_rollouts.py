@@ -51,12 +51,12 @@ def start(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str)
 
 
 def worlds(site: Site, trial: str) -> int:
-    """How often the processes of a task have started."""
+    """Return how often the processes of a task have started."""
     return sum(one["kind"] == "world_ready" for one in events.read_all(site.paths(trial)))
 
 
 def outcome(site: Site, trial: str) -> dict[str, Any]:
-    """What must not depend on who made the completions."""
+    """Return the results that must not depend on the process that generated the completions."""
     found = site.outcome(trial)
     del found["ledger"]
     found["metrics"] = [
@@ -150,7 +150,7 @@ def test_tasks_merge_adapters_to_the_trainers_generation_weights(site: Site) -> 
 def test_tasks_in_the_trainers_job_restart_and_survive_incarnations(
     site: Site,
 ) -> None:
-    """Both tasks are killed, then a rank of the trainers. There is no array."""
+    """Both tasks are killed, then a rank of the trainers. The tasks have no job array."""
     trial = "grpo/inside"
     config = config_of("inside", {"max_staleness": 1})
     config["rollout"]["gpus"] = "2-3"

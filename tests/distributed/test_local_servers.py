@@ -28,11 +28,9 @@ def started() -> Iterator[list[Started]]:
 def test_trial_survives_external_servers_that_restart(
     tmp_path: Path, started: list[Started]
 ) -> None:
-    """While both are gone its requests wait.
+    """Requests wait while both servers are down.
 
-    The one that comes back has other weights, and gets those of the run before its first request:
-    all log-probabilities are the training engine's. Nothing is left of the weights that the servers
-    read, and the servers still run.
+    A server that returns gets the run's weights before its first request.
     """
     sockets = [tmp_path / "first", tmp_path / "second"]
     started.append(Started(tmp_path, ARCHITECTURE, "first", str(sockets[0])))

@@ -109,7 +109,9 @@ def test_exited_rank_is_reported_and_replaced(ranks: RankPool) -> None:
 def test_rank_that_cannot_join_is_replaced(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If it were reused, it and its peer would wait for each other under different group names."""
+    """If the rank were reused, it and its peer would wait for each other under different group
+    names.
+    """
     monkeypatch.setattr(pool, "GRACE_S", 1.0)
     ranks(2, f"{HERE}:name_a_missing_interface", 0)
     with pytest.raises(RankError, match=r"rank 0: exited with 1(.|\n)*missing0"):

@@ -87,7 +87,7 @@ class Job:
         return subprocess.Popen(command, env=environment)
 
     def results(self, attempt: int) -> list[RolloutResult]:
-        """What an attempt at task 0 of the group has told the master."""
+        """Return the messages of an attempt of task 0 of the group to the master."""
         log = LogReader(self.paths.rollout_results("rollout", 0, attempt))
         return [RESULT_LOG.from_json(values) for values in log.read()]
 
@@ -251,7 +251,7 @@ def test_notifications_change_only_when_messages_are_read(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_lost_host_ends_the_round(job: Job) -> None:
-    """It does not answer any more, and its ranks have gone with it."""
+    """The host does not answer any more, and its ranks have ended with it."""
     job.wait_for_commit_of(1)
     job.agents[1].kill()
     assert job.agents[0].wait(LEAVE_S) == AGAIN

@@ -19,7 +19,9 @@ RUN = ("total_steps=2", "stop_when=null", "evaluation=null", "cluster.gpus_per_w
 
 
 def contents(package: Path) -> dict[Path, tuple[int, int]]:
-    """What changes if something but byte code is written to an installed package."""
+    """Return a value that changes if anything except bytecode is written to an installed
+    package.
+    """
     files = (path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 

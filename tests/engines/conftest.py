@@ -77,7 +77,7 @@ class Loop:
 
 
 class SharedServer(ABC):
-    """What the tests of a file share: a server and its engine."""
+    """A server and its engine, which the tests of a file share."""
 
     engine: RolloutEngine
 
@@ -115,10 +115,8 @@ async def until(what: str, check: Callable[[], bool]) -> None:
 
 
 async def midway(attempt: Callable[[float], Awaitable[T | None]]) -> T:
-    """What ``attempt`` returns once it has acted in the middle of a request.
-
-    It gets the seconds after which it is to act, and returns None if that was too early or too
-    late.
+    """Return the result of ``attempt`` once it has acted in the middle of a request; it gets the
+    seconds until then.
     """
     for delay_s in 4 * (0.1, 0.3, 0.03, 1.0, 0.01):
         result = await attempt(delay_s)
@@ -204,8 +202,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Its tokens are letters and nearly all pairs of them, so nearly all texts have several
-    spellings.
+    """Return a tokenizer of letters and nearly all pairs of letters, so most strings have several
+    tokenizations.
     """
     letters = [chr(ord("a") + number) for number in range(11)]
     pairs = list(itertools.product(letters, repeat=2))[: VOCABULARY - len(letters)]
@@ -225,8 +223,8 @@ def logprobs(folder: Path, tokens: list[int], temperature: float = 1.0) -> torch
 
 @torch.no_grad()
 def stale_logprobs(before: Path, after: Path, tokens: list[int], cached: int) -> torch.Tensor:
-    """As `logprobs` of ``after``, behind the first ``cached`` tokens, of which ``before`` has
-    computed the keys and values.
+    """Like `logprobs` of ``after``, with keys and values of the first ``cached`` tokens from
+    ``before``.
     """
     old, new = (
         Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (before, after)
@@ -263,8 +261,9 @@ async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> li
 
 
 def check_stale_cache(versions: dict[str, Path], made: Completion, later: Completion) -> None:
-    """What is behind the update was drawn by the new weights over what the old ones had computed,
-    and nothing of that is used by a later request.
+    """Tokens after the update come from new weights over old keys and values.
+
+    Later requests reuse none of these.
     """
     tokens, drawn = [*PROMPT, *made.tokens], torch.tensor(made.logprobs)
     switch = made.versions.index("2.1")

@@ -185,7 +185,7 @@ async def with_a_stale_cache(served: Served) -> list[Completion]:
 
 
 class ServedContract:
-    """What every kind of server does. Subclasses stand beside a fixture ``served``."""
+    """Tests that every kind of server must pass. Subclasses need a fixture ``served``."""
 
     computes = "main"
     """A word of the process that tests hurt."""
@@ -213,9 +213,9 @@ class ServedContract:
     def test_logprobs_equal_transformers(
         self, served: Served, tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        """At a temperature, with a version for each token.
+        """Covers a temperature, and a version for each token.
 
-        Token ids are kept as they were sampled, even if their text has another spelling.
+        Token ids stay as sampled, even with other tokenizations.
         """
         completions = served.one(request(n=16, temperature=0.7))
         assert len({made.tokens for made in completions}) > 1
@@ -342,7 +342,7 @@ class ServedContract:
     def test_thousands_of_requests_and_64_completions_per_prompt_are_served(
         self, served: Served
     ) -> None:
-        """All are answered; every completion of a prompt has a random stream of its own."""
+        """Every completion of a prompt has a separate random stream."""
         prompts = [(number % VOCABULARY, number // VOCABULARY, 3) for number in range(self.at_once)]
 
         async def work() -> list[tuple[Completion, ...]]:

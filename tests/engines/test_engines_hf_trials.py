@@ -50,9 +50,8 @@ def different(prompts, completions, rows):
 def test_server_samples_with_weights_of_a_model_of_transformers(
     tmp_path: Path, server: str, family: dict[str, Any], tensor_ranks: int
 ) -> None:
-    """Its log-probabilities are the trainers', after two updates of every weight too.
-
-    Tensor ranks of the trainers share heads and experts.
+    """Log-probabilities equal the trainers', even after two updates of all weights and with tensor
+    ranks.
     """
     python = os.environ.get(f"{server.upper()}_PYTHON", "")
     if not python:

@@ -225,7 +225,7 @@ def test_server_reads_the_images_that_training_reads(
 @pytest.mark.soak
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_server_completes_images_of_a_trial(tmp_path: Path, server: str) -> None:
-    """Its log-probabilities are the trainers', after an update too."""
+    """Log-probabilities equal the trainers', even after an update."""
     python = python_of(server)
     (tmp_path / "reward_of_mine.py").write_text(REWARD)
     source = tmp_path / "source"

@@ -132,9 +132,9 @@ def test_request_bodies_match_sglang_classes(versions: dict[str, Path]) -> None:
 
 
 def test_server_with_wrong_weights_is_detected(served: Served, tmp_path: Path) -> None:
-    """It reports the version of weights of which it has one other tensor, or does not have one.
+    """The server reports a version but lacks a tensor or has a wrong one.
 
-    The checksums of the weights that it ought to have are those of their files.
+    The expected checksums come from the files.
     """
     wrong, part = tmp_path / "wrong", tmp_path / "part"
     version = served.version("2.1")
@@ -188,7 +188,7 @@ def test_gpu_checksums_equal_the_sglang_kernel() -> None:
 
 
 def test_sampling_masks_equal_the_sampling_distribution(served: Served) -> None:
-    """With masks, log-probabilities are under them, otherwise under all tokens."""
+    """With masks, log-probabilities are relative to the mask; otherwise, to all tokens."""
     folder = served.versions["1.1"]
     for options in ({"top_k": 4}, {"top_p": 0.6}, {"top_k": 4, "masks": True}):
         (made,) = served.one(request(**options))

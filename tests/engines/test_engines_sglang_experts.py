@@ -122,9 +122,7 @@ def actor(folder: Path) -> FSDPEngine:
 
 
 def test_completion_has_the_experts_that_processed_it(served: Served) -> None:
-    """Those of its prompt too, which others have read: completions of the same request, and, in an
-    episode, the turns before. With them the actor computes the log-probabilities of the server.
-    """
+    """This includes tokens of prompts that other completions or earlier turns have prefilled."""
     folder = served.versions["1.1"]
     found = served.loop.run(_drawn(served, PROMPT, 3))
     turn = (*PROMPT, *found[0].tokens, 11, 12)
@@ -149,7 +147,7 @@ def test_completion_has_the_experts_that_processed_it(served: Served) -> None:
 def test_experts_are_right_with_chunked_and_repeated_prefill(
     served: Served,
 ) -> None:
-    """Of many requests with prompts that begin alike, which do not fit into its cache together."""
+    """Many requests have prompts with a common prefix, and do not fit into the cache together."""
     prompts = [(*(7 * place % 128 for place in range(12 * number)), number) for number in range(6)]
 
     async def work() -> list[tuple[Completion, ...]]:
@@ -163,7 +161,7 @@ def test_experts_are_right_with_chunked_and_repeated_prefill(
 
 
 def test_experts_after_an_update_come_from_the_new_weights(served: Served) -> None:
-    """They have read the tokens again that the old ones have drawn."""
+    """The new weights prefill the tokens again that the old weights sampled."""
 
     async def attempt(delay_s: float) -> Completion | None:
         future = served.engine.submit(request(max_new_tokens=200, greedy=True, experts=True))
@@ -196,7 +194,7 @@ def test_aborted_completion_has_no_experts(served: Served) -> None:
 def test_trial_trains_with_the_experts_reported_by_its_server(
     where: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of episodes with two turns, whose second one reads the first again."""
+    """Episodes have two turns, and the second turn reads the first turn again."""
     (tmp_path / "environment_of_mine.py").write_text(ENVIRONMENT)
     site = Site(tmp_path)
     config = sft_config(

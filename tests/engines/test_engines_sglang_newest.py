@@ -165,7 +165,7 @@ def test_requests_with_minimum_tokens_are_aborted_and_continued(
 
 
 def test_server_left_paused_by_a_lost_client_serves_the_next_client(served: Served) -> None:
-    """Also while it still has that client's requests."""
+    """The server may still have requests of that client."""
 
     async def work() -> tuple[Completion, ...]:
         lost = await ServerClient.connect(served.dialect())

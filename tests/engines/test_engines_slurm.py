@@ -105,7 +105,7 @@ def run(
 
 
 def without_tasks(outcome: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on when rollout tasks answered."""
+    """Return the results that do not depend on the timing of rollout tasks."""
     lines = [
         {name: value for name, value in line.items() if not name.startswith("rollout/")}
         for line in outcome["metrics"]
@@ -135,7 +135,7 @@ def test_episodes_survive_the_loss_of_server_and_job(tmp_path: Path, free_bed: P
 def test_example_survives_the_loss_of_each_process(
     config: str, place: str, tmp_path: Path, free_bed: Path
 ) -> None:
-    """With the native engine all its results are those of an undisturbed trial."""
+    """With the native engine, all results equal an undisturbed trial."""
     skip_without(engine_of(config))
     trial = run(tmp_path, config, place, free_bed, kinds_of(config, place))
     if engine_of(config) == "native":

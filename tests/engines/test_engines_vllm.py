@@ -55,7 +55,7 @@ class TestContract(ServedContract):
 
 
 def test_logprobs_belong_to_the_sampling_distribution(served: Served) -> None:
-    """With top-k they are under the restricted distribution."""
+    """With top-k, log-probabilities are relative to the restricted distribution."""
     for made in served.one(request(n=16, top_k=5)):
         values = logprobs(served.versions["1.1"], [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
         best = values.topk(5)
@@ -66,7 +66,7 @@ def test_logprobs_belong_to_the_sampling_distribution(served: Served) -> None:
 
 
 def test_sample_does_not_depend_on_its_batch(served: Served) -> None:
-    """Also if its prompt arrives with more tokens than the server reads in one step."""
+    """The prompt may arrive with more tokens than the server prefills in one step."""
 
     async def main() -> None:
         alone = await served.engine.submit(request(n=3))
@@ -80,10 +80,7 @@ def test_sample_does_not_depend_on_its_batch(served: Served) -> None:
 
 
 def test_server_with_wrong_weights_is_detected(served: Served, tmp_path: Path) -> None:
-    """It reports a version and has read other files, of which a norm differs.
-
-    The checksums of the weights that it ought to have are those of their files.
-    """
+    """The server reports a version but has read other files, in which a norm differs."""
     version = served.version("2.1")
     assert version.folder is not None
     shutil.copytree(version.folder, tmp_path / "wrong")

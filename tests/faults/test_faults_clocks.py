@@ -47,7 +47,7 @@ def test_file_times_of_another_machine_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jump_s", [2 * TTL_S, HOUR_S, 1000 * HOUR_S])
 def test_suspended_observer_declares_no_holder_dead(tmp_path: Path, jump_s: float) -> None:
-    """Its clock jumps between two looks: at most a quarter of the TTL counts."""
+    """The observer's clock jumps between two checks. At most a quarter of the TTL counts."""
     clock = Clock()
     leases = [Lease(tmp_path / str(number)) for number in range(10)]
     watching = [LeaseObserver(tmp_path / str(number), TTL_S, clock) for number in range(10)]

@@ -344,7 +344,7 @@ def test_crash_test_detects_a_missing_fsync(
 
 
 def test_non_durable_log_shows_only_complete_messages(tmp_path: Path) -> None:
-    """Without fsync a crash may lose messages, but torn frames are never read as messages."""
+    """Without fsync, a crash may lose messages, but a reader never returns partial frames."""
 
     def run(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
         writer = LogWriter(root / "log", calls=calls)

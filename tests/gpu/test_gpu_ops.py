@@ -142,7 +142,7 @@ def test_moving_average_converts_dtypes(one: torch.dtype, other: torch.dtype) ->
 @pytest.mark.parametrize("one", FLOATS)
 @pytest.mark.parametrize("other", FLOATS)
 def test_gather_converts_dtypes(one: torch.dtype, other: torch.dtype) -> None:
-    """To the same bits as torch, with and without alignment to 16 bytes."""
+    """The bits equal torch's, with and without alignment to 16 bytes."""
     for pairs in ([(0, 4096), (8192, 9000)], [(1, 4096), (5003, 9000)]):
         flat = (torch.randn(9000, device="cuda") * 50).to(one)
         found = gather(flat, Intervals.of(pairs, "cuda"), dtype=other)

@@ -121,9 +121,7 @@ def test_cache_writes_equal_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
 def test_completions_do_not_depend_on_limits(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In float32, with prompts that are read in parts, preempted rows, and CUDA graphs, none of
-    which is given up.
-    """
+    """Covers float32, chunked prompts, preempted rows, and CUDA graphs, all of which are used."""
     decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0).cuda()
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 21, (12,), generator=draw)

@@ -71,7 +71,9 @@ TINY_EXPERTS = {
 
 @contextmanager
 def first_of(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of a job of that many ranks, which the null GPU's NCCL plays."""
+    """Make this process rank 0 of a job with this number of ranks, which the null GPU's NCCL
+    simulates.
+    """
     accelerator = device.choose(gpus=1)
     device.set_up(accelerator, threads=1, deterministic=False)
     dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=ranks)
@@ -118,7 +120,7 @@ def ppo_loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str
 
 
 def batch(lengths: Sequence[int]) -> SequenceSample:
-    """What PPO's training reads, for sequences of which the first half is the prompt."""
+    """Return the inputs of PPO's training, for sequences whose first half is the prompt."""
     tokens = sum(lengths)
     prompt = torch.cat([torch.arange(length) < length // 2 for length in lengths])
     return SequenceSample.from_default(

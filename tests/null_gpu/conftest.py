@@ -1,4 +1,4 @@
-"""Without the null GPU there is nothing to test here."""
+"""Tests on the null GPU; without it, they are skipped."""
 
 from __future__ import annotations
 

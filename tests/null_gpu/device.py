@@ -1,5 +1,5 @@
-"""What the null GPU counted (tests/null_gpu/library): launches, copies, host waits and where these
-come from.
+"""Counts of the null GPU (tests/null_gpu/library): launches, copies, host waits and their call
+sites.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def present() -> bool:
 
 
 def counts() -> Counter[str]:
-    """What was counted so far, by the names in library/device.h."""
+    """Return the counts so far, by the names in library/device.h."""
     library = _library()
     names = library.null_gpu_counter_names().decode().split()
     return Counter({name: library.null_gpu_counter(index) for index, name in enumerate(names)})

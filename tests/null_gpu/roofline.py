@@ -131,7 +131,7 @@ def _traffic(
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Without the repetitions of an expanded tensor."""
+    """Return the bytes without the repetitions of an expanded tensor."""
     if not tensor.numel():
         return 0
     size = tensor.element_size()

@@ -34,7 +34,7 @@ def _ranks() -> Iterator[None]:
 
 
 def call_context() -> CallContext:
-    """Of a PPO step with a value for every setting that adds work on the GPU."""
+    """Return the context of a PPO step in which every setting that adds GPU work has a value."""
     names = tuple(f"item{index}" for index in range(len(PROMPTS)))
     ppo = PolicyGradient(
         batch_size=len(PROMPTS),

@@ -1,5 +1,5 @@
-"""With the CUDA build of torch a fork server may be forked from: its imports start no thread and do
-not call CUDA, whose state a child could not use.
+"""Tests that the imports of a fork server start no thread and do not call CUDA, with the CUDA build
+of torch.
 """
 
 from __future__ import annotations

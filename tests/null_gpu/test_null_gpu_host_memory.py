@@ -53,8 +53,8 @@ def test_offload_pins_one_buffer_and_frees_the_gpu(engine: Any) -> None:
 
 
 def test_host_weights_and_gradients_are_pinned_in_place() -> None:
-    """With ``cpu_offload`` torch's allocator locks both, without rounding them up to powers of two,
-    and a second step reuses all of it.
+    """With ``cpu_offload``, torch pins both without rounding up to powers of two, and a second step
+    reuses them.
     """
     with cases.first_of(8):
         with device.counted() as found:

@@ -1,4 +1,4 @@
-"""What the other tests of this lane measure with: counters, call sites of waits, values."""
+"""Helpers of this lane: counters, call sites of waits, values."""
 
 from __future__ import annotations
 

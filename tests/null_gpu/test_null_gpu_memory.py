@@ -67,7 +67,7 @@ def measured(architecture: dict[str, Any], sequences: int, mode: str, micro_batc
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_peak_memory_of_training_equals_the_planned_estimate(micro_batches: int) -> None:
-    """From the second micro-batch on there are gradients of the first."""
+    """From the second micro-batch on, gradients of the first one exist."""
     off = []
     with cases.first_of(RANKS), SmallValues():
         for size, sequences, mode in CASES:

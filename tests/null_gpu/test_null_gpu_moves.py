@@ -53,9 +53,9 @@ def test_weight_move_uses_only_the_right_device(kind: str, experts: bool, ranks:
 
 
 def test_strided_and_averaging_copies_take_one_kernel_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They make no temporary tensors and no host waits.
+    """The copies make no temporary tensors and no host waits.
 
-    (torch's moving average has four kernels for every 2**20 elements.)
+    torch's moving average needs four kernels per 2**20 elements.
     """
     launched: list[Any] = []
     compiled = SimpleNamespace(copy=lambda *arguments: launched.append(arguments))

@@ -1,4 +1,4 @@
-"""What a worker does with its GPU before and beside training: choice, memory, record of NCCL."""
+"""Tests of a worker and its GPU outside training: choice, memory, NCCL's record."""
 
 from __future__ import annotations
 

@@ -71,7 +71,10 @@ class SmallValues(TorchDispatchMode):
 
 
 def _with_output_size(repeats: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without a size the operation reads two numbers, and refuses the zeros that it would find."""
+    """Return the call with a size.
+
+    Without a size, the operation reads two numbers and rejects zeros.
+    """
     if kwargs.get("output_size") is not None:
         return kwargs
     for _ in range(2):

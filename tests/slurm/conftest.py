@@ -19,7 +19,7 @@ GPUS = 4
 
 @pytest.fixture(scope="session")
 def slurm_bed() -> Iterator[Path]:
-    """Its directory."""
+    """Return the directory of the test bed."""
     options = ("--nodes", str(NODES), "--gpus", str(GPUS))
     with beds.started(*options, needs=("not installed",)) as directory:
         yield directory

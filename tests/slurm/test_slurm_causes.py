@@ -100,7 +100,7 @@ def test_oom_kill_is_reported_as_the_cause(tmp_path: Path, calm: Outcome) -> Non
 
 @soak
 def test_hanging_rank_is_reported_as_the_cause(tmp_path: Path, bed: Path, calm: Outcome) -> None:
-    """Its pulses continue, so only the step's deadline finds it."""
+    """Its heartbeats continue, so only the step's deadline detects it."""
     config = {**paced.config(tmp_path, "Stuck"), "step_timeout_s": 20}
     trial = Watched(Site(tmp_path), config, "slurm")
     assert paced.after(trial, (tmp_path / "trap").touch) == "in the job"

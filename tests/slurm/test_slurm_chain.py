@@ -311,7 +311,7 @@ def test_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path: Pa
 
 
 def test_elastic_group_can_be_paused(scheduler: SlurmScheduler, tmp_path: Path) -> None:
-    """While its array is held, no queued task takes the place of one that ends."""
+    """While its array is held, no queued task replaces a task that ends."""
     request = chain(tmp_path, STAY, 4, hosts=2, elastic=True)
     group = ElasticGroup(request.run, 1, "trainer", by="me")
 

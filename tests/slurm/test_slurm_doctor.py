@@ -21,7 +21,7 @@ def look(site: Site, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
 
 
 def test_doctor_checks_run_on_two_nodes(site: Site) -> None:
-    """Without a configuration. The nodes share this machine's network."""
+    """Runs without a configuration. The nodes share this machine's network."""
     checks = look(site, "--job")
     assert [one for one in checks if one["state"] == "failed"] == []
     hosts = {one["where"] for one in checks if one["name"] == "same directory"}

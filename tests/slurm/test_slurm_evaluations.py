@@ -10,7 +10,10 @@ from tests.support.trials import ADDITION, Site, sft_config
 
 @pytest.mark.long
 def test_job_submits_the_evaluation_of_its_checkpoint(site: Site) -> None:
-    """With its own layout and options of Slurm. Its result stands in the metrics of the trial."""
+    """The evaluation has its own layout and Slurm options.
+
+    The metrics of the trial contain its result.
+    """
     config = sft_config(
         total_steps=2,
         trial="1",

@@ -147,7 +147,7 @@ def start_throttled(folder: Path) -> Watched:
 
 
 def lift_throttle(trial: Watched) -> None:
-    """All links may start; those that do are requeued behind the first."""
+    """Allow all links to start; all except the first are requeued."""
     job = array(trial.witness.paths)
     slurm("scontrol", "update", f"JobId={job}", "ArrayTaskThrottle=0")
     wait_until(

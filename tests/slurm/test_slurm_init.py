@@ -1,4 +1,4 @@
-"""What a real Slurm tells about itself."""
+"""Tests of facts that a real Slurm reports about itself."""
 
 from __future__ import annotations
 

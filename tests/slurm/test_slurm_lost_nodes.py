@@ -53,8 +53,9 @@ def low(folder: Path) -> dict[str, Any]:
 def test_preempted_trial_commits_within_the_grace_time(
     tmp_path: Path, calm: Outcome, options: tuple[str, ...]
 ) -> None:
-    """With the user's signal the batch process is warned; without it, only TERM and CONT reach the
-    tasks of the step.
+    """With the user's signal, the batch process gets the warning.
+
+    Without it, only the tasks get TERM and CONT.
     """
     with private_bed(*options):
         trial = paced.start(
@@ -71,7 +72,7 @@ def test_preempted_trial_commits_within_the_grace_time(
 
 @soak
 def test_preempted_trial_without_grace_time_continues(tmp_path: Path, calm: Outcome) -> None:
-    """Without time for a commit, the next link resumes from the last one."""
+    """The run has no time for a commit, so the next link resumes from the last commit."""
     with private_bed():
         slurm("scontrol", "update", "PartitionName=low", "GraceTime=0")
         trial = paced.start(tmp_path, cluster=low(tmp_path))

@@ -115,7 +115,7 @@ def test_ppo_example_on_two_nodes_shows_status_and_logs(site: Site) -> None:
 
 @pytest.mark.long
 def test_two_trials_share_nodes(site: Site) -> None:
-    """Both run on the same two nodes at once, on different devices, and neither sees the other."""
+    """Both trials run on the same two nodes at once, on different devices."""
     site = with_fake_gpus(site)
     nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]", "setup": [USE_FAKE_GPUS]}
     hold = Hold(site)

@@ -45,7 +45,9 @@ def above(pid: int, agent: int) -> list[int]:
 
 
 def _rights() -> list[str]:
-    """As root, Apptainer would request capabilities that not every machine grants."""
+    """Return the options for root, as which Apptainer would request capabilities that some machines
+    do not grant.
+    """
     return ["--no-privs"] if os.geteuid() == 0 else []
 
 

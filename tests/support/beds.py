@@ -17,7 +17,7 @@ TIMEOUT_S = 400.0
 
 
 def run_bed(*arguments: str) -> None:
-    """As `command`, which must succeed."""
+    """Run `command`, which must succeed."""
     done = command(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -43,7 +43,7 @@ def started(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
 
 @contextmanager
 def bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
-    """As `started`; SLURM_CONF names its configuration meanwhile."""
+    """Yield a started bed, with SLURM_CONF set to its configuration."""
     with started(*options, needs=needs) as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", f"{directory}/slurm.conf")
         yield directory

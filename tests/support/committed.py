@@ -68,7 +68,7 @@ class CommittedTrial:
         return directory
 
     def delete(self, step: int) -> None:
-        """As the run does, first from the history."""
+        """Delete a commit as the run does, first from the history."""
         directory = self.paths.checkpoint(step, 1)
         self.run.append(Kind.DELETE, step=step, directory=directory.name)
         shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""What may happen to the processes of a trial on a Slurm test bed, each time while it trains."""
+"""Failures of processes of a trial on a Slurm test bed, each during training."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def master(trial: Disturbed) -> str:
 
 
 def agent(trial: Disturbed) -> str:
-    """That of one of the hosts."""
+    """Return the agent of one of the hosts."""
     return trial.begins_again(lambda: trial.kill(trial.group("agent", "trainer")[-1]))
 
 

@@ -1,4 +1,4 @@
-"""What slurmrl does with a tiny model of one family; ``scripts/models`` runs the checks."""
+"""Checks of slurmrl with a tiny model of one family, which ``scripts/models`` runs."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _reads_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Those with elements: all others have the same address."""
+    """Return the tensors with elements; all empty tensors have the same address."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
 
 

@@ -56,7 +56,10 @@ class Batch:
 def completion(
     random: Random, table: Sequence[Sequence[float]], limit: int, *, turns: bool, fails: float = 0.1
 ) -> Completion:
-    """With ``turns``, several with tokens between them. A failed episode has a prompt alone."""
+    """Return a completion, with ``turns`` as several turns with tokens between them.
+
+    A failed episode has only a prompt.
+    """
     read = [True] * random.randint(1, 3)
     if random.random() >= fails:
         read += [turns and random.random() < 0.3 for _ in range(random.randint(0, limit - 1))]
@@ -125,5 +128,5 @@ def _judged(completions: Sequence[Completion]) -> dict[str, torch.Tensor]:
 
 
 def _tensor(values: Sequence[float]) -> torch.Tensor:
-    """In float64, unless they are tokens or bits."""
+    """Return a tensor in float64, or in an integer type for tokens and bits."""
     return torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else None)

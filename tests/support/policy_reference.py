@@ -46,7 +46,7 @@ class Prompt:
 
 @dataclass
 class Estimates:
-    """Of the written tokens of each completion, by its ``id``."""
+    """Estimates of the sampled tokens of each completion, by its ``id``."""
 
     advantages: dict[int, list[float]]
     returns: dict[int, list[float]]
@@ -72,7 +72,7 @@ class Reference:
         return bool(completion.written) and counts
 
     def completions(self) -> Iterator[Completion]:
-        """Those that have a token."""
+        """Return the completions that have a token."""
         for prompt in self.prompts:
             yield from (each for each in prompt.completions if each.written)
 
@@ -166,7 +166,7 @@ class Reference:
         return found
 
     def _unit(self, returns: Sequence[float], about: float | None = None) -> float:
-        """By what advantages are divided, among these returns."""
+        """Return the divisor of the advantages among these returns."""
         s = self.settings
         if s.advantage_std == "none":
             return 1.0
@@ -219,7 +219,7 @@ def importance_weights(settings: Any, logs: list[float]) -> list[float]:
 
 
 def compared(settings: Any, logs: list[float]) -> list[float]:
-    """What a rejection compares with its bounds, for each token."""
+    """Return the values that a rejection compares with its bounds, for each token."""
     by = settings.reject_by
     values = {
         None: logs,

@@ -60,7 +60,7 @@ class Checker:
     max_staleness: int
 
     def problems(self) -> list[str]:
-        """What does not hold, in words; empty if all holds."""
+        """Return the violations in words; empty if there is none."""
         return [
             *self._steps(),
             *self._items(),
@@ -181,7 +181,7 @@ class Checker:
             yield from self._version(step, Version.parse(name))
 
     def _version(self, step: int, version: Version) -> Iterator[str]:
-        """What is wrong with a token of these weights at a step of the line."""
+        """Return the problem of a token of these weights at a step of the line."""
         name = f"weights {version.step}.{version.incarnation}"
         if version.step > step - 1:
             yield f"has {name}, from after that step"
@@ -196,7 +196,9 @@ class Checker:
     # -- commits -----------------------------------------------------------------------------
 
     def _commits(self) -> Iterator[str]:
-        """What the commits of the line say about each item, against what was trained."""
+        """Return the states of each item in the commits of the line, compared with the trained
+        items.
+        """
         found = []
         for span in self.line:
             for file in self.archive.glob(f"checkpoints/step-*.{span.incarnation}/state.json"):
@@ -257,7 +259,7 @@ class Ledger:
         )
 
     def problems(self, trained: dict[int, int]) -> Iterator[str]:
-        """What contradicts the items that the steps up to this one have trained."""
+        """Return contradictions to the items that the steps up to this one have trained."""
         lost = self.settled - self.dropped_before - sum(item < self.settled for item in trained)
         if lost > 0:
             yield f"lacks {lost} of the items before {self.settled}: neither trained nor dropped"

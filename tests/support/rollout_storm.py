@@ -159,7 +159,7 @@ class Storm:
                 _signal(pid, signal.SIGKILL)
 
     def lost(self) -> int:
-        """How many attempts the masters have lost, or seen leave."""
+        """Return the number of attempts that the masters have lost or that have left."""
         told = events.read_all(self.trial.witness.paths)
         states = [one["state"] for one in told if one["kind"] == "rollout_task"]
         return len(states) - states.count("joined")
@@ -197,7 +197,7 @@ def all_tasks_killed(storm: Storm) -> None:
 
 
 def task_stopped(storm: Storm) -> None:
-    """For longer than its lease lasts."""
+    """Stop the task for longer than its lease is valid."""
     _, node = storm.some_job("rollout")
     stopped, before = list(on_node(storm.run, node)), storm.lost()
     for pid in stopped:

@@ -72,18 +72,14 @@ def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
 
 
 def last_ledger(site: Site, trial: str) -> dict[str, Any]:
-    """That of the last checkpoint."""
+    """Return the ledger of the last checkpoint."""
     last = max(site.paths(trial).checkpoints.glob("step-*/state.json"))
     ledger: dict[str, Any] = json.loads(last.read_bytes())["ledger"]
     return ledger
 
 
 def trained(site: Site, trial: str) -> int:
-    """How many items the last checkpoint has trained.
-
-    Items before them may still be made, since steps with stale samples take what is finished, and
-    others were dropped.
-    """
+    """Return the number of items that the last checkpoint has trained."""
     ledger = last_ledger(site, trial)
     first: int = ledger["settled"]
     dropped = sum(one["items"] for one in ledger.get("dropped_before", ()))

@@ -97,7 +97,7 @@ class ScriptedTask:
         return replace(small_group(item, lease), versions=versions, drawn_by=drawn)
 
     def give_back(self, *items: int) -> None:
-        """As only a task that retires does."""
+        """Return the items, as only a retiring task does."""
         for item in items:
             self.leaving = True
             lease = self.open.pop(item)

@@ -178,7 +178,7 @@ class StandIn:
 
 
 def die(error: str) -> None:
-    """As SGLang does once a scheduler has raised."""
+    """Exit like SGLang after a scheduler has raised an error."""
     try:
         raise RuntimeError(error)
     except RuntimeError:

@@ -1,6 +1,4 @@
-"""What the sinks of a trial hold, read with the libraries that they are for: step and value of a
-metric, each as often as it is there.
-"""
+"""The content of a trial's sinks, read with their libraries: step and value of a metric."""
 
 from __future__ import annotations
 
@@ -66,8 +64,8 @@ def mlflow_points(paths: RunPaths, name: str) -> Points:
 
 
 def arrived_points(paths: RunPaths, name: str) -> dict[str, Points]:
-    """What sinks hold of the evaluations by trials of their own, which have places of their own but
-    in MLflow.
+    """Return the points of evaluation trials in the sinks, which have separate places except in
+    MLflow.
     """
     from tensorboard.backend.event_processing import event_accumulator as accumulator
 

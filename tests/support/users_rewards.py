@@ -68,7 +68,9 @@ def single_argument(completion: str) -> float:
 
 
 class Looks:
-    """Like a RewardFunction, without being one; its methods share an event loop."""
+    """A class with the methods of a RewardFunction, which share an event loop, but without the base
+    class.
+    """
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
@@ -142,7 +144,7 @@ counted.stats = lambda: {"seen": (1, 1)}  # type: ignore[attr-defined]
 
 
 class Counting:
-    """Its method is set when it is made."""
+    """A reward whose method is set when the object is created."""
 
     def __init__(self) -> None:
         self.stats = lambda: {"seen": (1, 1)}

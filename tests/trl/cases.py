@@ -1,4 +1,4 @@
-"""What is computed by TRL and by slurmrl: batches, and settings of both for the same loss."""
+"""Batches and settings with which TRL and slurmrl compute the same loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batches() -> Values:
         return [*tokens(0, LONGEST - 1), END]
 
     def completion() -> list[int]:
-        """Some are cut at the limit."""
+        """Return a completion, which may end at the limit."""
         return answer() if random.random() < 0.7 else tokens(LONGEST, LONGEST)
 
     groups = [[completion() for _ in range(GROUP)] for _ in range(4)]
@@ -93,7 +93,7 @@ NO_REFERENCE: Values = {"kl": {"coef": 0.0}}
 
 
 def grpo(name: str, ours: Values, theirs: Values, **more: Any) -> Case:
-    """Without a reference and with TRL's epsilon of the standard deviation, unless set."""
+    """Return GRPO settings without a reference and with TRL's epsilon, unless set."""
     settings = {"name": "grpo", **NO_REFERENCE, "n_minibatches": 1, **ours}
     if settings["name"] != "dr_grpo":  # which divides by none
         settings = {"std_epsilon": 1e-4, **settings}

@@ -1,4 +1,4 @@
-"""What TRL computes for all cases, in one process of its own environment (scripts/test-trl)."""
+"""The part that TRL computes for all cases, in a process of its environment (scripts/test-trl)."""
 
 from __future__ import annotations
 

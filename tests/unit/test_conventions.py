@@ -109,7 +109,7 @@ class Import(NamedTuple):
 
 @cache
 def modules() -> dict[str, Path]:
-    """All modules by dotted name without ``slurmrl.``; the package itself is ``""``."""
+    """Return all modules by dotted name without ``slurmrl.``; the package is ``""``."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -142,7 +142,9 @@ def room_of(module: str) -> str:
 
 
 def imports(module: str) -> Iterator[Import]:
-    """What a module imports from slurmrl, in functions and under TYPE_CHECKING as well."""
+    """Return the imports of a module from slurmrl, including imports in functions and under
+    TYPE_CHECKING.
+    """
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -174,7 +176,7 @@ def arrows() -> dict[tuple[str, str], list[str]]:
 
 
 def floors(graph: Mapping[str, Iterable[str]]) -> dict[str, int]:
-    """How many rooms lie below each one, on the longest way down. Fails for a circle."""
+    """Return the number of levels of rooms below each room. Fails for a cycle."""
     found: dict[str, int] = {}
 
     def floor(name: str, above: tuple[str, ...]) -> int:
@@ -305,7 +307,7 @@ for name in sys.argv[1:]:
 
 
 def test_every_entry_of_the_tables_names_modules() -> None:
-    """What matches nothing forbids nothing."""
+    """An entry without a match would forbid nothing."""
     assert set(MAY_IMPORT_TORCH) <= set(rooms())
     matched = [pattern for pattern in TORCH_FREE if any(fnmatch(m, pattern) for m in modules())]
     assert matched == list(TORCH_FREE)

@@ -42,7 +42,7 @@ class Block:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Of a page, in order; a comment ``run first`` is a block of its own."""
+    """Yield the blocks of a page in order. A comment ``run first`` is a separate block."""
     mark, text = "", ""
     for token in TOKEN.finditer((DOCS / page).read_text(encoding="utf-8")):
         if token["mark"] == "run first":
@@ -68,7 +68,7 @@ def leaves(tree: object) -> Iterator[str]:
 
 @cache
 def texts() -> tuple[str, ...]:
-    """All literal parts of texts in the package."""
+    """Return all literal parts of strings in the package."""
     trees = (ast.parse(path.read_text()) for path in Path(slurmrl.__file__).parent.rglob("*.py"))
     return tuple(
         node.value
@@ -165,9 +165,8 @@ def commands(page: str) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
 def test_commands_of_each_page_work(page: str, tmp_path: Path) -> None:
-    """All blocks of bash but those marked ``not run``, in one shell beside the examples.
-
-    A block marked ``file`` is the content of that file.
+    """Run all bash blocks of a page in one shell, except blocks marked ``not run``; ``file`` marks
+    file contents.
     """
     prepare(tmp_path)
     own = ("SLURMRL_ROOT", "SLURMRL_PROFILE")

@@ -60,8 +60,8 @@ def _by_item(made: SequenceSample) -> dict[str, Any]:
 def test_several_ranks_make_the_same_episodes_as_one(
     ranks: RankPool, sizes: dict[str, int], split: list[list[int]]
 ) -> None:
-    """Also where a rank has no prompt, and where the ranks of a model follow their leader: tools
-    and environments run on it alone.
+    """Also covers a rank without a prompt, and ranks of a model on which only the leader runs
+    tools.
     """
     settings = model(architecture={**ARCHITECTURE, "vocab_size": 34, "hidden_size": 24})
     (alone,) = ranks(

@@ -77,7 +77,7 @@ def rollout() -> SequenceSample:
 
 
 def pairs() -> SequenceSample:
-    """The same sequences as groups of two."""
+    """Return the same sequences as groups of two."""
     whole = rollout()
     lengths = {
         key: [[*rows[item], *rows[item + 1]] for item in range(0, 8, 2)]

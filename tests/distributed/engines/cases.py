@@ -1,4 +1,6 @@
-"""What ranks do in the tests of engines: an engine is named, made, and driven by its contract."""
+"""Functions that ranks run in the tests of engines: they create and drive an engine by its
+contract.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def model(**changes: Any) -> dict[str, Any]:
 
 
 def context(setup: Setup) -> ParallelContext:
-    """All ranks of the job, as data-parallel ranks by default."""
+    """Return a context with all ranks of the job, by default as data-parallel ranks."""
     size = dist.get_world_size()
     sizes = setup.sizes or {"dp": size}
     placed = Placed("actor", tuple(range(size)), sizes, setup.engine)
@@ -165,7 +167,7 @@ def train(
 
 
 def start_values(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    """This rank's chunks of the weights: name, start of the box, values; frozen models too."""
+    """Return this rank's chunks of the weights, with name, start of the box and values."""
     engine = make(setup)
     shards = engine.layout().held_by(dist.get_rank())
     local = engine._shards.local()  # type: ignore[attr-defined]
@@ -251,7 +253,7 @@ def row_tokens(setup: Setup) -> tuple[list[int], list[int]]:
 
 
 def prompts(sample: SequenceSample) -> SequenceSample:
-    """The same sequences as prompts."""
+    """Return the same sequences as prompts."""
     data: dict[str, Tensor | None] = {"prompt_ids": sample.tensor("input_ids")}
     return SequenceSample(sample.ids, {"prompt_ids": sample.lengths["input_ids"]}, {}, data)
 

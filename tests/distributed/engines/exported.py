@@ -1,4 +1,4 @@
-"""What trained ranks leave behind: a checkpoint, and the folder that it is exported to."""
+"""Tests of the files of trained ranks: a checkpoint, and the folder of its export."""
 
 from __future__ import annotations
 

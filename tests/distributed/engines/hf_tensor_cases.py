@@ -1,4 +1,4 @@
-"""What ranks do in the tests of transformers' models on tensor ranks."""
+"""Functions that ranks run in the tests of transformers' models on tensor ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of layouts: see ``cases``."""
+"""Functions that ranks run in the tests of layouts: see ``cases``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.engines.cases import Setup, batch, context, make
 
 
 def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    """This rank's shards: name, start of the box, values of the box."""
+    """Return this rank's shards, with name, start of the box and values of the box."""
     engine = make(setup)
     held = engine._shards  # type: ignore[attr-defined]
     local = held.local() | held.decoder.constants()

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of loading onto another layout."""
+"""Functions that ranks run in the tests of loading into another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of long sequences."""
+"""Functions that ranks run in the tests of long sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the megatron engine."""
+"""Functions that ranks run in the tests of the megatron engine."""
 
 from __future__ import annotations
 

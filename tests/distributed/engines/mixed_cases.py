@@ -1,5 +1,5 @@
-"""What ranks do in the test of several models with layouts of their own in one worker, and one
-process in their place: PolicyGradient's calls on recorded rollouts.
+"""Functions of the test of several models with separate layouts: the ranks, and one process for
+comparison.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def random_model(
 
 
 def of_folder(setup: Setup, folder: Path) -> Setup:
-    """The same with the weights of a folder."""
+    """Return the same model with the weights of a folder."""
     return replace(setup, source=folder, model={**setup.model, "architecture": None})
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of shared prefixes: see ``cases``."""
+"""Functions that ranks run in the tests of shared prefixes: see ``cases``."""
 
 from __future__ import annotations
 

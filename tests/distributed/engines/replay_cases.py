@@ -1,4 +1,4 @@
-"""What ranks do in the tests of replayed sampling masks and experts."""
+"""Functions that ranks run in the tests of replayed sampling masks and experts."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def supported() -> SequenceSample:
 
 
 def with_experts(sample: SequenceSample, blocks: int, experts: int) -> SequenceSample:
-    """The same with arbitrary two of the ``experts`` of each block for every token but the last of
-    each sequence, and with none for the fourth sequence.
+    """Return the sample with two random experts per block and token, except for the last tokens and
+    the fourth sequence.
     """
     generator = torch.Generator().manual_seed(5)
     rows = []
@@ -71,7 +71,7 @@ def replayed(
 
 @dataclass(frozen=True)
 class Recorded:
-    """What an engine computes with recorded experts."""
+    """Results of an engine with recorded experts."""
 
     items: list[int]
     """Of this rank."""

@@ -87,7 +87,7 @@ def setup_at(folder: Path, sizes: dict[str, int], options: dict[str, Any]) -> Se
 def test_balance_loss_gradients_equal_the_whole_batch(
     ranks: RankPool, tmp_path: Path, layout: str, options: dict[str, Any]
 ) -> None:
-    """In d4 a rank has no item; in the others the numbers of micro-batches differ."""
+    """In d4, one rank has no item. In the other layouts, the numbers of micro-batches differ."""
     random_model(tmp_path / "model", {**ARCHITECTURE, **BALANCED})
     decoder = random_model(tmp_path / "plain", ARCHITECTURE).double()
     setup = setup_at(tmp_path / "model", LAYOUTS.get(layout, {"dp": 1}), dict(options))

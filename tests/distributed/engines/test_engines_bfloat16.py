@@ -64,7 +64,9 @@ def values_after_a_step(setup: Setup) -> Tensor:
 def test_values_are_summed_in_float32(
     ranks: RankPool, engine: str, options: dict[str, Any]
 ) -> None:
-    """They are finer than bfloat16, which the features and the head's weight are in."""
+    """The sums are more precise than bfloat16, the type of the features and of the head's
+    weight.
+    """
     setup = Setup(model=model(dtype="bfloat16"), engine=engine, head="value", options=options)
     (values,) = ranks(1, f"{HERE}:values_after_a_step", setup)
     assert values.dtype == torch.float32
@@ -75,7 +77,7 @@ def test_values_are_summed_in_float32(
 def test_small_gradients_next_to_a_large_one_are_kept(
     ranks: RankPool, tmp_path: Path, engine: str, options: dict[str, Any]
 ) -> None:
-    """Of other micro-batches and of other ranks: in bfloat16, 512 + 1 is 512."""
+    """The gradients come from other micro-batches and other ranks. In bfloat16, 512 + 1 is 512."""
     settings = model(dtype="bfloat16", max_tokens_per_microbatch=12)
     split = [[0, 1], [2, 3, 4], [5], [6, 7]]
     setup = Setup(engine=engine, model=settings, options=options, split=split)

@@ -40,10 +40,7 @@ BUDGET = {"max_tokens_per_microbatch": 16}
 
 
 def plain_decoder(head: Any, *, new_head: bool = True, **architecture: Any) -> Decoder:
-    """The same initial weights in one plain module.
-
-    A new value head is zero, and so are all values and the gradients of what is below it.
-    """
+    """Return the same initial weights in one plain module, with a value head of zeros."""
     config = ModelConfig.from_hf({**ARCHITECTURE, **architecture})
     decoder = build(config, head)
     with torch.no_grad():
@@ -241,7 +238,7 @@ def test_step_after_a_failed_step_is_rejected_if_torch_cannot_reset_fsdp(ranks: 
 def test_failed_loss_does_not_affect_the_next_step(
     ranks: RankPool, tmp_path: Path, units: str, dtype: str
 ) -> None:
-    """Neither gathered weights nor gradients of earlier micro-batches."""
+    """Gathered weights and gradients of the failed step are dropped."""
     split = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     setup = Setup(model=model(dtype=dtype, **BUDGET), options=UNITS[units], split=split)
     for message, sharded, after, fresh in ranks(
@@ -298,9 +295,7 @@ def test_checkpoint_loads_on_another_number_of_ranks(
 def test_offload_frees_memory_and_onload_restores_it(
     ranks: RankPool, units: str, split: str
 ) -> None:
-    """Of every weight and its moments; megatron's, which has gradients too, is beside its other
-    tests.
-    """
+    """Covers all weights and moments. Other tests cover megatron, which also has gradients."""
     setup = Setup(model=model(**BUDGET), options=UNITS[units], split=SPLITS[split])
     for before, during, found, kept in ranks(len(setup.split), f"{HERE}:offloaded", setup):
         assert before > 0

@@ -197,7 +197,7 @@ def test_transformers_model_trains_like_the_built_in_one(
 def test_sharded_transformers_blocks_have_the_gradients_of_one_rank(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
-    """With recomputation, also of blocks that are nested, shared or without a name."""
+    """Also covers nested, shared and unnamed blocks, with recomputation."""
     changes = {"initializer_range": 0.1, "vocab_size": ARCHITECTURE["vocab_size"]}
     found = []
     for split, mode in ((SPLIT, "full"), ([[*range(10)]], "off")):

@@ -1,4 +1,4 @@
-"""What is the fsdp engine's own: where weights start, types, frozen models, exports."""
+"""Tests of the fsdp engine: start of weights, types, frozen models and exports."""
 
 from __future__ import annotations
 
@@ -164,7 +164,9 @@ def test_missing_rank_file_is_rejected(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def gathered_before_backward(setup: Setup) -> dict[str, bool]:
-    """Which ends of the decoder are gathered between forward and backward, and after a step."""
+    """Return the ends of the decoder that are gathered between forward and backward, and after a
+    step.
+    """
     engine = make(setup)
     assert isinstance(engine, FSDPEngine)
     decoder, seen = engine._shards.decoder, {}

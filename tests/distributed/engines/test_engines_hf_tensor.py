@@ -49,7 +49,7 @@ def setup(
 
 
 def saved_tensors(folder: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint; the first moments are the last gradients."""
+    """Return all tensors of a checkpoint. The first moments equal the last gradients."""
     saved = RoleCheckpoint(folder, "actor")
     shapes = {name: spec.shape for name, spec in saved.layout.tensors.items()}
     return {name: saved.read(name, Box.whole(shape)) for name, shape in shapes.items()}

@@ -50,7 +50,10 @@ def whole_batch(setup: Setup, options: GenerationOptions) -> tuple[list[int], li
 def test_tensor_ranks_generate_the_same_tokens_as_one_rank(
     ranks: RankPool, family: str, sizes: dict[str, int], engine: str, options: GenerationOptions
 ) -> None:
-    """All ranks have the same bits. A cache holds the keys and values of a rank's heads only."""
+    """All ranks have the same bits.
+
+    The cache of a rank holds only the keys and values of its heads.
+    """
     one, split = setup(family, ALONE), setup(family, sizes)
     if engine == "native":
         split = replace(split, engine=engine, trained=False)

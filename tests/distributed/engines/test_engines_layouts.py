@@ -137,7 +137,10 @@ def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any
 def test_gradients_in_each_layout_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, layout: str, options: dict[str, Any]
 ) -> None:
-    """At the bounds of the contract; key and value heads are fewer than the ranks in t4 and c4."""
+    """Gradients differ at most by the documented bounds.
+
+    t4 and c4 have more ranks than key-value heads.
+    """
     setup = setup_of(LAYOUTS[layout], MODELS[family], **options)
     assert_as_one_process(ranks, tmp_path, setup, MODELS[family])
 
@@ -262,7 +265,7 @@ FEW_LAYOUTS = [("qwen3", "d2t2"), ("qwen3", "t4"), ("mixtral", "c2t2"), ("gpt2",
 def test_layout_locates_every_element(
     ranks: RankPool, tmp_path: Path, family: str, layout: str
 ) -> None:
-    """For a folder in which all elements differ, and for weights drawn from the seed."""
+    """Covers a folder in which all elements differ, and weights from the seed."""
     config = ModelConfig.from_hf(MODELS[family])
     shapes = stored_shapes(config, "lm")
     drawn = setup_of(LAYOUTS[layout], MODELS[family])
@@ -334,7 +337,7 @@ def test_checkpoints_move_between_layouts(ranks: RankPool, tmp_path: Path) -> No
 def test_rank_loads_only_its_own_boxes_in_blocks(
     ranks: RankPool, tmp_path: Path, engine: str, needed: list[tuple[int, ...]]
 ) -> None:
-    """It opens the files that have them, and never holds another copy of a tensor."""
+    """A rank opens only the files with its boxes, and never holds a second copy of a tensor."""
     large = {**ARCHITECTURE, "vocab_size": 2**15, "tie_word_embeddings": True}
     saving = Setup(model=model(architecture=large), split=[[0], [1], [2], [3]])
     ranks(4, f"{CASES}:train", saving, range(0), save=tmp_path)

@@ -237,7 +237,7 @@ def test_resume_with_other_frozen_weights_is_rejected(
 def test_only_adapters_are_trained_and_committed(
     ranks: RankPool, reference: Reference, tmp_path: Path, layout: str
 ) -> None:
-    """In bfloat16, frozen weights have that type and adapters, moments and files are float32."""
+    """In bfloat16, frozen weights have that type. Adapters, moments and files are float32."""
     setup = reference.setup(layout)
     setup = replace(setup, model={**setup.model, "dtype": "bfloat16"})
     losses = set()

@@ -1,4 +1,4 @@
-"""What a megatron engine holds, saves, loads and puts away."""
+"""Tests of the memory, checkpoints and offloading of the megatron engine."""
 
 from __future__ import annotations
 

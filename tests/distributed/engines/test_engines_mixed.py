@@ -115,10 +115,7 @@ def assert_same_state(checkpoint: RoleCheckpoint, alone: OneProcess, number: int
 
 @pytest.mark.long
 def test_models_in_one_process_compute_as_if_alone(ranks: RankPool, tmp_path: Path) -> None:
-    """What the frozen ones and the critic say makes the advantages, the returns and the price of
-    distance that the trained ones learn from; at the second step the actor has left the policy that
-    was recorded.
-    """
+    """The outputs of frozen models and the critic determine the loss of the trained models."""
     settings = model(architecture=TIED, **BUDGET)
     alone = {}
     for role in ROLES:

@@ -72,10 +72,7 @@ def made(chosen: dict[str, Role]) -> dict[str, TrainEngine]:
 
 
 def trained(chosen: dict[str, Role], folder: Path, *, offload: bool) -> dict[str, Any]:
-    """What each model gives at each step, and the checksum of what it saves in the end.
-
-    All are in host memory but the one that works; their calls alternate.
-    """
+    """Return the outputs of each model at each step, and the checksum of its checkpoint."""
     engines = made(chosen)
     found: dict[str, Any] = {name: [] for name in engines}
     for engine in engines.values() if offload else ():

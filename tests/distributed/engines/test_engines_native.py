@@ -28,8 +28,8 @@ WHOLE = [list(range(10))]
 
 
 def moved(setup: Setup, sizes: dict[str, int], split: list[list[int]]) -> list[Any]:
-    """What the engine that trained one step generates, and what the native engine does after a
-    move into memory that was offloaded.
+    """Return the completions of the trained engine, and of the native engine after a move into
+    offloaded memory.
     """
     trained: Any = cases.make(setup)
     ranks = tuple(range(dist.get_world_size()))

@@ -59,7 +59,7 @@ Work = Callable[[NativeRollout], Awaitable[Any]]
 
 @dataclass
 class Counted:
-    """What a rank did."""
+    """Counts of one rank."""
 
     steps: int = 0
     preempted: int = 0
@@ -333,7 +333,9 @@ READ_WEIGHTS = rollout_module.read_weights
 def test_failed_rank_ends_the_other_ranks(
     ranks: RankPool, how: str, messages: list[str], folders: tuple[Path, Path]
 ) -> None:
-    """None waits for a time-out, and none computes with other tokens or weights than its peers."""
+    """No rank waits for a timeout, and none computes with other tokens or weights than its
+    peers.
+    """
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:breaking", LAYOUTS["t2"], how, folders[0], deadline_s=120)
     for message in messages:
@@ -406,9 +408,7 @@ def disagreeing(setup: Setup, token: int) -> None:
 def test_ranks_end_if_they_sample_different_tokens(
     ranks: RankPool, layout: str, token: int
 ) -> None:
-    """All of them, before one computes with fewer rows than another, which would hang, and before
-    anything is trained on what they do not share.
-    """
+    """All ranks end before one computes with fewer rows than another, which would hang."""
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], token)
     message = "RunFailedError: rank 1 of a split model has sampled other tokens"

@@ -1,4 +1,4 @@
-"""What an engine is and says while its memory is given back."""
+"""Tests of an engine whose memory is released."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def away_and_back(case: Setup | Case) -> tuple[int, int, bool]:
 
 
 def refusals(case: Setup | Case, folder: Path) -> tuple[dict[str, str], float]:
-    """What each call says while offloaded, and a loss after all."""
+    """Return the error of each call while the engine is offloaded, and a loss after that."""
     engine = made(case)
     sample = batch()
     engine.save(folder)

@@ -1,5 +1,5 @@
-"""What the megatron engine computes again in backward passes and what it keeps; values stay the
-same to the bit. (Tests of models and families check that of the built-in decoder.)
+"""Tests of recomputation and stored activations of the megatron engine, whose values stay
+bit-identical.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ COMPILED = {
 
 
 class Traced(TorchDispatchMode):
-    """How often each operator runs, and the bytes of results that are alive when the backward pass
-    reaches attention for the first time.
+    """Number of calls of each operator, and the bytes of live results when the backward pass first
+    reaches attention.
     """
 
     def __init__(self) -> None:
@@ -121,8 +121,8 @@ def test_recomputation_repeats_expected_operations_with_equal_results(
 
 
 def test_fsdp_and_megatron_keep_the_same_activations(ranks: RankPool) -> None:
-    """What ``selective`` adds to ``full`` is the same in both engines, and far less than what
-    ``off`` adds, because inner units are most of a layer's activations.
+    """The difference of ``selective`` and ``full`` is the same in both engines, and much smaller
+    than ``off``.
     """
     architecture = {**EVEN, "intermediate_size": 960, "num_key_value_heads": 4}
     more: dict[str, list[int]] = {"off": [], "selective": []}

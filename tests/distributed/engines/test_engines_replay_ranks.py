@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[Placed, dict[str, Any], str]] = {
 def test_ranks_replay_experts_like_one_process(
     sequence: bool, sizes: dict[str, int], ranks: RankPool, tmp_path: Path
 ) -> None:
-    """With tokens that are split in other ways than sequences."""
+    """Tokens are split in other ways than sequences."""
     random_model(tmp_path / "model", MOE)
     settings = model(architecture=MOE, max_tokens_per_microbatch=16)
     alone = of_folder(Setup(model=settings, sizes={"dp": 1}), tmp_path / "model")

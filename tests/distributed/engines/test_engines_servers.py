@@ -238,7 +238,7 @@ def running(addresses: Sequence[str], weights: Path, **options: Any) -> Running:
 
 
 def served(settings: Running) -> list[Any]:
-    """What servers that run already draw with two versions, the second of which is all zeros."""
+    """Return samples of external servers with two versions, the second of which is all zeros."""
     servers = engine({"dp": 1}, settings)
     results = []
     for step, scale in ((1, 0.5), (2, 0.0)):
@@ -253,9 +253,9 @@ def served(settings: Running) -> list[Any]:
 def test_external_servers_share_requests_and_get_every_version(
     ranks: RankPool, tmp_path: Path, started: list[Started]
 ) -> None:
-    """By TCP and by a Unix socket, each with its keys, one of which is for updates alone.
+    """Servers use TCP and a Unix socket, with keys, one of which is only for updates.
 
-    A folder with the weights holds those of this incarnation while it runs, and nothing afterwards.
+    The folder with weights is empty afterwards.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

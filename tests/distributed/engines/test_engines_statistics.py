@@ -13,7 +13,7 @@ HERE = __name__
 
 
 def totals(names: list[list[str]]) -> dict[str, float]:
-    """On each rank, which has one statistic of every name in its entry."""
+    """Return the totals of each rank, whose entry has one statistic of every name."""
     here = context(Setup())
     sums = Sums(here.device)
     sums.add({name: torch.tensor(1.0) for name in names[here.dp_rank]})

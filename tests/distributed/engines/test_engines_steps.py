@@ -101,7 +101,10 @@ def left_out(case: Setup | Case, folders: tuple[Path, Path], why: str) -> tuple[
 
 
 def one_objects(engine: TrainEngine, stats: Mapping[str, float]) -> bool:
-    """To sums over all ranks; of ranks that work on the same samples the last one alone."""
+    """Return one object per rank to sum.
+
+    Of ranks with the same samples, only the last one counts.
+    """
     whole = sum(cases.LENGTHS)
     others = engine.context.size // engine.context.dp_size - 1
     place = engine.context.rank % (others + 1) if others else 0
@@ -161,7 +164,7 @@ def test_optimizer_steps_match_one_process(
 def test_skipped_step_changes_no_weights(
     ranks: RankPool, tmp_path: Path, case: Setup | Case, architecture: dict[str, Any], why: str
 ) -> None:
-    """Because its gradient is not finite, or because of what its statistics say."""
+    """The step is skipped because its gradient is not finite, or because of its statistics."""
     folders = tmp_path / "after", tmp_path / "fresh"
     for folder in folders:
         folder.mkdir()

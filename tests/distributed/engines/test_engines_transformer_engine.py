@@ -60,7 +60,7 @@ def test_model_with_transformer_engine_trains_as_in_one_process(
 def test_layers_of_transformer_engine_replay_recorded_experts(
     te_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Also when megatron computes a block of experts again by itself."""
+    """Also covers a block of experts that megatron recomputes."""
     where, architecture, _ = LAYOUTS["experts t2 sp e2"]
     megatron_as_fsdp(where, architecture, "selective", te_ranks, tmp_path, **USED)
 

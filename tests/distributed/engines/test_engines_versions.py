@@ -64,7 +64,7 @@ def test_fsdp_ranks_publish_the_tensors_of_an_export(
 def test_ranks_of_a_transformers_model_publish_the_tensors_of_an_export(
     ranks: RankPool, tmp_path: Path, family: str, count: int
 ) -> None:
-    """Its experts are stacked in the model, and each is a tensor of the files."""
+    """The model stacks its experts. In the files, each expert is a separate tensor."""
     architecture = {**FAMILIES[family], "intermediate_size": 16}  # a size that its kernels take
     settings = model(architecture=architecture, implementation="hf")
     setup = Setup(model=settings, split=SPLITS[count])

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of TransformerEngine's modules."""
+"""Functions that ranks run in the tests of TransformerEngine's modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def chosen(release: str, dtype: str) -> tuple[bool, list[str]]:
 
 
 def without(wanted: bool | None) -> bool | str:
-    """What is chosen where it is not installed."""
+    """Return the selection without TransformerEngine."""
     megatron_cpu.install()
     from slurmrl.engines.megatron.layers import uses_te
 

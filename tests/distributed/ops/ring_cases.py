@@ -1,4 +1,4 @@
-"""What ranks do in the test of ring attention."""
+"""Functions that ranks run in the test of ring attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slurmrl.tensors.ops.ring_attention import ring_attention, zigzag
 
 @dataclass(frozen=True)
 class Case:
-    """All ranks make the same inputs and take their own tokens."""
+    """Inputs of a test. All ranks make the same inputs and use their own tokens."""
 
     lengths: tuple[int, ...]
     heads: int = 2
@@ -66,8 +66,8 @@ def counted_rows() -> Iterator[list[int]]:
 
 
 def places_of(seen: tuple[int, int], queries: int, keys: int) -> Tensor:
-    """Which keys [L, K] a query sees in flash-attn: the last query and the last key have one
-    place.
+    """Return the keys [L, K] that a query attends to in flash-attn, where the last query and the
+    last key align.
     """
     distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)[None, :]
     before, after = (queries + keys if each < 0 else each for each in seen)
@@ -125,7 +125,7 @@ def flash_backward(
 
 
 def attend_with_flash(case: Case) -> tuple[list[Tensor], list[int]]:
-    """As `attend`, by the calls of torch's flash attention for GPUs."""
+    """Like `attend`, but with torch's flash attention for GPUs."""
     with (
         mock.patch.object(ring_attention_module, "flash_fits", lambda q: q.shape[0] > 0),
         mock.patch.object(torch.ops.aten, "_flash_attention_forward", flash_forward),
@@ -135,15 +135,12 @@ def attend_with_flash(case: Case) -> tuple[list[Tensor], list[int]]:
 
 
 def attend_checkpointed(case: Case) -> tuple[list[Tensor], list[int]]:
-    """As `attend`, within selective checkpointing."""
+    """Like `attend`, but within selective checkpointing."""
     return attend(case, keeping_products)
 
 
 def attend(case: Case, call: Callable[..., Any] | None = None) -> tuple[list[Tensor], list[int]]:
-    """This rank's result and gradients, each put in its place of zeros [T, ...]; rows it sent.
-
-    ``call`` calls the operator.
-    """
+    """Return this rank's result and gradients in zeros [T, ...], and the rows that it sent."""
     group, tokens = dist.group.WORLD, case.bounds[-1]
     assert group is not None
     part = -(-tokens // group.size())

@@ -55,13 +55,13 @@ def test_ring_attention_handles_few_sequences_and_tokens(
 def test_ring_attention_with_flash_calls_equals_all_scores(
     ranks: RankPool, kv_heads: int, window: int | None
 ) -> None:
-    """With kernels that are written out, and have the arguments of those for GPUs."""
+    """Plain kernels replace the GPU kernels and take the same arguments."""
     case = Case(MIXED, kv_heads=kv_heads, window=window)
     assert_as_whole(ranks, 4, case, function="attend_with_flash")
 
 
 def test_selective_checkpointing_keeps_results(ranks: RankPool) -> None:
-    """It sends no keys to compute them again."""
+    """The backward pass sends no keys again."""
     case = Case((640,))
     whole = assert_as_whole(ranks, 4, case)
     assert assert_as_whole(ranks, 4, case, function="attend_checkpointed") == whole
@@ -82,7 +82,10 @@ def test_large_scores_are_merged_without_overflow(ranks: RankPool) -> None:
 
 
 def test_ranks_send_only_keys_needed_by_other_ranks(ranks: RankPool) -> None:
-    """Nothing for sequences within a chunk, and a window's keys for longer ones."""
+    """Sequences within a chunk need no keys of other ranks.
+
+    Longer ones with a window need the window's keys.
+    """
     within = assert_as_whole(ranks, 4, Case((8,) * 16))
     assert within == [[]] * 4
     whole = Case((640,))

@@ -13,7 +13,7 @@ HERE = "tests.distributed.ops.vocabulary_cases"
 
 
 def exact(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both results and both gradients in float64, from whole logits."""
+    """Return results and gradients in float64, from all logits."""
     hidden, weight, targets, mix = case.inputs()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logq = (hidden @ weight.T / case.temperature).log_softmax(-1)
@@ -26,7 +26,7 @@ def exact(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def computed(ranks: RankPool, n: int, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What all ranks say together; they must say the same."""
+    """Return the results of all ranks, which must be equal."""
     found: list[Found] = ranks(n, f"{HERE}:compute", case)
     for other in found[1:]:
         assert torch.equal(other.logp, found[0].logp)
@@ -65,9 +65,7 @@ def test_empty_input_gives_empty_output(ranks: RankPool) -> None:
 
 
 def test_full_logits_are_never_kept(ranks: RankPool) -> None:
-    """Not a rank's part of them either: the largest tensor is that of three numbers of each token
-    of each rank.
-    """
+    """Not even a rank's part is stored: the largest tensor has three numbers per token and rank."""
     case = Case(tokens=400, hidden=4, vocabulary=90, chunk=10)
     for found in ranks(2, f"{HERE}:compute", case):
         assert found.largest <= 2 * 3 * case.tokens < case.tokens * case.vocabulary // 2

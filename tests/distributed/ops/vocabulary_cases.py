@@ -1,4 +1,4 @@
-"""What ranks do in the test of projections whose vocabulary they share."""
+"""Functions that ranks run in the test of output layers whose vocabulary they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.support.largest_tensor import LargestTensor
 
 @dataclass(frozen=True)
 class Case:
-    """All ranks make the same inputs and take their own rows of the projection [V, h]."""
+    """Inputs of a test.
+
+    All ranks make the same inputs and use their own rows of the projection [V, h].
+    """
 
     tokens: int = 50
     hidden: int = 12

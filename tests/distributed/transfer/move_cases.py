@@ -1,4 +1,4 @@
-"""What ranks do in the tests of moves."""
+"""Functions that ranks run in the tests of moves."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) 
 
 
 def planted(sides: list[Side], architecture: dict[str, Any], fault: str) -> str:
-    """What `verify_move` reports on this rank after a move with a fault."""
+    """Return the report of `verify_move` on this rank after a faulty move."""
     made = engines(sides, architecture)
     layouts, rank = placed_layouts(sides, made), dist.get_rank()
     source, target = ({} if e is None else e.storages() for e in made)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of batches."""
+"""Functions that ranks run in the tests of batches."""
 
 from __future__ import annotations
 
@@ -226,12 +226,12 @@ def rebalance(sizes: list[list[int]], minibatches: int) -> tuple[list[int], list
 
 
 def check(sample: SequenceSample, plan: CallPlan, parts: list[tuple[int, ...]]) -> None:
-    """All inputs are those of this part, in its order."""
+    """Check that all inputs belong to this part, in its order."""
     check_inputs(sample, plan, [f"{item}@0" for part in parts for item in part])
 
 
 def check_inputs(sample: SequenceSample, plan: CallPlan, ids: list[str]) -> None:
-    """All inputs are those of the items ``ids``."""
+    """Check that all inputs belong to the items ``ids``."""
     assert sample.ids == tuple(ids)
     assert sample.keys == plan.inputs
     expected = made(sample, tuple(key for key in plan.inputs if key != "prompt_ids"))

@@ -28,7 +28,7 @@ CALLS = [
 
 
 def test_every_call_receives_its_inputs(ranks: RankPool) -> None:
-    """Also where parts are empty, and where a batch is smaller than a layout."""
+    """Also covers empty parts, and a batch that is smaller than a layout."""
     events = ranks(4, f"{HERE}:run", LAYOUTS, CALLS, [13, 1, 2, 8], deadline_s=60.0)
     everywhere = ["generate", "judge", "values", "again", "stages"]
     for rank, batches in enumerate(events):

@@ -23,7 +23,7 @@ BYTES = 64
 
 
 def bits_of(version: VersionId, name: str) -> Array:
-    """Those of the version before, but for one element."""
+    """Return the bits of the previous version with one changed element."""
     bits = np.full(BYTES, version.incarnation * 10 + NAMES.index(name), np.uint8)
     bits[: version.step] = version.step
     return bits
@@ -101,7 +101,9 @@ def _nothing(folder: Path) -> None:
 
 
 def _check(folder: Path, events: list[Event]) -> None:
-    """What was published stays readable until a later whole version is; no host has wrong bits."""
+    """Check that versions stay readable until a later full version exists, and that no host has
+    wrong bits.
+    """
     versions = _versions(folder)
     for event in events:
         if event["event"] == "wrong":

@@ -149,7 +149,7 @@ def test_completion_votes_for_the_matched_answer(
 
 
 def test_wilson_interval_solves_the_score_equation() -> None:
-    """Its ends are the proportions whose z-score of the observed mean is 1.96."""
+    """The ends are the proportions for which the observed mean has a z-score of 1.96."""
     for mean, count in [(0.0, 7), (0.3, 10), (0.5, 1), (1.0, 40), (0.999, 512)]:
         low, high = wilson(mean, count)
         assert 0.0 <= low <= mean <= high <= 1.0

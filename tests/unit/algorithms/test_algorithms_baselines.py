@@ -88,10 +88,7 @@ EQUAL = (0.1, 1 / 3, -0.7, 5.0, 1e-3)
 def test_advantages_are_exactly_zero_in_groups_of_equal_scores(
     advantage: str, std: str, epsilon: float, dtype: torch.dtype
 ) -> None:
-    """On any number of ranks; rounding would become a full step of Adam.
-
-    Compared within a group, the others do not matter; compared with the batch, all are equal.
-    """
+    """This holds on any number of ranks. Rounding errors would become full steps of Adam."""
     spread = {} if std == "none" else {"std_epsilon": epsilon}
     settings = algorithm(advantage=advantage, advantage_std=std, kl={"coef": 0.0}, **spread)
     for value in EQUAL:

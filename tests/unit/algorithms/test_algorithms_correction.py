@@ -108,7 +108,7 @@ def algorithm_1(log_ratios: Tensor, advantages: Tensor, mask: Tensor, limit: flo
 
 @pytest.mark.parametrize("limit", [1e-6, 0.04, 0.3, 1.0, 100.0])
 def test_second_moment_mask_equals_the_loop_of_the_paper(limit: float) -> None:
-    """Whatever the order of tokens and their distribution over ranks."""
+    """This holds for any order of tokens and any distribution over ranks."""
     generator = torch.Generator().manual_seed(5)
     log_ratios, advantages = torch.randn(2, 200, generator=generator)
     mask = torch.rand(200, generator=generator) > 0.2

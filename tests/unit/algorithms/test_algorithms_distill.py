@@ -1,4 +1,4 @@
-"""On-policy distillation: the sampled-token estimate against the whole distribution."""
+"""Tests of on-policy distillation: the sampled-token estimate against the whole distribution."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def distributions() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("cap", [None, 100.0])
 def test_estimate_equals_the_gradient_of_the_reverse_kl(cap: float | None) -> None:
-    """In expectation over the sampled token, value and gradient are those of KL(p || teacher)."""
+    """In expectation over the sampled token, value and gradient equal KL(p || teacher)."""
     student, teacher, _ = distributions()
     options = Distill(batch_size=1, importance_cap=cap)
     found, value = gradient(student, teacher, torch.log_softmax(student, 0), options)

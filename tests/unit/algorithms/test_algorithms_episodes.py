@@ -67,8 +67,9 @@ def generated(
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_one_turn_episode_equals_a_completion(n: int, make_world: MakeWorld) -> None:
-    """The same tokens and ends as generation without episodes; log-probabilities but for the
-    rounding of other batches.
+    """Tokens and ends equal generation without episodes.
+
+    Log-probabilities differ only by rounding.
     """
     world = make_world()
     episode, _ = generated(world, context_of(world, {"name": f"{OWN}:once"}, n=n), ["a", "b"])
@@ -81,8 +82,9 @@ def test_one_turn_episode_equals_a_completion(n: int, make_world: MakeWorld) -> 
 
 
 def test_episode_logprobs_equal_those_of_the_whole_sequence(make_world: MakeWorld) -> None:
-    """Those of every turn's tokens are what the training engine computes for them in their
-    context, messages included; tokens of messages are marked and have none.
+    """The training engine computes the same values for every turn in its context.
+
+    Tokens of messages are marked.
     """
     world = make_world()
     sample, result = generated(world, context_of(world, SEVERAL, n=4), ["a", "bb", "ccc"])
@@ -101,7 +103,7 @@ def test_episode_logprobs_equal_those_of_the_whole_sequence(make_world: MakeWorl
 
 
 def test_episode_does_not_depend_on_other_episodes(make_world: MakeWorld) -> None:
-    """Neither on which they are, nor on how many advance at the same time."""
+    """An episode depends neither on the other episodes nor on their number."""
     world = make_world()
     every, _ = generated(world, context_of(world, SEVERAL, n=2), ["a", "bb", "ccc", "dddd"])
     few, _ = generated(world, context_of(world, {**SEVERAL, "concurrency": 1}, n=2), ["dddd", "bb"])
@@ -117,8 +119,9 @@ def judged(world: Any, context: CallContext, sample: SequenceSample) -> CallResu
 
 
 def test_failed_episode_keeps_its_prompt_and_has_no_reward(make_world: MakeWorld) -> None:
-    """It is counted, its prompt is all that later calls get of it, it is not judged, and no
-    token of it is trained on.
+    """The failed episode is counted.
+
+    Later calls get only its prompt, and none of its tokens is trained on.
     """
     world = make_world()
     context = context_of(world, SEVERAL)
@@ -170,7 +173,7 @@ def test_reward_is_score_of_last_turn_plus_turn_rewards(make_world: MakeWorld) -
 
 
 def test_turn_reward_outside_float32_is_an_error(make_world: MakeWorld) -> None:
-    """It would be infinite on the ranks."""
+    """The reward would be infinite on the ranks."""
     world = make_world()
     sample = SequenceSample(
         ("a",),

@@ -24,7 +24,7 @@ MADE_ELSEWHERE = ("trial:", "data/")
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_example_is_valid_except_for_files_made_elsewhere(name: str, tmp_path: Path) -> None:
-    """As it is written, without any overrides."""
+    """The file is checked without overrides."""
     try:
         load_settings(EXAMPLES / name, root=tmp_path)
     except ConfigError as error:

@@ -93,8 +93,9 @@ def test_filter_decides_per_prompt_by_its_own_completions() -> None:
 
 
 def test_filters_ignore_failed_episodes() -> None:
-    """Their reward of 0 is no judgement: where the other completions got equal rewards, or there is
-    no other, the prompt is dropped. A failed episode is not a truncated one either.
+    """A reward of 0 of a failed episode is no score.
+
+    A failed episode does not count as truncated either.
     """
     wrote = [[True, True, False], [True, False], [False, False], [True, True, False, False]]
     sample = SequenceSample(
@@ -130,7 +131,7 @@ SHAPING: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("shaping", SHAPING, ids=str)
 def test_filter_drops_exactly_prompts_without_gradient(shaping: dict[str, Any], mask: bool) -> None:
-    """They are those of whose tokens in the losses all have an advantage of 0."""
+    """A prompt has no gradient if all its trained tokens have an advantage of 0."""
     algorithm = PolicyGradient(
         batch_size=8, name="grpo", kl={"coef": 0.0}, mask_truncated=mask, **shaping
     )

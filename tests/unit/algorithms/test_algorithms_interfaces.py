@@ -85,7 +85,7 @@ def with_rollout(context: CallContext, **options: Any) -> CallContext:
 
 
 def test_greedy_baseline_is_one_greedy_completion_per_prompt(make_world: MakeWorld) -> None:
-    """Whatever the rollout's n and temperature, with keys of its own."""
+    """The baseline does not depend on the rollout's n and temperature, and has separate keys."""
     world = make_world()
     context = world.context(step=3)
     both = prompts(["x@0", "y@0"])
@@ -103,7 +103,7 @@ def test_greedy_baseline_is_one_greedy_completion_per_prompt(make_world: MakeWor
 def test_rank_without_completions_has_no_greedy_baseline(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a server over several GPUs one rank has the completions."""
+    """If a server spans several GPUs, one rank has the completions."""
     world = make_world()
     monkeypatch.setattr(type(world.actor), "serving", lambda *_: nullcontext(None))
     made = GreedyRolloutInterface().generate(world.actor, prompts(["x@0"]), world.context(step=3))
@@ -169,9 +169,7 @@ def test_reward_does_not_get_the_stop_token(make_world: MakeWorld) -> None:
 
 
 def test_completion_ends_at_a_stop_string(make_world: MakeWorld) -> None:
-    """In training and evaluation: with the token that completes it, of which the reward sees the
-    text.
-    """
+    """The completion includes the token that completes the string. The reward gets its text."""
     world = make_world()
     context = judging(with_rollout(world.context(step=1), stop_strings=STOPS), samples=1)
     for asked in (context, evaluating(context, max_new_tokens=9)):
@@ -216,8 +214,9 @@ def test_evaluation_has_its_own_settings_and_random_stream(make_world: MakeWorld
 
 
 def test_recomputed_logprobs_replace_generation_logprobs(make_world: MakeWorld) -> None:
-    """They are the engine's own, the distance of generation's is reported, and an update depends on
-    them alone.
+    """The engine computes them.
+
+    The distance to generation's values is reported, and updates ignore generation's values.
     """
     world, other = make_world(), make_world()
     sample, expected = world.rollout(step=1), other.rollout(step=1)

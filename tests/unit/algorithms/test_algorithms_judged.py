@@ -179,7 +179,7 @@ def test_label_smoothing_needs_the_sigmoid_loss() -> None:
 
 
 def test_negative_coefficient_is_rejected() -> None:
-    """It would make the chosen answers less likely."""
+    """Such a coefficient would make the chosen answers less likely."""
     with pytest.raises(ValueError, match="sft_coef"):
         DPO(batch_size=1, sft_coef=-0.1)
 
@@ -402,7 +402,9 @@ def test_kto_accuracy_is_the_share_of_correctly_ranked_answers() -> None:
 
 
 def test_kto_reference_kl_comes_from_mismatched_answers() -> None:
-    """It is the mean over the batch, not below zero, and it shifts the loss of each answer."""
+    """The reference KL is the mean over the batch, at least 0, and shifts the loss of each
+    answer.
+    """
     sample, model = batch_of(LABELED), engine()
     logp = model.forward(sample.only(["input_ids"]))["logp"]
     sums = [[sum(tokens) for tokens in item] for item in answers(logp, LABELED)]

@@ -1,4 +1,4 @@
-"""What generate and evaluate record about items, and what their lines amount to."""
+"""Tests of the records of generate and evaluate, and of their summary."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_pairs_and_likelihoods_are_recorded_by_item() -> None:
 
 
 def test_pair_of_equal_answers_is_recorded_as_a_tie() -> None:
-    """Their scores differ only by rounding."""
+    """The scores differ only by rounding."""
     sample = SequenceSample(
         ("p@0",),
         {"input_ids": [[2, 2]], "model_scores": [[1, 1]]},
@@ -263,7 +263,7 @@ def test_means_and_ratios_have_correct_intervals() -> None:
 
 
 def test_mean_of_a_score_ignores_items_without_the_score() -> None:
-    """Those of one kind of answer; other measures want each item to have it."""
+    """For example, one kind of answer lacks the score. Other measures need it for each item."""
     scores = [{"id": "a", "own": 1.0}, {"id": "b"}, {"id": "c", "own": 4.0}]
     estimate = summarize(scores, {"own": Measure.PART_MEAN}).estimates["own"]
     assert estimate == mean([1.0, 4.0])
@@ -283,7 +283,7 @@ def test_non_finite_scores_give_no_estimate() -> None:
 
 @pytest.mark.parametrize(("size", "center"), [(1e200, 5e199), (1.5e308, math.nan)])
 def test_overflowing_sums_give_no_estimate(size: float, center: float) -> None:
-    """Of perplexities of a user's own, for example: a diverged model must not end the run."""
+    """For example, perplexities of a diverged model must not end the run."""
     found = mean([0.0, size, size, 0.0] if size > 1e300 else [0.0, size])
     assert found == pytest.approx((center, math.nan, math.nan), nan_ok=True)
 

@@ -59,7 +59,7 @@ def groups(world: Any, prompts: int, n: int) -> SequenceSample:
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_completion_group_may_exceed_a_micro_batch(make_world: MakeWorld, role: str) -> None:
-    """Its sequences are packed apart, within the token budget, and the results are in order."""
+    """slurmrl packs the sequences separately within the token budget, and keeps their order."""
     world = make_world(n_minibatches=2)
     sample, engine = groups(world, prompts=4, n=6), getattr(world, role)
     interface = ActorInterface() if role == "actor" else baselines.CriticInterface()
@@ -84,7 +84,7 @@ def test_completion_group_may_exceed_a_micro_batch(make_world: MakeWorld, role: 
 
 
 def test_correct_completions_have_positive_advantages(make_world: MakeWorld) -> None:
-    """With values of 0, a reward is a positive advantage and a penalty a negative one."""
+    """With values of 0, a reward gives a positive advantage and a penalty a negative advantage."""
     world = make_world()
     sample = world.rollout(step=1)
     sample.data["values"] = torch.zeros_like(sample.tensor("values"))

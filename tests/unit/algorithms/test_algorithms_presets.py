@@ -41,10 +41,9 @@ def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_documented_kl_penalty_has_a_coefficient(name: str) -> None:
-    """Without one the settings would silently do nothing.
+    """Without a coefficient, the settings would have no effect.
 
-    An explicit 0 switches the penalty off, and the settings of a trial that were resolved so can be
-    read back.
+    An explicit 0 disables the penalty.
     """
     kl = {"where": "loss", "estimator": "k3"}
     if PolicyGradient.model_validate({"batch_size": 8, "name": name}).uses_reference:
@@ -60,7 +59,7 @@ def test_documented_kl_penalty_has_a_coefficient(name: str) -> None:
 
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 def test_kl_coefficient_is_a_known_metric(coef: float) -> None:
-    """Also without a reference, where it is recorded as 0."""
+    """The metric is also recorded without a reference, as 0."""
     settings = PolicyGradient.model_validate(
         {"batch_size": 8, "name": "grpo", "kl": {"coef": coef}}
     )

@@ -131,8 +131,9 @@ EXPERTS_OF_TWO = {
 def test_actor_trains_with_experts_recorded_in_generation(
     turns: bool, make_world: MakeWorld
 ) -> None:
-    """As the same weights choose them, nothing differs; once the routers' weights are others, they
-    do not choose.
+    """If the weights are equal, nothing differs.
+
+    If the routers differ, the recorded experts still count.
     """
     world = make_world()
     world.actor = engine(architecture={**ARCHITECTURE, **EXPERTS_OF_TWO, "vocab_size": 80})
@@ -171,8 +172,8 @@ def completion(tokens: tuple[int, ...], masks: SampledMasks | None) -> Completio
 
 
 def test_rollout_task_files_keep_sampling_masks(make_world: MakeWorld) -> None:
-    """Of completions that are different in length, with a message between two turns, and beside one
-    whose engine has recorded none.
+    """Covers completions of different length, a message between turns, and an engine without
+    masks.
     """
     world = make_world()
     restrict(world)
@@ -207,7 +208,7 @@ def test_rollout_task_files_keep_sampling_masks(make_world: MakeWorld) -> None:
 
 
 def test_rollout_task_files_keep_recorded_experts(make_world: MakeWorld) -> None:
-    """Of a completion whose last turn had a message behind it, and of one whose episode failed."""
+    """Covers a completion with a message after its last turn, and a failed episode."""
     world = make_world()
     config = world.settings.config
     rollout = config.rollout.model_copy(update={"replay_experts": True})

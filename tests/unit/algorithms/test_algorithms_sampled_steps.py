@@ -194,7 +194,7 @@ def test_distillation_step_equals_its_definition(tmp_path: Path) -> None:
 def check(
     interface: Interface, algorithm: Any, step: Step, folder: Path, *, teacher: bool = False
 ) -> None:
-    """The same step from the same completions gives the same weights."""
+    """Check that the same step from the same completions gives the same weights."""
     model = made_model(folder / "before", seed=1)
     actor = engine("actor", folder / "before")
     context = context_of(algorithm, tuple("abcdef"))

@@ -1,4 +1,4 @@
-"""What is kept of single tokens of the first completions."""
+"""Tests of the stored values of single tokens of the first completions."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_advantages_ignore_unscored_completions(advantage: str, std: str) -> Non
 
 
 def test_losses_ignore_unscored_completions() -> None:
-    """Nor are those of a prompt whose greedy completion has no score. Others stay as they are."""
+    """Completions whose prompt's greedy completion has no score are ignored too."""
     sample = sample_of(WITH, [1.0, nan, 0.25, 2.0, 1.0])
     sample.data["greedy_rewards"] = torch.tensor([0.5, nan], dtype=torch.float64)
     left = only_scored(sample)
@@ -59,7 +59,7 @@ def test_losses_ignore_unscored_completions() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_step_stays_finite_with_unscored_completions(name: str) -> None:
-    """Neither the actor nor the critic trains on them."""
+    """Actor and critic do not train on these completions."""
     case = Case.draw(name, 1)
     case.batch.sample.tensor("rewards")[1::2] = nan
     tables = [table for result in case.run() for table in result.tables.values()]

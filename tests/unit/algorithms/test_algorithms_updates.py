@@ -145,8 +145,9 @@ def weights(world: Any) -> list[torch.Tensor]:
 
 
 def test_actor_is_not_trained_during_critic_warmup(make_world: MakeWorld) -> None:
-    """Neither weights nor schedule of the actor move in these steps, whose metrics are complete;
-    the critic trains.
+    """Weights and schedule of the actor stay constant in these steps.
+
+    Metrics are complete, and the critic trains.
     """
     world = make_world(critic_warmup_steps=2)
     before = weights(world)

@@ -99,10 +99,9 @@ OPTIONS = {"reward_clip": None, "n_minibatches": 1, "value_clip": 0.2, "value_no
 
 
 def test_critic_predicts_normalized_returns(make_world: MakeWorld) -> None:
-    """Its outputs are scaled back for the advantages.
+    """The outputs are rescaled for the advantages.
 
-    Its loss compares the outputs with returns normalized by moments that include them, and old
-    outputs with new ones in the same units.
+    The loss uses normalized returns, in the same units as old outputs.
     """
     world = make_world(**{**OPTIONS, "value_norm": "none"})
     before = ReturnMoments().moving(90.0, 90.0**2 + 25.0, 10.0)

@@ -31,14 +31,14 @@ class Clock:
 
 @pytest.fixture
 def told(tmp_path: Path) -> None:
-    """Only where the kernel tells of changes."""
+    """Return a log on a file system whose kernel reports changes."""
     if not is_local(tmp_path):
         pytest.skip(f"{tmp_path} is not on a file system that is known to be local")
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a shared file system."""
+    """Return a log on a file system like a shared one."""
     monkeypatch.setattr(module, "is_local", lambda directory: False)
 
 

@@ -172,7 +172,9 @@ def test_each_receiver_has_its_own_token(site: Site) -> None:
 
 
 def test_lost_notification_delays_messages_by_at_most_one_poll(site: Site) -> None:
-    """And the next lost one by no more than without wake-ups: polls are quick again."""
+    """After that, the next lost notification costs no more than polling, because polls are fast
+    again.
+    """
     site.send("a", 0)
     began = site.now
     site.writers["a"].append({"n": 1})
@@ -187,7 +189,9 @@ def test_lost_notification_delays_messages_by_at_most_one_poll(site: Site) -> No
 
 
 def test_notification_flood_causes_no_more_reads_than_polling(site: Site) -> None:
-    """With the right token and source, as one who listens on the fabric can replay it."""
+    """Somebody who listens on the fabric can replay notifications with the right token and
+    source.
+    """
     for _ in range(200):
         site.poll()  # a trial at rest
     site.looks.take()

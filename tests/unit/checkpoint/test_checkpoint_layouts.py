@@ -248,7 +248,7 @@ def test_invalid_layout_is_rejected(tmp_path: Path, damage: Damage, message: str
 def test_layout_that_differs_from_its_files_is_rejected(
     tmp_path: Path, damage: Damage, message: str
 ) -> None:
-    """Nothing is read from beyond an array, and no element is left out."""
+    """A reader never reads beyond an array, and omits no element."""
     path = saved(tmp_path) / "actor.layout.json"
     values = json.loads(path.read_text())
     damage(values["layout"]["holders"][0][1])
@@ -266,7 +266,7 @@ def test_file_of_another_checkpoint_is_rejected(tmp_path: Path, options: dict[st
 
 
 def test_files_of_a_killed_rank_are_replaced_by_the_next_writer(tmp_path: Path) -> None:
-    """Nothing of an unfinished file stays, and no reader takes it for a checkpoint."""
+    """No part of an unfinished file stays, and no reader mistakes the folder for a checkpoint."""
     for number in range(100):
         try:
             files: list[SavedFile] = snapshots()[0].write(

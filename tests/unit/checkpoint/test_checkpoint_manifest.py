@@ -91,7 +91,9 @@ def test_all_problems_of_a_checkpoint_are_reported_at_once(checkpoint: Path) -> 
 
 
 def test_check_can_be_limited_to_sizes(checkpoint: Path) -> None:
-    """Only the state's checksum is verified: it is small, and a master resumes from it."""
+    """Only the state's checksum is verified, because the state is small and a master resumes from
+    it.
+    """
     path = checkpoint / "actor.0.safetensors"
     path.write_bytes(path.read_bytes()[::-1])
     assert verify(checkpoint, checksums=False).step == 7
@@ -160,7 +162,7 @@ def test_unreachable_file_is_not_damage(
 def test_checkpoint_on_a_missing_mount_is_not_damaged(
     checkpoint: Path, level: str, empty: bool
 ) -> None:
-    """Neither a missing mount point nor an empty one says anything about the files on it."""
+    """A missing or an empty mount point proves nothing about the files on it."""
     hidden = next(path for path in (checkpoint, *checkpoint.parents) if path.name == level)
     away = hidden.rename(checkpoint.parents[2] / "away")
     if empty:

@@ -343,7 +343,9 @@ def test_damaged_checkpoint_is_not_exported(
 
 
 def test_run_exports_after_io_errors_end(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the export calls damaged is set aside for good, so it has to be certain."""
+    """A checkpoint that the export reports as damaged is permanently set aside, so the damage must
+    be certain.
+    """
     trial.commit(4)
     real, failures = SystemCalls.open, iter(range(2))
 
@@ -395,7 +397,7 @@ def test_export_does_not_need_the_plan_file(trial: Trial, tmp_path: Path, text: 
 def test_reward_model_export_needs_the_plan_file(
     trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only the plan tells where an older slurmrl has trained its scores."""
+    """Only the plan shows at which token an older slurmrl trained its scores."""
     trial.commit(4)
     config = trial.paths.config.read_text()
     config = config.replace("name: sft", "name: reward_model")
@@ -475,7 +477,7 @@ def test_export_dtype_preserves_the_update_unless_another_is_given(
     exported: str,
     message: str,
 ) -> None:
-    """From 4.0 the next value of bfloat16 is 4.03125, that of float16 is 4.00390625."""
+    """After 4.0, the next value is 4.03125 in bfloat16 and 4.00390625 in float16."""
     source = tmp_path / "source"
     source.mkdir()
     config = {**ARCHITECTURE, "torch_dtype": "bfloat16"}

@@ -116,7 +116,10 @@ def test_watch_ends_without_jobs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing more happens by itself; a scheduler that does not answer does not say that."""
+    """Without jobs, nothing changes any more.
+
+    A scheduler that does not answer does not prove that there are no jobs.
+    """
 
     def silent() -> None:
         scheduler.problem = "squeue did not answer"
@@ -477,7 +480,7 @@ def test_ctrl_c_during_submit_stops_the_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the submission on there is a run, which must not go on with nobody watching."""
+    """After the submission the run exists, and must not continue without an observer."""
     submit_jobs, stop = scheduler.submit, scheduler.interrupt
 
     def pressed(request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
@@ -529,7 +532,7 @@ def test_submit_of_a_complete_trial_submits_nothing(
 def test_submit_of_a_complete_offline_pass_submits_nothing(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its steps follow from the dataset, whatever limit was set; a request states none."""
+    """The number of steps depends on the dataset, regardless of a limit."""
     passes = ("algorithm={name: evaluate, measure: likelihood, batch_size: 8}", "total_steps=9")
     assert submit_it(tmp_path, "--detach", *passes) == 0
     run = FakeRun(root)
@@ -645,7 +648,7 @@ def test_resume_dry_run_changes_nothing(
 def test_submit_dry_run_rejects_the_same_trials_as_submit(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says what submit would do with the trial that exists, and changes nothing."""
+    """The dry run reports what submit would do with the existing trial, and changes nothing."""
     assert submit_it(tmp_path, "--detach") == 0
     scheduler.tasks = [task(0, JobState.RUNNING)]
     assert submit_it(tmp_path, "--dry-run") == 2

@@ -69,7 +69,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def completed(shell: str, words: list[str], folder: Path) -> set[str]:
-    """What the shell offers in place of the last word; fish has an order of its own."""
+    """Return the replacements that the shell offers for the last word; fish sorts them
+    differently.
+    """
     line = " ".join(repr(word) for word in words) if shell != "fish" else repr(" ".join(words))
     environ = environment(folder)
     flags = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]

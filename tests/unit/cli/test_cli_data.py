@@ -52,7 +52,7 @@ def test_data_check_names_wrong_lines_and_counts_good_rows(
 def test_data_check_counts_pairs_of_equal_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also among several pairs of a line."""
+    """Also covers several pairs on a line."""
     path = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": "1+2=", "chosen": "3", "rejected": "3"},

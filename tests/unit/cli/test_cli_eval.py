@@ -60,7 +60,7 @@ def test_each_suite_is_a_trial_with_its_own_name(
 def test_eval_of_overridden_experiment_lies_next_to_its_training(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So the results are where the trials of ``slurmrl submit CONFIG experiment=other`` look."""
+    """The results are then found by trials of ``slurmrl submit CONFIG experiment=other``."""
     assert evaluate(file, "--dry-run", "--json", "--suite", "two", "experiment=other") == 0
     trial = json.loads(capsys.readouterr().out)["trial"]
     assert trial.split("/")[0] == RunPaths.of(file.parent, "me", "other", "1").evaluated().name

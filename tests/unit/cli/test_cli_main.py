@@ -31,7 +31,7 @@ SLOW = ("shutil", "subprocess", "tempfile", "asyncio")
 
 
 def modules_after(*lines: list[str], cwd: Path, names: Sequence[str] = HEAVY) -> list[str]:
-    """Which of some packages these command lines import in a process of their own."""
+    """Return which of some packages these command lines import, in a separate process."""
     code = f"""
 import sys
 from slurmrl.cli.main import main

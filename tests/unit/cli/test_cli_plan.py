@@ -67,7 +67,7 @@ def test_plan_says_that_no_engine_runs_a_layout(
 
 
 def test_plan_explains_a_legacy_allocation_string(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the settings to write instead. Roles may share GPUs, so there is no sum."""
+    """The command prints the current settings. Roles may share GPUs, so it prints no sum."""
     found = explained(capsys, "sglang.d2t2p1+d1t4p1")
     assert [(one["name"], one["backend"], one["dp"], one["tp"]) for one in found["components"]] == [
         ("rollout", "sglang", 2, 2),

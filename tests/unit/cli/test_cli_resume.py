@@ -1,4 +1,6 @@
-"""What `slurmrl resume` says when the trial's own slurmrl cannot run, and other dead ends."""
+"""Tests of messages of `slurmrl resume` if the trial's own slurmrl cannot run, and in similar
+cases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``slurmrl status`` prints about runs as their processes leave them, whole."""
+"""Tests of the complete output of ``slurmrl status`` for runs in different states."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Scene:
         self.run.say(incarnation, **value, time=self.now)
 
     def slurm(self, *tasks: TaskState, queued: int = 0) -> None:
-        """What squeue shows: these elements and pending ones behind them."""
+        """Return the output of squeue with these elements and the pending elements after them."""
         after = tasks[-1].element + 1
         wait = "JobArrayTaskLimit"
         words = reasons.explain(wait)

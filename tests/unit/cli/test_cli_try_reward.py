@@ -125,9 +125,9 @@ def test_only_needed_rows_are_read(config: Path, capfd: pytest.CaptureFixture[st
 def test_reward_gets_its_requested_arguments(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As in the first step of a run; the completions of one row are siblings.
+    """The arguments equal the first step of a run.
 
-    A pool changes nothing.
+    Completions of a row are siblings, even in a pool.
     """
     texts = ["--rows", "2", "--completion", "12", "--completion", "345"]
     for pool in ("null", "{processes: 1}"):
@@ -141,7 +141,7 @@ def test_reward_gets_its_requested_arguments(
 def test_completions_of_a_file_are_matched_with_their_rows(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of a run name the epoch too, and one row may have several."""
+    """Ids of a run's completions also contain the epoch, and a row may have several completions."""
     samples = config.with_name("samples.jsonl")
     lines = [{"id": "4@1", "completion": "6"}, {"id": "4@1", "completion": "7"}]
     samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -223,9 +223,7 @@ class Sums(Prompts):
 def test_reward_scores_rows_of_a_custom_dataset_type(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its module, which may import torch, is imported in the child; what it raises names the
-    row.
-    """
+    """The child imports the module, which may import torch. Its errors name the row."""
     config.with_name("sums.py").write_text(OWN_TYPE)
     rows = config.with_name("rows.jsonl")
     rows.write_text("".join(json.dumps({"a": number}) + "\n" for number in range(3)))

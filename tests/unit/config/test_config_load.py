@@ -424,7 +424,7 @@ def test_loading_a_configuration_imports_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("null", ["null", ""])
 def test_null_clears_a_setting(tmp_path: Path, null: str) -> None:
-    """Also one that takes none, in the file or on the command line; one without a default not."""
+    """Also covers settings that accept no null, in the file or on the command line."""
     text = TEXT.replace("  architecture", "  backend: fsdp:d4\n  architecture")
     path = write(tmp_path, f"{text}seed: {null}\ncluster: {null}\n")
     config = parse(load(path, [f"actor.backend={null}", f"logging.tensorboard={null}"]))

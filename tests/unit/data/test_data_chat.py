@@ -177,7 +177,7 @@ def test_mask_is_right_if_the_template_drops_earlier_reasoning(site: Site) -> No
 
 
 def test_generation_blocks_of_a_template_are_targets(site: Site) -> None:
-    """Also from a file that the configuration names; ``weight`` counts there too."""
+    """Also covers a template from a file, and ``weight``."""
     path = site.folder / "other.jinja"
     path.write_text(GENERATION)
     text = site.marked(site.sample({"messages": TURNS}, chat_template=str(path)))
@@ -309,8 +309,9 @@ GIVEN = [f"{ASKED}[{text}<|im_end|>]\n" for text in ("Yes", "No")]
     ],
 )
 def test_answers_of_a_pair_may_be_lists_of_messages(site: Site, row: dict[str, Any]) -> None:
-    """All of TRL's conversational forms become the tokens of the same texts: only the answer is a
-    target.
+    """All of TRL's conversational forms give the tokens of the same strings.
+
+    Only the answer is a target.
     """
     sample = site.sample(row, type="preference", chat_template=True)
     assert site.all_marked(sample) == GIVEN
@@ -319,8 +320,9 @@ def test_answers_of_a_pair_may_be_lists_of_messages(site: Site, row: dict[str, A
 
 
 def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site: Site) -> None:
-    """In a prompt they are what the model has said already; in an answer of several turns, the
-    user's turns are context.
+    """In a prompt, these turns are context.
+
+    In an answer of several turns, the user's turns are context.
     """
     history, later = [USER, SAID, THEN], [GOOD, THEN, GOOD]
     pair = {"chosen": [*history, *later], "rejected": [*history, BAD]}

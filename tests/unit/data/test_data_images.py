@@ -269,7 +269,7 @@ def test_wrong_images_key_gives_a_remark(folder: Path) -> None:
 def test_rows_with_images_are_compared_with_the_positions(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the first rows are tried: processing images takes long."""
+    """Only the first rows are processed, because processing images is slow."""
     monkeypatch.setattr("slurmrl.data.rows.IMAGE_ROWS", 2)
     long = {"prompt": "Many? " * 50, "images": ["a.png"]}
     path = write_rows(folder, {"prompt": "How many?", "images": ["a.png"]}, long, long)

@@ -43,7 +43,7 @@ def texts(made: SampleRows, *indices: int) -> list[list[tuple[str, str]]]:
 
 
 def problems(kind: str, folder: Path, *rows: dict[str, Any], **options: Any) -> list[str]:
-    """What the run refuses, which is also what the submission refuses."""
+    """Return the problems that the run rejects, which the submission also rejects."""
     with pytest.raises(ConfigError) as caught:
         make(kind, folder, *rows, **options)
     found = [
@@ -63,8 +63,8 @@ REAL = {"id": "c", "prompt": "1+1=", "pos_answers": ["2", "2"], "neg_answers": [
 
 
 def test_pairs_of_a_prompt_stay_in_one_item(tmp_path: Path) -> None:
-    """All sequences of a row form one item, as chosen, rejected, chosen, …, whatever spelling the
-    row uses; the prompt's tokens are masked in each, and the end-of-text token is learnt.
+    """All sequences of a row form one item, in the order chosen, rejected, for each spelling of the
+    keys.
     """
     made = make("preference", tmp_path, PAIR, PAIRS, REAL)
     assert texts(made, 1, 0, 2) == [

@@ -198,7 +198,7 @@ class Account(RuleBasedStateMachine):
     @precondition(lambda self: len(self.items("finished")) >= self.BATCH and not self.in_flight())
     @rule(unread=st.just(set()) | st.sets(st.integers(0, 8)), filtered=st.booleans())
     def take(self, unread: set[int], filtered: bool) -> None:
-        """Some samples may not be known to be sound yet."""
+        """Take items, of which some samples may not be checked yet."""
         most = self.ledger.expected(self.BATCH, self.admission)
         assert most == self.expected(self.BATCH)
         sound = {one for one in self.ledger.finished if one.item not in unread}

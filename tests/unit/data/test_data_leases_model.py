@@ -243,8 +243,8 @@ def train(master: Master, max_staleness: int) -> Master | None:
 
 @cache
 def check(text: str, weights: Weights, queued: tuple[int, ...]) -> None:
-    """This master trains or drops each item once, and so does a trial that goes on from its record
-    alone.
+    """Check that this master, and a successor with only its record, train or drop each item
+    once.
     """
     trained = [int(one.partition("x")[0]) for one in weights]
     assert len(set(trained)) == len(trained), f"an item is trained twice: {weights}"

@@ -102,7 +102,7 @@ TestAccount = Account.TestCase
 
 
 def test_commit_size_does_not_grow_with_the_trial() -> None:
-    """It holds what is open, whatever was trained or dropped before."""
+    """A commit contains only open items, regardless of the number of trained and dropped items."""
     ledger = Ledger()
     sizes = set()
     for step in range(1, 400):

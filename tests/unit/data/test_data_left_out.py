@@ -1,4 +1,4 @@
-"""What a chat template leaves out is a problem of the row."""
+"""Tests that content omitted by a chat template is a problem of the row."""
 
 from __future__ import annotations
 

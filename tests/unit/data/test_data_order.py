@@ -31,7 +31,7 @@ def test_every_epoch_has_each_item_once(size: int, count: int) -> None:
 
 
 def test_item_does_not_depend_on_earlier_reads() -> None:
-    """In whichever order: some are taken again after later ones."""
+    """This holds for any order of reads, even if items are read again after later items."""
     numbers = [30, 2, 14, 3, 15, 29, 0]
     found = DataOrder(7, seed=1).items(numbers)
     assert found == [DataOrder(7, seed=1).items([number])[0] for number in numbers]
@@ -59,9 +59,7 @@ def source_of(index: int) -> int:
 
 
 def test_mixture_takes_items_of_each_source_once_and_in_order() -> None:
-    """What a source gives is its own endless order without gaps, so each (epoch, index) comes
-    once.
-    """
+    """Each source has its own endless order without gaps, so each (epoch, index) occurs once."""
     items = mixture(1).items(range(600))
     for source, (first, size) in enumerate(((0, 7), (7, 5), (12, 40))):
         own = [(e, i - first) for e, i in items if source_of(i) == source]
@@ -70,7 +68,7 @@ def test_mixture_takes_items_of_each_source_once_and_in_order() -> None:
 
 
 def test_every_interval_of_a_mixture_is_close_to_the_weights() -> None:
-    """Also far from its start, where nothing before it is looked at."""
+    """Also covers intervals far from the start, without reading earlier items."""
     for begin in (0, 12_345, 10**12):
         counts = Counter(source_of(i) for _, i in mixture().items(range(begin, begin + 850)))
         for source, weight in enumerate(WEIGHTS):

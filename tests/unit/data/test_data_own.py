@@ -54,7 +54,7 @@ def sample(module: Path, name: str = "Sums", **settings: Any) -> SequenceSample:
 
 
 def test_custom_class_makes_rows_of_a_built_in_type(module: Path) -> None:
-    """What it returns is what is checked, tokenized, and given to the reward."""
+    """The result of the class is checked, tokenized and passed to the reward."""
     made = sample(module)
     assert made.ids == ("x@0",)
     assert bytes(made.tensor("prompt_ids").tolist()) == b"1+2="

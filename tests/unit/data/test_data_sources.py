@@ -98,9 +98,7 @@ def test_problem_names_the_place_of_the_row(
 
 
 def test_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the place at which reading stops, the rows are the same: also inside an escape, a
-    character of several bytes, or white space.
-    """
+    """Rows are the same for every position at which a read stops, even inside a character."""
     rows = [{"text": 'é"\\\n \u20ac' * 3, "list": [1.5, None, True, {"a": []}]}, {}, {"n": -12}]
     path = tmp_path / "rows.json"
     path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps(rows, indent=2).encode() + b" \n ")

@@ -105,7 +105,7 @@ def test_conversation_trains_no_header_if_it_begins_with_the_assistant(
 
 
 def test_first_turn_is_trained_like_later_turns_if_template_opens_it(tokenizer: Any) -> None:
-    """What comes after the generation prompt is the model's: an empty thought, too."""
+    """Text after the generation prompt belongs to the model, even an empty thought."""
     alone = marked(tokenizer, THINKING, SAID)
     assert alone == "<|im_start|>assistant\n[<think>\n\n</think>\n\nHello<|im_end|>]\n"
     assert marked(tokenizer, THINKING, USER, SAID).endswith(alone)

@@ -81,7 +81,7 @@ def test_all_forms_of_a_video_have_the_same_tokens_and_pixels(folder: Path) -> N
 
 
 def test_images_and_videos_keep_their_places(folder: Path) -> None:
-    """Without places, images come before videos."""
+    """If a row names no places, images come before videos."""
     first = {"images": ["1.png"], "videos": [FRAMES]}
     made = sample(
         folder,

@@ -95,7 +95,7 @@ def test_configuration_problems_are_failed_checks(tmp_path: Path) -> None:
 def test_code_check_includes_a_custom_algorithm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in those of a submission: its files may lie elsewhere than the configuration."""
+    """The files of the algorithm may be in another folder than the configuration."""
     own = ADDITION.parent / "custom/simpo.py"
     settings, _ = examine_module.check_configuration(
         write_config(tmp_path),
@@ -112,7 +112,7 @@ def test_code_check_includes_a_custom_algorithm(
 
 
 def test_job_is_not_submitted_for_an_invalid_configuration(tmp_path: Path) -> None:
-    """It would run elsewhere, or as another user, than the trial."""
+    """The job would run on other hosts, or as another user, than the trial."""
     path = write_config(tmp_path)
     found = look(tmp_path / "r", config=path, overrides=("sed=3",), job=True)
     assert (found["job"].state, found["job"].measured) == (State.FAILED, "was not submitted")

@@ -26,7 +26,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(*places: ProbeHost) -> list[dict[str, list[Check]]]:
-    """What each host found, by name."""
+    """Return the files that each host found, by name."""
     with ThreadPoolExecutor(len(places)) as pool:
         results = list(pool.map(meeting.meet_hosts, places))
     return [

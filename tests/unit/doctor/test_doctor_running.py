@@ -79,7 +79,7 @@ def changed(answers: Mapping[str, Any], path: str, **values: Any) -> dict[str, A
 
 
 def test_usable_server_is_described(address: str, tmp_path: Path) -> None:
-    """With its key, which the check reads where it runs; the settings that travel there lack it."""
+    """The check reads the key on its own host, because the settings do not contain it."""
     keys = tmp_path / "keys"
     keys.write_text("the-key")
     keys.chmod(0o600)
@@ -95,7 +95,7 @@ def test_usable_server_is_described(address: str, tmp_path: Path) -> None:
 
 
 def test_vllm_on_a_port_is_a_warning(address: str) -> None:
-    """Its key does not cover the routes that change weights."""
+    """The key does not cover the routes that change weights."""
     Handler.answers = VLLM
     [found] = checks_of(address, "vllm", max_new_tokens=8)
     assert (found.state, found.measured) == (
@@ -131,7 +131,7 @@ def test_missing_features_of_a_server_are_named(
 
 
 def test_unreachable_server_is_named_with_its_address(tmp_path: Path) -> None:
-    """From a login node that need not reach it, that is a warning."""
+    """On a login node, which need not reach the server, this is a warning."""
     [found] = checks_of(f"unix:{tmp_path / 'none'}", max_new_tokens=8)
     assert found.state is State.FAILED
     assert str(tmp_path / "none") in found.measured

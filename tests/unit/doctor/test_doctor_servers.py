@@ -60,7 +60,7 @@ def test_server_version_routes_and_settings_are_checked(
 
 
 def test_server_that_frees_gpus_needs_its_memory_package(tmp_path: Path) -> None:
-    """Without it SGLang would end when it starts, on the compute node."""
+    """Without the package, SGLang would exit at its start on the compute node."""
     words = SERVER_KINDS["sglang"].words
     made = config(environment(tmp_path, "0.5.20", words))
     assert [each.state for each in check_environment(made)] == [State.OK]
@@ -100,7 +100,7 @@ def test_trials_without_servers_have_no_server_check() -> None:
 
 
 def test_server_packages_are_not_searched_in_the_trainers_environment() -> None:
-    """They are in environments of their own, so "not installed" here would mislead."""
+    """The packages are in separate environments, so "not installed" here would be misleading."""
     shown = optional_packages().measured
     assert "flash-attn" in shown
     assert "sglang" not in shown

@@ -69,7 +69,7 @@ def sets(experts: Tensor, each: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("family", ROUTED)
 def test_recorded_experts_are_those_that_processed_the_tokens(family: str) -> None:
-    """With rows that join, end and are read again after an update of the weights."""
+    """Rows join, end, and are prefilled again after an update of the weights."""
     model = model_of(family)
     asked = [request(n, 3 + n, RECORDING) for n in range(5)]
 
@@ -96,8 +96,9 @@ def test_recorded_experts_are_those_that_processed_the_tokens(family: str) -> No
 @pytest.mark.parametrize("recompute", ["off", "full"])
 @pytest.mark.parametrize("family", ROUTED)
 def test_training_computes_with_recorded_experts(family: str, recompute: str) -> None:
-    """Other weights chose them: the routers of the trained model would choose others. Sequences
-    without a record, and the last token of each, have the experts that the router chooses.
+    """Other weights selected the recorded experts.
+
+    Sequences without a record use the current router.
     """
     options: dict[str, Any] = {"architecture": ROUTED[family], "implementation": "hf"}
     trained = engine(**options, gradient_checkpointing=recompute, max_tokens_per_microbatch=64)

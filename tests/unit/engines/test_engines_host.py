@@ -72,7 +72,10 @@ def test_error_about_unpinnable_memory_names_the_remedy(
 
 
 def test_host_copies_share_one_buffer_of_their_total_size() -> None:
-    """All copies are in one allocation without rounding, equal the tensors and stay as they are."""
+    """All copies are in one allocation without rounding.
+
+    They equal the tensors and do not change.
+    """
     tensors = state()
     copies = HostCopies().copy(tensors)
     storages = {

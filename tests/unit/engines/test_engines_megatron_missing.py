@@ -1,4 +1,4 @@
-"""What users hear where megatron-core is not installed, and what planning refuses."""
+"""Tests of messages without megatron-core, and of configurations that planning rejects."""
 
 from __future__ import annotations
 

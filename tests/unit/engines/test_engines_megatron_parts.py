@@ -1,6 +1,4 @@
-"""Which parts of the parameters lie where in megatron's modules, by assembling them from all
-ranks of a layout.
-"""
+"""Tests of the places of parameters in megatron's modules, assembled from all ranks of a layout."""
 
 from __future__ import annotations
 

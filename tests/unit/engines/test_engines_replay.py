@@ -43,8 +43,8 @@ OPTIONS = GenerationOptions(
 
 
 def expected_mask(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], Tensor]:
-    """What top-k and then top-p leave of one token's logits [V], by sorting; log-probabilities
-    under it [V].
+    """Return the tokens that top-k and top-p keep of logits [V], by sorting, and log-probabilities
+    under them [V].
     """
     scaled = logits / OPTIONS.temperature
     scaled[list(banned)] = -torch.inf
@@ -80,7 +80,7 @@ def check(decoder: Any, prompt: tuple[int, ...], made: Completion) -> None:
 
 
 def test_requests_get_the_sampling_mask_of_each_token() -> None:
-    """Some rows are preempted, and other requests ask for no mask or for a larger one."""
+    """Some rows are preempted, and other requests need no mask or a larger mask."""
     decoder, texts = decoder_of(), prompts(9)
     others = GenerationOptions(max_new_tokens=9, temperature=0.5)
     wider = GenerationOptions(max_new_tokens=9, top_k=20, masks=True)
@@ -118,7 +118,7 @@ def drawn(output: GenerationOutput) -> Tensor:
 
 @pytest.mark.parametrize("implementation", ["builtin", "hf"])
 def test_training_computes_the_sampling_distribution_of_generation(implementation: str) -> None:
-    """Whatever micro-batches there are."""
+    """This holds for any micro-batches."""
     model = engine(implementation=implementation, max_tokens_per_microbatch=40)
     draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": torch.arange(12)}
     output = generated(model, sample("prompt_ids"), OPTIONS, **draws)
@@ -251,7 +251,7 @@ def choices(decoder: Any, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("limits", [Limits(), TIGHT])
 def test_requests_get_the_experts_that_processed_each_token(limits: Limits) -> None:
-    """Of prompts too, which the completions of a request share, and of rows that are preempted."""
+    """Also covers prompts that completions share, and preempted rows."""
     decoder, texts = decoder_of("mixtral-windows"), prompts(6)
     options = GenerationOptions(max_new_tokens=14, stop_token_ids=(3,), experts=True)
     asked = [request(i, text, options, 2 * i, 2 * i + 1) for i, text in enumerate(texts)]
@@ -266,7 +266,9 @@ def test_requests_get_the_experts_that_processed_each_token(limits: Limits) -> N
 
 
 def test_experts_are_recorded_from_the_first_request_that_needs_them() -> None:
-    """What other requests have left in the cache is read again, and their draws stay the same."""
+    """Cached tokens of earlier requests are prefilled again, and these requests keep their
+    samples.
+    """
     decoder, text = decoder_of("mixtral-windows"), tuple(range(4, 24))
     plain = GenerationOptions(max_new_tokens=12)
     batch = ContinuousBatch(decoder, Limits(page_tokens=4), context=None)

@@ -131,7 +131,7 @@ def test_unwritable_fp8_folder_is_failure_of_machine(
 
 
 def test_server_loads_fp8_files_of_a_version_and_is_not_checked(tmp_path: Path) -> None:
-    """Its parameters differ from the files of the version."""
+    """The server's parameters differ from the files of the version."""
     make_version(tmp_path / "2.1")
 
     class Reading(ScriptedServer):

@@ -87,8 +87,9 @@ def same(found: list[Sequence], wanted: list[Sequence]) -> None:
 def test_cuda_graph_replay_samples_the_same_tokens(
     start: Any, name: str, limits: Limits, overlap: bool
 ) -> None:
-    """Also where the cache and its tables move, rows are preempted, and tokens are read late;
-    tokens drawn behind the end of a row are not counted.
+    """Covers moved caches and tables, preempted rows and late reads.
+
+    Tokens after the end of a row do not count.
     """
     direct, replayed = (
         start(name, limits, overlap=overlap and graphs, graphs=graphs) for graphs in (False, True)
@@ -165,7 +166,7 @@ def test_cuda_graph_that_fails_or_samples_differently_is_not_used(
 def test_cuda_graphs_follow_new_weights_aborts_and_later_requests(
     start: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, stale_cache: bool, copied: bool
 ) -> None:
-    """In the middle of decoding, also with a call in flight whose tokens nobody has read."""
+    """The changes occur during decoding, even with a call whose tokens have not been read."""
     if not copied:  # as on a GPU
         monkeypatch.setattr(inference_module, "packable", lambda weight: False)
     results = []

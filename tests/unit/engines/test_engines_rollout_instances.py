@@ -232,7 +232,7 @@ EVENTS = st.lists(
 def test_each_request_is_answered_once_with_current_or_later_weights(
     events: list[Event], count: int
 ) -> None:
-    """Whatever instances do, as long as they return in the end."""
+    """This holds for any behavior of instances that return in the end."""
 
     async def main() -> None:
         servers = [FakeServer() for _ in range(count)]
@@ -286,7 +286,7 @@ def test_each_request_is_answered_once_with_current_or_later_weights(
 
 
 def test_lost_instance_loses_only_its_own_requests() -> None:
-    """They are served elsewhere, and those of the other instance are served once."""
+    """The other instance serves these requests, and serves its own requests once."""
 
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
@@ -325,7 +325,9 @@ def test_returning_instance_gets_newest_version_before_requests() -> None:
 
 @pytest.mark.parametrize("after_s", [0.5, 1.1, 1.4, 1.6])
 def test_instance_gets_a_version_published_during_its_preparation(after_s: float) -> None:
-    """While it connects, while it loads the version before, and when it has just done so."""
+    """The version arrives while the instance connects, while it loads the previous version, and
+    just after that.
+    """
 
     async def main() -> None:
         server = FakeServer()

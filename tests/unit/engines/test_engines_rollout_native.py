@@ -65,7 +65,7 @@ def served(
     overlap: bool = False,
     **more: Any,
 ) -> tuple[list[Completion], NativeRollout]:
-    """All completions in the requests' order, and the engine, which has ended."""
+    """Return all completions in the order of the requests, and the engine, which has ended."""
 
     async def run() -> tuple[list[Completion], NativeRollout]:
         engine = NativeRollout(decoder, limits=limits, version="0.1", **more)
@@ -112,8 +112,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_completions_do_not_depend_on_the_batch(
     name: str, changes: dict[str, Any], limits: Limits, overlap: bool
 ) -> None:
-    """However few rows, tokens or pages there are, and whether tokens are read one call late,
-    completions are those of a batch that begins and ends together.
+    """Completions equal a batch that begins and ends together, for any number of rows, tokens and
+    pages.
     """
     decoder = decoder_of(name)
     options = GenerationOptions(**{"max_new_tokens": 25, **changes})
@@ -210,7 +210,7 @@ def test_turns_share_only_computed_cache_cells() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ODD if name != "llama-dynamic-rope"])
 def test_logprobs_equal_the_training_forward_pass(name: str) -> None:
-    """Also of rows that were preempted and of prompts that were read in parts."""
+    """Also covers preempted rows and chunked prompts."""
     decoder = decoder_of(name)
     options = GenerationOptions(max_new_tokens=30, temperature=0.8, stop_token_ids=(STOP, 11))
     texts = prompts(8, 20)
@@ -238,7 +238,9 @@ def test_logprobs_equal_the_training_forward_pass(name: str) -> None:
     ],
 )
 def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
-    """For every family: the same tokens where the margin allows, log-probabilities within 1e-4."""
+    """Every family gives the same tokens unless two are nearly equally likely; log-probabilities
+    agree within 1e-4.
+    """
     from tests.support.decoder_folders import from_hf
 
     model = hf_model(ODD[name], 0)
@@ -272,7 +274,7 @@ def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_logprobs_belong_to_the_sampling_distribution() -> None:
-    """With top-k and top-p, the probabilities of what they leave add up to 1."""
+    """With top-k and top-p, the probabilities of the kept tokens add up to 1."""
     options = GenerationOptions(max_new_tokens=1, top_k=2)
     found, _ = served(decoder_of(), [request(0, (5, 6, 7), options, *range(64))])
     probability = {c.tokens[0]: torch.tensor(c.logprobs[0]).exp().item() for c in found}
@@ -365,9 +367,9 @@ def test_new_weights_take_over_within_a_completion(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [2, 9])
 def test_stale_cache_keeps_older_keys_after_an_update(tmp_path: Path, length: int) -> None:
-    """They have the log-probabilities of the new weights over the keys and values that the old ones
-    have computed (transformers'), and later prompts share nothing of that: also if the first page
-    was not full at the update.
+    """New weights use keys and values of old weights, as in transformers.
+
+    Later prompts share none of them.
     """
     models = [hf_model(ODD["qwen3"], seed) for seed in (1, 2)]
     old, new = (tmp_path / name for name in ("old", "new"))
@@ -408,9 +410,7 @@ def test_stale_cache_keeps_older_keys_after_an_update(tmp_path: Path, length: in
 def test_stale_cache_pages_are_not_shared_with_later_prompts(
     tmp_path: Path,
 ) -> None:
-    """Also those that begin behind the update, because only a part of the prompt was read by then:
-    a later prompt that begins like one of them is read by the new weights alone.
-    """
+    """Also covers prompts of which only a part was prefilled before the update."""
     models = [hf_model(ODD["qwen3"], seed) for seed in (1, 2)]
     old, new = (tmp_path / name for name in ("old", "new"))
     for model, folder in zip(models, (old, new), strict=True):
@@ -476,7 +476,7 @@ def test_updates_at_every_step_do_not_stop_requests(paused: bool) -> None:
 
 
 def test_update_does_not_wait_for_an_ended_request() -> None:
-    """It waits for a token of the version before; the last request ends without one."""
+    """The update waits for a token of the previous version. The last request ends without one."""
 
     async def run() -> None:
         engine = NativeRollout(decoder_of(), version="0.1", limits=Limits(rows=4, step_tokens=4))
@@ -568,7 +568,7 @@ def test_requests_wait_for_weights_and_start_by_priority() -> None:
 
 
 def test_four_thousand_simultaneous_requests_are_served() -> None:
-    """All are served, each with its own stream, in a bounded batch."""
+    """Each request has its own random stream, in a bounded batch."""
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=2, stop_token_ids=(STOP,))
     texts = prompts(40)
     requests = [request(i, texts[i % 40], options, i) for i in range(4000)]
@@ -596,7 +596,7 @@ def test_four_thousand_simultaneous_requests_are_served() -> None:
 def test_requests_that_can_never_be_served_are_rejected(
     prompt: tuple[int, ...], limits: Limits | None, more: dict[str, Any], message: str
 ) -> None:
-    """They fail alone, with the reason; the engine serves the others."""
+    """Only these requests fail, with the reason. The engine serves the other requests."""
     decoder = decoder_of()
     options = GenerationOptions(max_new_tokens=10)
 
@@ -641,7 +641,10 @@ def test_diverged_model_fails_all_requests() -> None:
 def test_partially_read_weights_end_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It serves no mixture of two versions; another architecture is refused and changes nothing."""
+    """The engine serves no mixture of two versions.
+
+    It rejects another architecture without a change.
+    """
     decoder, other = decoder_of(), tmp_path / "other"
     to_hf(decoder_of(seed=1), tmp_path)
     other.mkdir()
@@ -717,7 +720,7 @@ def test_stop_strings_end_completions_across_tokens(least: int, overlap: bool) -
 
 
 def test_stop_string_may_overlap_one_before_the_minimum_tokens() -> None:
-    """Also within characters of which tokens have a part."""
+    """Also covers characters of which each token has only a part."""
     assert ends_with_stop("".join, ["x", "a", "a", "a"], ("aa",))
     assert not ends_with_stop("".join, ["a", "a", "x"], ("aa",))
 
@@ -746,7 +749,10 @@ def test_native_engine_rejects_invalid_limits(wrong: Callable[[], Limits]) -> No
 
 
 def test_cache_stays_within_its_bytes() -> None:
-    """All tensors of the cache together, while rows are preempted, with the same completions."""
+    """The limit covers all tensors of the cache, even with preempted rows.
+
+    Completions stay the same.
+    """
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=20, stop_token_ids=(STOP,))
     requests = [request(i, text, options, i, 50 + i) for i, text in enumerate(prompts(8))]
     wanted, _ = served(decoder, requests)
@@ -760,8 +766,9 @@ def test_cache_stays_within_its_bytes() -> None:
 
 
 def test_gpu_cache_leaves_memory_for_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit it gets a share of what is free, memory that torch holds unused included;
-    with one, exactly that. Where not a page fits, the error says so.
+    """Without a limit, the cache gets a share of the free memory.
+
+    With a limit, it gets exactly the limit.
     """
     decoder: Any = SimpleNamespace(
         config=decoder_of().config,

@@ -122,8 +122,9 @@ def test_no_server_process_outlives_a_kill(tmp_path: Path, killed: str) -> None:
 
 @pytest.mark.parametrize("killed", ["nothing", "server", "everything"])
 def test_only_shared_memory_of_the_server_is_removed(tmp_path: Path, killed: str) -> None:
-    """Also of one that was killed together with its warden, by the next process that makes a folder
-    on the host. Files of other servers stay, whatever their names.
+    """The next process that makes a folder on the host also removes folders of killed servers.
+
+    Other files stay.
     """
     folder, temporary = HostFolder(tmp_path), "tmp"
     (folder.path / temporary).mkdir()

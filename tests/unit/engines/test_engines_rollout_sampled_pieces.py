@@ -21,7 +21,7 @@ def text(tokens: Sequence[int]) -> str:
 
 
 def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[int, Finish]:
-    """How many tokens of the stream a draw has, and how it ends."""
+    """Return how many tokens of the stream a sample has, and how it ends."""
     for count in range(options.min_new_tokens + 1, options.max_new_tokens + 1):
         whole, before = text(stream[:count]), len(text(stream[: count - 1]))
         ends = range(before + 1, len(whole) + 1)
@@ -35,9 +35,7 @@ def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[in
 def answer(
     rest: Sequence[int], options: GenerationOptions, pause: int | None, chance: random.Random
 ) -> tuple[Completion, str]:
-    """What SGLang draws of the stream for one request: strings end it whatever the minimum, and a
-    pause after one more token, which is not looked at.
-    """
+    """Return what SGLang samples of the stream for one request, with stop strings and pauses."""
     tokens: list[int] = []
     finish: Finish | None = None
     stop = ""

@@ -158,7 +158,10 @@ def test_tokens_without_a_probability_are_rejected(value: float) -> None:
 
 
 def test_sleeping_server_wakes_before_it_gets_weights() -> None:
-    """Until then it has no version, so requests wait and its health does not depend on one."""
+    """Until then the server has no version.
+
+    Requests wait, and its health does not depend on a version.
+    """
 
     async def main() -> None:
         dialect = ScriptedDialect()
@@ -260,7 +263,7 @@ def test_paused_engine_stays_paused_after_an_update() -> None:
 
 
 def test_no_request_is_sent_after_a_failed_update() -> None:
-    """Its weights may be a mixture."""
+    """The server's weights may be a mixture."""
 
     async def main() -> None:
         dialect = ScriptedDialect()

@@ -196,7 +196,7 @@ def test_rejected_version_leaves_the_previous_version_in_service(tmp_path: Path)
 
 
 def test_server_with_too_little_memory_for_a_sequence_is_rejected(tmp_path: Path) -> None:
-    """It would cut completions short, which would look like long ones."""
+    """The server would truncate completions without a sign."""
     message = r"server 0 cannot be used: .*accepts at most 16 tokens .* this run may need 17"
     with pytest.raises(UsageError, match=message):
         within(tmp_path, never, context=17)
@@ -204,9 +204,7 @@ def test_server_with_too_little_memory_for_a_sequence_is_rejected(tmp_path: Path
 
 @pytest.mark.parametrize("lacks", ["memory", "weights"])
 def test_server_starts_again_after_an_unusable_restart(tmp_path: Path, lacks: str) -> None:
-    """Others may hold memory of its GPU for a while; servers answer status 400 also for a full
-    disk. The next start serves.
-    """
+    """Other programs may use memory of its GPU for a while. The next start serves requests."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         if lacks == "memory":
@@ -367,7 +365,7 @@ def test_server_that_a_request_crashes_is_not_restarted_forever(tmp_path: Path) 
 
 
 def test_abort_ends_a_request_even_without_a_running_server(tmp_path: Path) -> None:
-    """It gets what was drawn; of a start that has ended, nothing, without waiting for the next."""
+    """The request returns the sampled tokens, or none if its server start has ended."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         first = engine.submit(request("first"))
@@ -440,10 +438,7 @@ def test_server_that_does_not_free_its_memory_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_server_that_does_not_wake_is_restarted(tmp_path: Path, dies: bool) -> None:
-    """It may answer probes all the same, or have ended because of it.
-
-    The next start gets the weights, and requests are answered.
-    """
+    """The server may still answer probes, or may have ended. The next start gets the weights."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         await engine.sleep()

@@ -1,4 +1,4 @@
-"""What a server of the run's own is started with, whatever the job's environment has."""
+"""Tests of the command and environment with which slurmrl starts a managed server."""
 
 from __future__ import annotations
 

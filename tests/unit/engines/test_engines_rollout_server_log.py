@@ -1,4 +1,4 @@
-"""What is found in logs of servers, of the forms that SGLang and vLLM write."""
+"""Tests of the errors that are found in logs of SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ LOGGED = "ERROR 11-23 09:00:00 [a.py:1] no kernel for this GPU\nINFO 11-23 09:00
     ],
 )
 def test_log_error_comes_from_the_process_that_failed_first(text: str, error: str) -> None:
-    """Not that of the one that waited for it, unless nothing else is known."""
+    """The error is not from the process that waited for it, unless no other error is known."""
     assert last_error(text.splitlines()) == error
 
 
 def test_only_the_end_of_the_log_of_a_start_is_read(tmp_path: Path) -> None:
-    """Not an error of an earlier start, or far above. A log that is gone counts as empty."""
+    """Errors of an earlier start, or far above, are ignored. A missing log counts as empty."""
     path = tmp_path / "server.log"
     path.write_text(SGLANG)
     begin = path.stat().st_size
@@ -150,7 +150,7 @@ def test_errors_are_classified_as_host_or_program_faults(error: str, of_the_host
 
 
 def test_errors_that_differ_only_in_numbers_are_equal() -> None:
-    """They differ from start to start: ports, addresses, free bytes."""
+    """Ports, addresses and free bytes differ from start to start."""
     kinds = {
         ServerLog(Path("log"), (), f"RuntimeError: 0x{number:x}: {number} bytes are missing").kind
         for number in (7, 3000, 65536)
@@ -166,8 +166,9 @@ def failed(*endings: EndedStart) -> FailedStarts:
 
 
 def test_server_is_abandoned_only_after_a_repeated_error_without_answers() -> None:
-    """However long each start was ready, if it was asked nothing; an answer or another error in
-    between begins the count again.
+    """The time of a start does not count if it got no request.
+
+    An answer or another error resets the count.
     """
     same = EndedStart(reason="", error="E", served_s=100.0)
     assert failed(same, same, same).hopeless

@@ -1,4 +1,4 @@
-"""What is asked of SGLang and read from its replies. (tests/engines has a real server.)"""
+"""Tests of requests to SGLang and of its replies. (tests/engines has a real server.)"""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_stop_string_is_found_in_the_last_token_before_a_second_pause() -> None:
 
 
 def test_completion_paused_at_the_context_length_ends() -> None:
-    """Nothing is left to request."""
+    """No tokens are left to request."""
 
     async def work() -> Completion:
         server = ScriptedServer({**INFO, "max_req_input_len": 4})
@@ -256,7 +256,7 @@ def test_completion_cut_inside_a_character_begins_again() -> None:
 
 
 def test_abort_ends_a_completion_even_if_the_server_is_paused() -> None:
-    """It returns the tokens drawn so far."""
+    """The request returns the tokens sampled so far."""
 
     async def work() -> Completion:
         server = ScriptedServer()
@@ -297,7 +297,7 @@ def masked(masks: list[list[int]]) -> dict[str, Any]:
 
 
 def test_sampling_masks_are_requested_and_read_with_masked_probabilities() -> None:
-    """Without masks, log-probabilities are under all tokens."""
+    """Without masks, log-probabilities are relative to all tokens."""
     asked = draw(top_k=3, masks=True)
     body = request_body(asked)
     assert body["return_sampling_mask"]
@@ -374,13 +374,13 @@ def test_experts_are_read_only_for_layers_with_experts() -> None:
 def test_experts_of_other_tokens_or_models_are_rejected(
     answer: dict[str, Any], message: str
 ) -> None:
-    """Those of a layer that was not recorded are zeros, which are no two experts."""
+    """Experts of a layer without a record are zeros, which are not two different experts."""
     with pytest.raises(RunFailedError, match=message):
         experts_of(answer)
 
 
 def test_completion_takes_the_experts_of_its_last_segment() -> None:
-    """It has read the tokens of the others."""
+    """The last segment has prefilled the tokens of the others."""
     drawing = PiecewiseSampling(draw(experts=True))
     rows = np.full((5, 3, 2), [0, 1])
     for answer in (reply([3, 4], "abort"), routed(rows, reply([3, 4], "length"))):
@@ -425,7 +425,7 @@ RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, 
 def test_servers_without_correct_expert_records_are_rejected(
     info: Mapping[str, Any], message: str | None
 ) -> None:
-    """Only where they are needed."""
+    """Servers are rejected only if records are needed."""
     for needed in (False, True):
         model = replace(MODEL, experts=needed)
         refuses = pytest.raises(UsageError, match=message) if needed and message else nullcontext()
@@ -480,7 +480,7 @@ def test_server_of_another_model_is_rejected_before_requests(
 def test_server_of_another_model_size_is_rejected_if_visible(
     tmp_path: Path, changes: dict[str, int], message: str | None
 ) -> None:
-    """It would load the weights of a model with fewer layers silently."""
+    """The server would silently load the weights of a model with fewer layers."""
     sizes = {**ARCHITECTURE, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, **changes}))
     model = ServedModel.of(
@@ -550,7 +550,7 @@ def test_pause_mode_depends_on_server_version_and_requests(
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_request_aborted_while_waiting_has_no_masks(masks: bool) -> None:
-    """Its tokens cannot be used without their probabilities."""
+    """The tokens are useless without their probabilities."""
     answer = reply([3, 4], "abort", message="Abort in waiting queue")
     made, _ = read_reply("server", answer, draw(top_k=3, masks=masks))
     tokens = made.tokens
@@ -561,9 +561,9 @@ def test_request_aborted_while_waiting_has_no_masks(masks: bool) -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_update_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) -> None:
-    """In the middle of a batch SGLang would end, or refuse the update as if the weights were wrong.
+    """During a batch, SGLang would exit or reject the update.
 
-    A batch that does not end is a failure of the server, not a user's error.
+    A batch that does not end is a failure of the server.
     """
 
     async def work() -> list[str]:
@@ -598,7 +598,7 @@ def test_update_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) -
 def test_servers_with_weights_in_another_format_are_not_checked(
     info: Mapping[str, Any], reason: str | None
 ) -> None:
-    """Their parameters differ from the files without a fault."""
+    """The parameters differ from the files although the weights are right."""
     digest = digest_of(info)
     assert isinstance(digest, str) == (reason is not None)
     assert reason is None or reason in str(digest)
@@ -606,10 +606,7 @@ def test_servers_with_weights_in_another_format_are_not_checked(
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])
 def test_checksums_omit_the_draft_model(version: str) -> None:
-    """Of a draft model, which a server may have beside it.
-
-    From 0.5.21 on, a rank reports both together.
-    """
+    """A server may have a draft model. From 0.5.21 on, a rank reports both models together."""
     place = {"tp_rank": 1, "tp_size": 2, "pp_rank": 0, "rank": 1}
     places = [{**place, "role": "target"}, {**place, "role": "draft"}]
     ranks: list[object] = [{"checksums": {"a": "1", "draft.a": "2"}, "parallelism_info": places}]

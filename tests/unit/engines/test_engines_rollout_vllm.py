@@ -1,4 +1,4 @@
-"""What vLLM's answers are taken for, and servers that cannot be used."""
+"""Tests of the interpretation of vLLM's answers, and of unusable servers."""
 
 from __future__ import annotations
 
@@ -184,9 +184,7 @@ def test_unusable_server_is_rejected_with_the_missing_feature(
 def test_cpu_server_is_rejected_if_it_does_not_update_weights(
     more: dict[str, Any], message: str, device: str, refused: bool
 ) -> None:
-    """It would sample with the old vocabulary projection, or read new experts as packed ones, or
-    lack a kernel.
-    """
+    """The server would sample with the old output layer, misread new experts, or lack a kernel."""
     config = ModelConfig.from_hf({**ARCHITECTURE, "vocab_size": VOCABULARY, **more})
     model = ServedModel.of(weights_config(config, "float32"), text=False, experts=False)
     settings = {**SERVER["GET /server_info"]["vllm_config"], "device_config": {"device": device}}

@@ -220,7 +220,7 @@ def test_experts_are_stacked_and_split_like_in_servers(
 
 
 def report(made: dict[str, Tensor]) -> list[Held]:
-    """What a server reports that holds these weights as they are in the files."""
+    """Return the report of a server that holds these weights in the form of the files."""
     names = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight")
     held = {f"{LAYER}.{name}": sha256(made[f"{LAYER}.{name}"]) for name in names}
     return [Held(TensorPart(), {**held, f"{LAYER}.mlp.experts.w2_weight": "0"})]
@@ -261,8 +261,8 @@ def test_server_with_wrong_weights_is_named(
 def test_parameters_in_another_format_are_compared_only_between_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They have changed with the first weights of a server and are not the expected ones: a kernel
-    has reordered them, or checksums are of another kind.
+    """The parameters changed with the first weights but differ from the files, because a kernel
+    reordered them.
     """
     first, second = version(tmp_path), version(tmp_path, "2.1", seed=1)
     checks, dummy = WeightChecks(own=True), report(tensors(6))
@@ -289,7 +289,7 @@ def test_server_may_be_restarted_on_fewer_gpus(tmp_path: Path) -> None:
 def test_server_of_another_dtype_is_compared_after_rounding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, server: str
 ) -> None:
-    """It rounds what it reads, so all of its known parameters are still compared."""
+    """The server rounds the weights, so all of its known parameters are still compared."""
     first, second = version(tmp_path), version(tmp_path, "2.1", seed=1)
     dtype = torch.bfloat16 if "bf" in server else torch.float16
     checks = WeightChecks()
@@ -327,7 +327,9 @@ def test_checksums_are_computed_on_the_cpu_if_the_gpu_is_full(tmp_path: Path) ->
 def test_server_is_checked_after_each_version_or_only_the_first(
     tmp_path: Path, first_only: bool
 ) -> None:
-    """At first, a server that starts without weights is also asked for what it replaces."""
+    """At first, a server that starts without weights also reports the checksums of the weights that
+    it replaces.
+    """
     asked = 0
 
     async def ask() -> list[Held]:
@@ -350,7 +352,7 @@ def test_server_is_checked_after_each_version_or_only_the_first(
 def test_server_without_checksums_is_not_checked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said. Of one that has done so before, a refusal is an error."""
+    """The log reports this. If the server reported checksums before, a refusal is an error."""
     checks = WeightChecks()
     refuses = False
 
@@ -382,9 +384,8 @@ def test_server_without_checksums_is_not_checked(
 def test_server_with_an_output_layer_missing_in_the_files_is_rejected(
     tmp_path: Path, own: bool
 ) -> None:
-    """It ignores `tie_word_embeddings`, as SGLang does for qwen3_moe, and would keep random values.
-
-    Layers of a pipeline have a copy of the embedding; only servers of others can be pipelines.
+    """The server ignores `tie_word_embeddings`, as SGLang does for qwen3_moe, and would keep random
+    values.
     """
     made = version(tmp_path)
     name = "model.embed_tokens.weight"

@@ -1,5 +1,5 @@
-"""How often the host would wait for a GPU: a few times for each training step and every few tokens
-of generation, but never for a micro-batch, a layer or a token.
+"""Tests of host waits for a GPU: few per training step and token group, none per micro-batch, layer
+or token.
 """
 
 from __future__ import annotations

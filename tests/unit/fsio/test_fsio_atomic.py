@@ -321,7 +321,9 @@ def test_reading_a_file_takes_four_operations(tmp_path: Path) -> None:
 
 
 def test_file_written_in_parts_is_old_or_new_after_any_error(tmp_path: Path) -> None:
-    """Whichever operation fails, before or after it happened, and if the parts themselves do."""
+    """Covers an error of each operation, before or after its effect, and of the parts
+    themselves.
+    """
     path = tmp_path / "file"
     sound = Faulty()
     atomic.replace_by_parts(path, (b"old",), calls=sound)

@@ -1,4 +1,4 @@
-"""Which weights led to those of the newest incarnation."""
+"""Tests of the sequence of weights that led to the newest incarnation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_incarnation_without_a_commit_leaves_no_valid_steps() -> None:
 
 @pytest.mark.parametrize("base", [{"base": "2.1"}, {}])
 def test_damaged_commit_is_rolled_back(base: dict[str, Any]) -> None:
-    """Also in records of older programs, which do not name what they resume from."""
+    """Also covers records of older programs, which do not name the resumed commit."""
     found = lineage(begin(1), commit(2, 1), commit(4, 1), delete(4, 1, 1), begin(2, **base))
     assert found.has(2, 1)
     assert not found.has(4, 1)

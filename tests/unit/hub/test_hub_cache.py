@@ -83,7 +83,7 @@ def test_commit_is_downloaded_once_and_then_found_offline(
 def test_repository_problems_are_explained(
     hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with a token, which is written nowhere below the root."""
+    """Also covers a token, which is written nowhere below the root."""
     hub.commit(
         "datasets/org/sums", {"README.md": SUBSETS, "easy/a.jsonl": LINES, "hard.csv": "a\n1"}
     )
@@ -141,9 +141,9 @@ def test_interrupted_download_is_not_used_and_is_resumed(hub: Hub, cache: HubCac
 def test_cached_commit_with_lost_files_is_downloaded_again(
     hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same commit with the same bytes, after the branch has moved on.
+    """The same commit is downloaded again, even after the branch has moved.
 
-    Without a network it is not taken for whole, and the next call tries again.
+    Without a network, the next call retries.
     """
     commit = hub.commit("datasets/org/sums", {"train.jsonl": LINES * 50, "test.jsonl": LINES})
     folder = cache.fetch(parse("hf://datasets/org/sums", HubKind.DATASET))

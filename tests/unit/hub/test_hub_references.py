@@ -55,7 +55,7 @@ def site(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 
 def test_plan_downloads_only_the_config_and_submit_downloads_all(site: Site) -> None:
-    """Then a plan needs nothing any more."""
+    """After that, a plan needs no download."""
     planned = site.load(planning=True)
     assert [
         (problem.key, problem.message.partition(" is not")[0]) for problem in planned.missing

@@ -42,7 +42,7 @@ def test_copied_example_appears_complete_or_not_at_all(
 
 
 def test_missing_examples_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the copy in a run directory is."""
+    """The copy in a run directory has no examples."""
     monkeypatch.setattr(initial_files, "EXAMPLES", tmp_path / "examples")
     with pytest.raises(EnvironmentFailure, match="without its examples"):
         initial_files.copy_examples(tmp_path / "copy")

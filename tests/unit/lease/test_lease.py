@@ -161,7 +161,7 @@ def test_lease_note_is_written_with_the_counter_and_never_hides_it(watcher: Watc
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
 def test_lease_file_is_recreated_if_replaced_by_something_else(tmp_path: Path, kind: str) -> None:
-    """Also a folder with content, and more than once."""
+    """Also covers a folder with content, and repeated replacement."""
     lease = Lease(tmp_path / "lease")
     lease.beat()
     for _ in range(2):

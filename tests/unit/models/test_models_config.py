@@ -378,7 +378,7 @@ ORIGINAL = "original_max_position_embeddings"
     ],
 )
 def test_rotary_frequencies_equal_transformers(stated: dict[str, Any]) -> None:
-    """Both forms of the rotary fields in one file, and lengths beside them; an export, too."""
+    """Covers both forms of the rotary fields in one file, with lengths, and an export."""
     values = {**LLAMA, "max_position_embeddings": 64, **stated}
     ours = ModelConfig.from_hf(values)
     assert ours.rope is not None

@@ -194,7 +194,7 @@ def test_decoder_from_the_meta_device_keeps_its_positions() -> None:
 
 
 def test_bfloat16_decoder_has_float32_logits() -> None:
-    """In decoding as in training; the products are exact, so only their sums are rounded."""
+    """This holds in decoding and training. Products are exact, so only their sums are rounded."""
     decoder = small_decoder("llama").to(torch.bfloat16)
     paged = PagedDecoder(decoder, page=8)
     paged.cache.grow(2)

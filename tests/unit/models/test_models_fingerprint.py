@@ -41,7 +41,7 @@ class Trained:
 def test_export_fingerprint_equals_the_sum_over_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, head: Head
 ) -> None:
-    """Of the weights in the type in which ranks keep them. One other bit is noticed."""
+    """The fingerprint covers weights in the type of the ranks. One changed bit changes it."""
     monkeypatch.setattr(model_tensors, "BLOCK", 50)
     config = ModelConfig.from_hf({**BASE, **ODD[family]})
     decoder = build(config, "lm")

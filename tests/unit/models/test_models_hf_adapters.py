@@ -50,7 +50,7 @@ KERNELS = {"mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"}
 
 
 def read(folder: Path, family: str) -> HFModel:
-    """In float64, which products of stacked experts do not have."""
+    """Compute in float64, which products of stacked experts lack."""
     values = tiny(family)
     config = HFConfig.from_hf(values)
     dtype = torch.float32 if EXPERTS & values.keys() else torch.float64
@@ -168,7 +168,7 @@ def test_outputs_gradients_and_exports_equal_peft(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_targets_equal_peft(family: str) -> None:
-    """They are all linear layers in a family that PEFT has no default for."""
+    """If PEFT has no default for a family, the targets are all linear layers."""
     found = adapted_shapes(tiny(family), "lm", Lora())
     model = tiny_model(family)
     if family in PEFTS:
@@ -190,7 +190,7 @@ def test_default_targets_equal_peft(family: str) -> None:
 
 
 def test_table_of_defaults_equals_peft() -> None:
-    """Its families are PEFT's that transformers has as causal models."""
+    """The table has PEFT's families that transformers has as causal models."""
     known = {name: tuple(PEFTS[name]) for name in PEFTS if name in DEFAULTS}
     assert known == DEFAULTS
     causal = {name for name in PEFTS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}

@@ -267,7 +267,7 @@ def test_families_that_servers_cannot_load_are_rejected(
 
 
 def test_config_of_servers_has_the_class_and_vocabulary_of_the_model() -> None:
-    """Whatever a folder states, such as the class of a model without a head."""
+    """This holds whatever the folder states, for example the class of a model without a head."""
     made = complete(HFConfig.from_hf({**GEMMA2, "architectures": ["Gemma2Model"]}))
     assert made.values["architectures"] == ["Gemma2ForCausalLM"]
     assert (made.vocab_size, made.tie_embeddings) == (VOCABULARY, True)

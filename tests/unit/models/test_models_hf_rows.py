@@ -228,7 +228,7 @@ def test_generation_is_not_tested_after_another_rank_failed_to_read(
 
 
 def test_recomputation_does_not_disable_the_generation_cache() -> None:
-    """In training mode, layers that recompute ignore the cache."""
+    """In training mode, layers that recompute would ignore the cache."""
     ids, cu = batch()
     model = built(tiny("qwen3"))
     plain = model(ids, cu, max(LENGTHS))

@@ -16,9 +16,7 @@ EDGES = ((0, 1, 8, 8, 21), (0, 2, 5, 67))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 3, 16])
 def test_merging_parts_equals_merging_the_whole_bit_by_bit(dtype: torch.dtype, rank: int) -> None:
-    """In odd parts of rows and columns, in blocks of one row, and by NumPy, for weights whose
-    product is as large as they are.
-    """
+    """Parts have odd rows and columns or one row, for weights as large as their product."""
     generator = torch.Generator().manual_seed(rank)
     rows, columns = (edges[-1] for edges in EDGES)
     weight = torch.randn(rows, columns, generator=generator).to(dtype)

@@ -86,7 +86,7 @@ def tokens() -> list[Tensor]:
 
 
 def in_one_piece() -> list[Tensor]:
-    """The same gradients from all router logits at once, by the formula."""
+    """Return the gradients from all router logits at once, by the formula."""
     made, _ = blocks()
     inputs, losses = tokens(), []
     for block, x in zip(made, inputs, strict=True):

@@ -111,7 +111,7 @@ def test_placeholder_token_without_image_is_read_as_text(
 def test_text_outputs_are_unchanged_by_earlier_image_batches(
     family: str, videos: bool, tmp_path: Path
 ) -> None:
-    """Some models of transformers remember the positions of the last images."""
+    """Some models of transformers store the positions of the last images."""
     prompts = random_prompts(tmp_path, family, videos=videos)
     model = prompts.model
     ids = torch.arange(30)
@@ -191,7 +191,7 @@ def test_transformers_loads_files_with_the_image_encoder(family: str, tmp_path: 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 def test_value_model_of_an_image_family_reads_text(family: str, tmp_path: Path) -> None:
-    """It has an image encoder, but no images."""
+    """The model has an image encoder, but no images."""
     values = write_processor(tmp_path, family)
     model = HFModel(HFConfig.from_hf(values), "value", source=None, seed=3, dtype=torch.float32)
     cu = torch.tensor([0, 5], dtype=torch.int32)

@@ -52,7 +52,7 @@ def compare(trial: CommittedTrial, step: int) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, family: str) -> None:
-    """Whatever the files of the family call, stack, fuse or transpose."""
+    """This holds for all names and forms of tensors in the family's files."""
     values = {**BASE, **ODD[family], "eos_token_id": 3}
     if family.startswith("gpt2"):
         values = {key: value for key, value in values.items() if key not in LLAMA_ONLY}
@@ -66,9 +66,9 @@ def test_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, family:
 
 
 def test_adapters_are_merged_with_their_own_base_model(tmp_path: Path) -> None:
-    """It may be a pinned checkpoint of adapters itself.
+    """The base model may be a pinned checkpoint of adapters.
 
-    Without it there is one message that names it.
+    If it is missing, one message names it.
     """
     base = tmp_path / "base"
     values = {**BASE, "model_type": "llama"}
@@ -90,7 +90,7 @@ def test_adapters_are_merged_with_their_own_base_model(tmp_path: Path) -> None:
 
 
 def test_transformers_model_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
-    """With its constants, and as the built-in decoder too."""
+    """Covers constants, and the built-in decoder."""
     values = {**BASE, "model_type": "qwen2", "tie_word_embeddings": False}
     made = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=7, dtype=torch.float32)
     with torch.no_grad():

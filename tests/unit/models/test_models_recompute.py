@@ -33,7 +33,7 @@ def test_attention_kernel_results_are_kept_from_the_first_call() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """How many matrix products and attentions run."""
+    """Number of matrix products and attention calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ def test_selective_recomputation_repeats_only_listed_products(
     attentions: int,
     dtype: torch.dtype,
 ) -> None:
-    """Of each layer's seven: ``selective`` repeats those to the inner units, ``full`` all but the
-    last one, whose result no gradient needs.
+    """Of seven products per layer, ``selective`` repeats the first ones of the feed-forward part,
+    and ``full`` all but the last.
     """
     decoder = small_decoder("llama").to(dtype)
     decoder.use(mode)

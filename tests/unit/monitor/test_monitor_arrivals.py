@@ -57,9 +57,7 @@ def evaluated(run: FakeRun, step: int, value: float, suite: str | None = None) -
 def test_each_sink_gets_each_evaluation_once_despite_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever comes first, wherever processes are killed on the way, and also those that are new
-    in the configuration.
-    """
+    """This holds for any order and any kill, and for sinks that the configuration adds later."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = trained(tmp_path, tensorboard=True)
     paths = run.paths

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 def test_unreadable_summary_is_left_out(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its host's file system does not answer for a while; the status of the trial does."""
+    """The file system of its host does not answer for a while, but the trial's does."""
     summary = evaluation(run.paths, "add-1-step-40", "step-00000040.2-checkpoint", loss=2.0)
     stat = Path.stat
 
@@ -40,7 +40,7 @@ def test_unreadable_summary_is_left_out(run: FakeRun, monkeypatch: pytest.Monkey
 
 
 def test_evaluated_checkpoints_have_lines(run: FakeRun) -> None:
-    """By the names of evaluations during training, and those of a suite by the suite's."""
+    """The lines use the names of evaluations during training, and of the suite."""
     paths = run.paths
     several = {"avg@4": 0.5, "pass@4": 0.7}
     evaluation(paths, "add-1-step-20", "step-00000020.1-checkpoint", **several)

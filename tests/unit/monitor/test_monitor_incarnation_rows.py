@@ -291,10 +291,7 @@ def test_row_shows_steps_commits_and_hosts(run: FakeRun) -> None:
 
 
 def test_row_counts_steps_lost_by_a_kill(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first the metrics show them, later the event of the incarnation that does them again.
-
-    The useful time leaves them out at once, and the time in which they ran counts.
-    """
+    """At first the metrics show them, later the event of the incarnation that repeats them."""
     now = [1000.0]
     monkeypatch.setattr("time.time", lambda: now[0])
     start(run)
@@ -348,7 +345,7 @@ def test_only_the_newest_incarnations_are_shown(run: FakeRun) -> None:
 
 
 def test_cancelled_run_is_not_reported_as_preempted(run: FakeRun) -> None:
-    """Its processes get the signal that preempted ones get."""
+    """Its processes get the same signal as preempted processes."""
     number = start(run)
     run.end(Kind.CANCELLED, reason="cancelled by me")
     run.name(keys.warned(number), signal="SIGTERM", cause="preemption")

@@ -63,7 +63,7 @@ def test_no_logs_are_listed_before_the_first_write(tmp_path: Path) -> None:
 
 
 def test_logs_of_one_incarnation_are_listed(run: FakeRun) -> None:
-    """Those of all its agents, and of the master that the first of them started."""
+    """The logs of all agents and of the master are listed."""
     for name in ("0.0.log", "0.9.log", "0.10.log"):
         run.log(name, name, group="master")
     for number, host in ((0, "n0"), (9, "n1"), (10, "n2")):

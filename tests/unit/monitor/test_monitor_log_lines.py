@@ -77,7 +77,7 @@ def test_lines_of_all_processes_are_sorted_by_time_with_tracebacks(
 def test_lines_are_selected_by_level_process_time_and_number(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By level, which keeps tracebacks that nobody announced; by process, time, and number."""
+    """The selection by level keeps tracebacks without a log line."""
     shown = logs(capsys, "--level", "warning")
     assert [line.strip().split("  ")[-1] for line in shown] == [
         "it failed",
@@ -114,7 +114,10 @@ def test_json_lines_have_documented_fields(
 def test_newest_lines_are_read_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: Wanted
 ) -> None:
-    """Of a long file only the end is read, and of a file cut just now also the part before."""
+    """Only the end of a long file is read.
+
+    For a file that was just rotated, the previous part is read too.
+    """
     path = tmp_path / "0.0.log"
     old, new = f"{DAY} 13:00:00,000 [rank 0] INFO old\n", f"{DAY} 14:00:00,000 [rank 0] INFO"
     rotated(path).write_text(old * 100_000 + f"{new} first\ndetail\n")
@@ -136,7 +139,7 @@ def test_newest_lines_are_read_from_the_end(
 
 
 def test_follow_continues_after_the_newest_lines(tmp_path: Path) -> None:
-    """Also within an entry, whose process the lines that follow still have."""
+    """Following lines of the same entry keep its process."""
     path = tmp_path / "0.0.log"
     path.write_text(f"one\n{DAY} 14:00:00,000 [rank 3] WARNING two\n")
     reader = OutputReader(Wanted(process="rank 3"), 1)

@@ -105,7 +105,7 @@ def test_overview_is_not_written_for_an_unreadable_trial(run: FakeRun) -> None:
 
 
 def test_unreadable_overview_hides_no_trial(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a list nor the end of a job fails by it."""
+    """Neither a list of trials nor the end of a job fails because of it."""
     ENDS["cancelled"](run)
     overview.keep_overview(run.paths)
     truth = shown(run.paths, collect)

@@ -153,7 +153,7 @@ def test_each_sink_has_each_committed_step_once_despite_kills(
 def test_emptied_or_new_sink_gets_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files were removed, or the trial was resumed with another experiment."""
+    """The sink's files were removed, or the trial was resumed with another experiment."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     paths = FakeRun(tmp_path / "runs").paths
     settings = load_settings(write_config(tmp_path), [], root=tmp_path / "runs")

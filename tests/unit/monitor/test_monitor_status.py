@@ -57,7 +57,7 @@ def look(run: FakeRun, *tasks: TaskState, **more: Any) -> dict[str, Any]:
 
 
 def test_status_shows_rollout_tasks_of_a_running_trial(run: FakeRun) -> None:
-    """As the master tells; the pace is the mean of what a task has counted."""
+    """The numbers come from the master. The speed is the mean of a task's counts."""
     incarnation = run.begin()
     run.attempt("41_1")
     works = RolloutTaskView(
@@ -81,7 +81,7 @@ def test_status_shows_rollout_tasks_of_a_running_trial(run: FakeRun) -> None:
 
 
 def test_rollout_tasks_have_their_own_last_error(run: FakeRun) -> None:
-    """That of the attempt that an element last made. Slurm has a reason of its own."""
+    """The error comes from the last attempt of an element. Slurm may have another reason."""
     groups = [
         {"name": "trainer", "hosts": 1, "elastic": False},
         {"name": "rollout", "hosts": 2, "elastic": True},
@@ -423,10 +423,7 @@ def test_total_steps_of_an_offline_pass_come_from_the_master(
 
 
 def test_finished_offline_pass_has_the_number_of_steps_of_its_dataset(tmp_path: Path) -> None:
-    """Also in a trial that an older version has submitted with the limit.
-
-    A submission with another one counts before its master reports.
-    """
+    """Also covers a trial that an older version submitted with the limit."""
     run = FakeRun(tmp_path)
     run.submission(total_steps=100)
     run.say(run.begin(submission=1), step=6, total_steps=6)

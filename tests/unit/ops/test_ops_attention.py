@@ -153,7 +153,7 @@ class FlashAttn(ModuleType):
 def test_installed_flash_attn_is_preferred(
     window: int | None, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has to be asked for gradients that do not depend on the order of additions."""
+    """flash-attn needs an option for gradients that do not depend on the order of additions."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     module = FlashAttn("flash_attn")
     module.__spec__ = ModuleSpec("flash_attn", None)

@@ -311,7 +311,7 @@ print(discounted_sums(torch.ones(3), torch.tensor([0, 3]), 1.0).tolist())
 def test_host_without_compilers_uses_the_library_of_another_host(
     bare_host: Path, made: Recipe, tmp_path: Path
 ) -> None:
-    """In a separate process, because a library can be loaded only once."""
+    """The test runs in a separate process, because a library can be loaded only once."""
     bare_host.mkdir(mode=0o700)
     whole = libraries.library(made, CACHE, libraries.host_folder())
     shutil.copy(whole, bare_host / f"{libraries.stem(Half.CPU)}-0000.so")
@@ -471,7 +471,7 @@ def test_log_announces_a_build_and_the_command_to_do_it_earlier(
 def test_rank_status_shows_compilation_or_waiting_for_one(
     cache: Path, host: Path, made: Recipe
 ) -> None:
-    """Only while it does, and then what it did before, whether the build fails or not."""
+    """The status returns to the previous activity afterwards, even if the build fails."""
     alone = copy_context()
     activity = alone.run(new_activity)
     activity.begin("actor_gen", 3)

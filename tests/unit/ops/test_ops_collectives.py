@@ -1,4 +1,4 @@
-"""Which functions of torch.distributed the collectives call."""
+"""Tests of the functions of torch.distributed that the collectives call."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_moving_average_converts_dtypes(
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
 def test_conversions_round_like_torch(source: torch.dtype, target: torch.dtype) -> None:
-    """All 16-bit patterns and the midpoints between them: ties, subnormals, infinities."""
+    """Covers all 16-bit patterns and the midpoints between them: ties, subnormals, infinities."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     every = torch.cat([bits.view(torch.float16).float(), bits.view(torch.bfloat16).float()])
     between = torch.cat([every.nextafter(torch.tensor(x)) for x in (float("inf"), -float("inf"))])

@@ -70,7 +70,7 @@ def test_gradient_may_be_taken_for_one_input() -> None:
 
 
 def test_logits_of_bfloat16_inputs_are_float32() -> None:
-    """Only the sums of exact products are rounded, to float32; gradients have the inputs' dtype."""
+    """Only the sums of exact products are rounded, to float32. Gradients have the inputs' dtype."""
     hidden, weight, targets = random_inputs(torch.bfloat16)
     hidden.requires_grad_()
     logp, entropy = logprobs_and_entropy(hidden, weight, targets)

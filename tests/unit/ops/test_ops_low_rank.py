@@ -13,7 +13,7 @@ def drawn(tokens: int, first: int = 0, rate: float = 0.3) -> Dropout:
 
 
 def test_low_rank_gradients_equal_plain_products() -> None:
-    """Also by finite differences, with dropout, whose mask the backward pass draws again."""
+    """Also covers finite differences, and dropout, whose mask the backward pass recomputes."""
     generator = torch.Generator().manual_seed(0)
     x, a, b = (
         torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)

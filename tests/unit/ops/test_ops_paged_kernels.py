@@ -104,7 +104,7 @@ def test_paged_attention_equals_float64(
 def test_sinks_take_part_once(
     window: int | None, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In rows that are split, too."""
+    """Also covers split rows."""
     monkeypatch.setattr(paged_kernels, "_multiprocessors", lambda device: processors)
     inputs = case((*LENGTHS[1:], 60, 61), (*range(len(LENGTHS) - 1), 8, 8), 6, 2, 20)
     sinks = torch.linspace(-3, 30, 6)
@@ -130,7 +130,7 @@ def test_queries_may_be_slices_and_scores_may_be_large() -> None:
 def test_one_long_row_may_be_split_many_times(
     launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that are left without cells, since the bound of a graph is not reached."""
+    """Also covers parts without cells, if the bound of a graph is not reached."""
     inputs = case((1500, 3), (0, 1), 2, 1, 16)
     options: dict[str, Any] = {"page": PAGE, "longest": 8192, "scale": 0.3, "window": None}
     paged_attention(*inputs, **options)
@@ -167,7 +167,7 @@ def generated(name: str, options: GenerationOptions, limits: Limits) -> Generati
 def test_completions_equal_torch(
     name: str, graphs: bool, launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With prompts that are read in parts, shared prompts, and decode in graphs of fixed shapes."""
+    """Covers chunked prompts, shared prompts, and decoding in graphs of fixed shapes."""
     options = GenerationOptions(max_new_tokens=8, temperature=0.8, stop_token_ids=(3,))
     limits = Limits(rows=8, step_tokens=12, page_tokens=4)
     found: list[GenerationOutput] = []

@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def results(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """What a function gives, and the gradients of its inputs."""
+    """Return the result of a function, and the gradients of its inputs."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
     out.backward(numbers(*out.shape, seed=9).to(out.dtype))  # type: ignore[no-untyped-call]

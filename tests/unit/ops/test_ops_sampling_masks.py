@@ -83,9 +83,7 @@ def test_masked_logprobs_equal_the_restricted_distribution(
 
 
 def test_packed_sequences_keep_the_mask_of_each_token() -> None:
-    """Not that of the token before it, whose hidden state it is drawn from; from hidden states
-    and from logits.
-    """
+    """The mask does not belong to the previous token. Covers hidden states and logits."""
     hidden, weight, targets, masks = inputs()
     rest = [token for token in range(TOKENS) if token not in CU_SEQLENS[:-1].tolist()]
     before = torch.tensor(rest) - 1
@@ -111,10 +109,7 @@ class _Ranks:
 
 
 def test_vocabulary_parallel_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds even if a rank has no token of a mask.
-
-    Each rank's statistics are computed first, and given to all as the group would.
-    """
+    """This holds even if a rank has no token of a mask."""
     hidden, weight, targets, masks = inputs()
     each = -(-VOCABULARY // 4)
     parts = weight.split(each)

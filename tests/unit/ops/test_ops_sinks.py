@@ -67,7 +67,7 @@ LENGTHS, ROWS = (40, 1, 17, 16, 15, 64, 5), (0, 1, 2, 2, 3, 4, 3)
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_cached_attention_equals_float64(kv_heads: int, window: int | None) -> None:
-    """In the compiled form and in torch's."""
+    """Covers the compiled and the torch implementation."""
     inputs = case(LENGTHS, ROWS, 4, kv_heads, 20, unread=1e4)
     wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     wanted = reference(*wide, PAGE, 64, SCALE, window, SINKS.double())

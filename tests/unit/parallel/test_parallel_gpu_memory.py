@@ -42,7 +42,7 @@ class Card:
         self.now += seconds
 
     def wait(self, *, exclusive: bool = True) -> float:
-        """How long it took."""
+        """Return the seconds of a wait."""
         device.wait_until_free(
             DEVICE, exclusive=exclusive, clock=lambda: self.now, sleep=self.sleep
         )
@@ -52,7 +52,7 @@ class Card:
 def test_worker_waits_for_memory_of_an_exiting_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even where not so much as a context fits at first."""
+    """At first, the GPU may lack memory even for a context."""
     card = Card(monkeypatch, lambda now: 80 if now < 10 else 37 if now < 60 else 0.6)
     assert card.wait() == 60
     assert "pid 4711 (/usr/bin/python3, 37000 MiB)" in caplog.text

@@ -33,7 +33,7 @@ end.set()
 
 
 def bound(sysfs: Path, least: int = 1) -> list[str]:
-    """What is bound, and the affinities of an older thread and of a child process."""
+    """Return the bound CPUs, and the affinities of an older thread and of a child process."""
     command = [sys.executable, "-c", SCRIPT, str(sysfs), str(least)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip().split("|")

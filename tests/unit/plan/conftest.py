@@ -101,5 +101,5 @@ def plan_ppo(folder: Path) -> Load:
 
 
 def memory_problems(settings: Settings) -> list[Problem]:
-    """What is too large for a GPU: it prevents a submission, and a plan shows it."""
+    """Return the models that are too large for a GPU, which prevents a submission."""
     return [problem for problem in settings.missing if "GiB" in problem.message]

@@ -1,4 +1,4 @@
-"""What counts as a correct completion, where a configuration does not say it."""
+"""Tests of the default score of a correct completion."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_single_completion_gives_no_note(load_ppo: Load) -> None:
 
 
 def test_offline_evaluation_has_the_same_pass_score_default(load_ppo: Load) -> None:
-    """Its estimates are the rates as well, if scores tell what is correct."""
+    """The estimates include the rates if the scores show which completions are correct."""
     whole = ("algorithm={name: evaluate, batch_size: 8}", "evaluation=null", "total_steps=null")
     records = [{"id": "a", "completions": [{"text": "x", "reward": 0.5}] * 2}]
     for more, expected in [

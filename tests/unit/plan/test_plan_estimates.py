@@ -257,7 +257,7 @@ def test_logit_chunk_has_the_size_used_by_the_operator() -> None:
 
 
 def test_gradients_and_activations_coexist_with_several_micro_batches() -> None:
-    """Those of the first micro-batch are there while the second one computes."""
+    """Gradients of the first micro-batch exist while the second one computes."""
     one = Lengths(sequences=32, longest=4096, new_tokens=0, assumed=False)
     several = Lengths(sequences=64, longest=4096, new_tokens=0, assumed=False)
     model = Model(dtype="bfloat16", max_tokens_per_microbatch=16384)
@@ -284,7 +284,7 @@ def test_kv_cache_takes_the_known_bytes_per_token() -> None:
 
 
 def test_limited_cache_counts_at_most_its_limit() -> None:
-    """Neither more where sequences wait for it, nor more than all sequences need."""
+    """The estimate never exceeds the limit, nor the memory of all sequences."""
     whole = job(LLAMA_8B, "sglang:d4", trained=False, computes=False, generates=True)
     assert estimate(replace(whole, cache_bytes=2**30)).kv_cache == 2**30
     assert estimate(replace(whole, cache_bytes=2**40)) == estimate(whole)
@@ -347,7 +347,7 @@ def test_generation_copies_on_cpus_have_the_measured_size(tied: bool, split: boo
 
 
 def test_generation_copies_count_only_if_made() -> None:
-    """Not on GPUs, in bfloat16, of models of transformers, or of models above the limit."""
+    """There are no copies on GPUs, in bfloat16, for models of transformers, and above the limit."""
     assert memory.PACKED_BYTES == inference.PACKED_BYTES
     values = {**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 100}
     small = Model(dtype="float32")
@@ -365,7 +365,7 @@ def test_generation_copies_count_only_if_made() -> None:
 
 
 def test_tensor_ranks_of_transformers_hold_some_tensors_whole() -> None:
-    """Its plans split no attention of olmo2. Each rank has rows for all experts of a token."""
+    """The plan of olmo2 splits no attention. Each rank has rows for all experts of a token."""
     split = parse("fsdp:t8")
 
     def made(kind: str, layout: str = "fsdp:t8", **more: int) -> MemoryDemand:

@@ -54,7 +54,9 @@ def export_of(example: Path, root: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_resumed_trial_passes_the_checks_again(example: Path, tmp_path: Path) -> None:
-    """Its own configuration states every default, which no check may take for the user's choice."""
+    """The stored configuration states every default, which no check may mistake for the user's
+    choice.
+    """
     export_of(example, tmp_path)
     settings = load_settings(example, overrides(example, tmp_path), root=tmp_path)
     resolved = tmp_path / "config.yaml"

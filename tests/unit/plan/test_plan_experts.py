@@ -34,7 +34,7 @@ KV = 2 * 4 * 128 * 2 * LAYERS
 
 
 def test_estimate_counts_expert_records_held_by_engines() -> None:
-    """Of a micro-batch of 8 tokens that is the whole batch."""
+    """For a micro-batch of 8 tokens, this is the whole batch."""
     routers = pytest.importorskip("slurmrl.engines.megatron.routers")
     shape, tokens = shape_of({**QWEN3_30B_A3B, "num_hidden_layers": 3}), 8
     sample = torch.arange(EACH, dtype=torch.int16).expand(tokens, 3, EACH).contiguous()

@@ -40,7 +40,7 @@ def test_server_has_matrices_in_one_byte_and_blocks_with_factors(plan_ppo: Load)
 
 
 def test_weights_arrive_at_the_server_in_the_type_of_training(plan_ppo: Load) -> None:
-    """They are staged on the GPU, and in host memory next to the files in FP8."""
+    """The weights are staged on the GPU, and in host memory next to the FP8 files."""
     settings = {more: load(plan_ppo, *SHARED, *more) for more in ((), (FP8,))}
     sizes = {more: memories(each)["rollout"].weights for more, each in settings.items()}
     hosts = {more: worker_bytes(each) or 0 for more, each in settings.items()}

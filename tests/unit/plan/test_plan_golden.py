@@ -26,7 +26,7 @@ def check(path: Path, found: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_plan_of_each_example_equals_the_recorded_plan(example: Path, tmp_path: Path) -> None:
-    """On two GPUs of a Slurm cluster. Files that this machine lacks are left out."""
+    """The plans are for two GPUs of a Slurm cluster. Files that this machine lacks are left out."""
     settings = load_settings(
         example, ["cluster.gpus_per_worker=1"], root=tmp_path / "runs", planning=True
     )

@@ -66,7 +66,7 @@ def test_plan_counts_elements_that_a_tensor_rank_holds(family: str) -> None:
 
 
 def test_servers_share_every_layer_of_a_family() -> None:
-    """Their split does not follow the plan of transformers."""
+    """The servers' split does not follow the plan of transformers."""
     shape = shape_of(Model(architecture=tiny("afmoe"), implementation="hf"))
     assert shape is not None
     served = shape_on(shape, parse("sglang:d1t2"))

@@ -130,7 +130,7 @@ def test_settings_incompatible_with_images_are_rejected(
 def test_image_encoder_is_built_only_for_images(
     folder: Path, overrides: list[str], *, built: bool
 ) -> None:
-    """For transformers, `qwen3_5` is also a family of language models."""
+    """In transformers, `qwen3_5` is also a family of language models."""
     values = write_processor(folder / "model", "qwen3_5")
     (folder / "model" / "config.json").write_text(json.dumps(values))
     actor = load(folder, *overrides).config.actor

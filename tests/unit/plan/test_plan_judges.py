@@ -31,7 +31,7 @@ def problems(load: Callable[..., Any], *overrides: str) -> list[tuple[str, str]]
 
 
 def test_reward_model_runs_before_the_reward_function(load: Load) -> None:
-    """It is a frozen model with a value head and the actor's layout, in training and in
+    """The reward model is frozen, has a value head and the actor's layout, in training and
     evaluations.
     """
     settings = load(*SCORED)
@@ -75,7 +75,7 @@ def test_teacher_computes_logprobs_of_the_completions(load: Load) -> None:
 
 
 def test_teachers_and_reward_models_have_their_own_weights(load: Load) -> None:
-    """They never are a silent copy of the actor."""
+    """They are never a silent copy of the actor."""
     required = "a path or an architecture is required"
     assert problems(load, "reward.name=model") == [("reward_model", required)]
     assert problems(load, DISTILL[0]) == [("teacher", required)]

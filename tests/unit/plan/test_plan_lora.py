@@ -81,7 +81,7 @@ def planned(settings: Settings) -> Plan:
 
 
 def test_reference_is_the_actor_without_adapters(load: Load) -> None:
-    """It has no model in the plan; its call runs on the actor's ranks."""
+    """The plan has no model for the reference. Its call runs on the actor's ranks."""
     settings = load(LORA, "actor.offload=true")
     plan = planned(settings)
     assert set(plan.models) == {"actor", "critic"}
@@ -205,7 +205,7 @@ def test_rollout_hosts_have_space_for_adapters_and_merged_weights(load: Load) ->
 
 
 def test_planned_layout_has_the_dtype_of_the_role(load: Load) -> None:
-    """What moves to generation is the merged weights in that type."""
+    """The merged weights move to generation in that type."""
     settings = load(LORA, "actor.dtype=bfloat16")
     model = planned(settings).models["actor"]
     layout = planned_layout(model, settings.config.actor, ModelConfig.from_hf(LARGE))
@@ -336,7 +336,7 @@ def test_adapter_directory_is_rejected_as_start_model(
 def test_trial_that_exports_an_adapter_is_rejected_as_start_model(
     load: Load, folder: Path, values: str, merges: bool
 ) -> None:
-    """Its configuration says so before it has an export, if it can be read."""
+    """The configuration shows this before the trial has an export."""
     committed(folder, 2).config.write_text(values)
     for reference, command in (
         ("", "slurmrl export other/1"),

@@ -68,7 +68,9 @@ def test_checkpointing_is_not_suggested_if_none_fits(plan_ppo: Load) -> None:
 
 
 def test_assumed_length_is_named_as_the_cause(plan_ppo: Load) -> None:
-    """Without a limit on prompts the model's positions are the limit, and the message says so."""
+    """Without a limit on prompts, the model's positions are the limit, and the message names
+    them.
+    """
     architecture = {**SEVEN_BILLION, "max_position_embeddings": 131072}
     settings = plan_ppo(
         "cluster.gpus_per_worker=1",
@@ -127,7 +129,7 @@ GENERATION = ("actor.backend=fsdp:d8", "rollout.backend=native:d8", "rollout.gpu
 
 
 def test_separate_generation_layout_adds_its_weights(plan_ppo: Load) -> None:
-    """With ``offload: false`` both copies of the weights are there in every call."""
+    """With ``offload: false``, both copies of the weights count in every call."""
     sizes = {
         offload: fullest_gpu(
             plan_ppo(*LAYOUT, *GENERATION, f"rollout.offload={offload}", architecture=SEVEN_BILLION)
@@ -145,7 +147,7 @@ def test_separate_generation_layout_adds_its_weights(plan_ppo: Load) -> None:
 
 
 def test_offloaded_model_uses_gpu_memory_only_during_its_calls(plan_ppo: Load) -> None:
-    """Then it needs host memory, which a worker requests."""
+    """Between calls the model needs host memory, which a worker requests."""
     kept = plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)
     away = plan_ppo(*LAYOUT, "ref.offload=true", architecture=SEVEN_BILLION)
     ref = memories(kept)["ref"].standing

@@ -100,7 +100,9 @@ def broken(load_own: Load, code: Path, *changes: tuple[str, str]) -> str:
 
 
 def test_custom_file_defines_an_algorithm(load_own: Load, folder: Path) -> None:
-    """Its settings are validated, its role has a section, and the trial gets the code."""
+    """slurmrl validates its settings, adds a section for its role, and copies the code into the
+    trial.
+    """
     settings = load_own("algorithm.strength=2.5", "models.judge.backend=fsdp:d1")
     assert settings.algorithm.name == "my_algorithm:Mine"
     assert settings.config.algorithm["strength"] == 2.5
@@ -154,7 +156,7 @@ def test_custom_policy_gradient_has_the_defaults_of_its_preset(load_own: Load) -
 def test_custom_schema_that_imports_torch_is_rejected_with_its_line(
     folder: Path, code: Path, old: str, new: str, message: str
 ) -> None:
-    """In a process that has not imported it: commands stay fast, and need no torch."""
+    """The check runs in a separate process, so that commands stay fast and need no torch."""
     code.write_text(CODE.replace(old, new, 1))
     program = (
         "from pathlib import Path\n"

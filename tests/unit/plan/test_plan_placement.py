@@ -96,7 +96,7 @@ def test_native_generation_has_its_own_layout_in_the_trainers_job(
 def test_models_are_offloaded_after_their_calls(
     plan_ppo: Load, overrides: tuple[str, ...], hooks: dict[str, str]
 ) -> None:
-    """By default only generation weights that share GPUs with other models."""
+    """By default, only generation weights on GPUs of other models are offloaded."""
     found = plan(plan_ppo, "actor.backend=fsdp:d4", "rollout.backend=native:d4", *overrides)
     after = {call.name: hook.model for call in found.calls for hook in call.post_hooks}
     assert after == hooks

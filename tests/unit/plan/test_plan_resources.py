@@ -52,7 +52,7 @@ def test_default_precision_is_bfloat16_on_expected_gpus_and_float32_on_cpus(
     dtype: str,
     gpus: int,
 ) -> None:
-    """All roles have it, and what the configuration says takes precedence."""
+    """All roles have this precision unless the configuration sets another one."""
     path = tmp_path / "nvidia0"
     if device:
         path.touch()
@@ -120,8 +120,8 @@ def test_each_gpu_gets_eight_cores_or_its_share_of_a_small_host(
 def test_host_memory_request_is_the_estimate_up_to_the_host_size(
     plan_ppo: Load, hosts: list[HostRow] | None, overrides: tuple[str, ...], memory: str | None
 ) -> None:
-    """Nothing is requested where Slurm does not know its hosts' memory, which it would refuse, or
-    where the user's own lines request it.
+    """slurmrl requests nothing if Slurm does not know the memory of its hosts, or if the user
+    requests memory.
     """
     settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
     assert group_of(settings, hosts).mem_per_worker == memory
@@ -246,7 +246,7 @@ def test_unknown_partition_is_reported_with_existing_partitions(
     hosts: list[HostRow],
     expected: str,
 ) -> None:
-    """Of an unknown partition sinfo lists no hosts, without an error."""
+    """For an unknown partition, sinfo lists no hosts and reports no error."""
     monkeypatch.setattr(SlurmClient, "partition_names", lambda client: ["cpu", "gpu"])
     settings = plan_ppo(f"cluster.slurm.partition={partition}")
     plan = make_plan(settings, scheduler="slurm")

@@ -49,7 +49,10 @@ def test_attention_of_long_sequences_hides_transfers() -> None:
 
 
 def test_backward_pass_returns_gradients_in_float32() -> None:
-    """It sends 2 bytes forward, and 2 bytes and 4 bytes of gradients backward."""
+    """The forward pass sends 2 bytes per element.
+
+    The backward pass sends 2 bytes, and 4 bytes of gradients.
+    """
     job = test_plan_seconds.job("fsdp:c3", tokens=TOKENS, microbatch=TOKENS, length=9216)
     forward = inference(job, EXPOSED)["communication"]
     assert training(job, EXPOSED)["communication"] == pytest.approx(4 * forward)

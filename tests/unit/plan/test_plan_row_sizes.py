@@ -1,4 +1,4 @@
-"""On CPUs, the plan's memory counts sequences no longer than the rows of the data make them."""
+"""Tests that the plan's memory on CPUs uses the lengths of the rows of the data."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def reported(settings: Settings) -> dict[str, Any]:
 
 
 def kept_bytes(tokens: int) -> int:
-    """What a layer keeps by hand: 4 h of the residual stream and its norms, queries and output of
-    attention, keys, values, the gate and its other half; at the end three hidden states.
-    """
+    """Return the activations of a layer, computed by hand, and three hidden states at the end."""
     return (LAYERS * (4 * H + 2 * H + 2 * H + 2 * INNER) + 3 * H) * tokens * 4
 
 
@@ -82,7 +80,7 @@ def test_memory_uses_configured_limits_if_rows_are_longer(tmp_path: Path) -> Non
 
 
 def test_gpu_memory_uses_configured_limits(tmp_path: Path) -> None:
-    """It decides whether a layout is refused."""
+    """The limit decides if a layout is rejected."""
     settings = settings_of(tmp_path, "cluster.gpus_per_worker=1")
     found = report(settings, make_plan(settings, scheduler="slurm"))
     assert found["memory"]["longest_row"] is None

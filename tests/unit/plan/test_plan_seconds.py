@@ -108,7 +108,7 @@ def test_predicted_parts_grow_with_their_causes() -> None:
 
 
 def test_tensor_ranks_repeat_norms_and_split_the_work_on_heads() -> None:
-    """With sequence parallelism they split everything."""
+    """With sequence parallelism, the ranks split all work."""
     whole, split, parallel = (
         inference(job(layout, sharded=False, sequence_parallel=sequence), H100)["elementwise"]
         for layout, sequence in (("fsdp:d1", False), ("fsdp:t8", False), ("fsdp:t8", True))
@@ -216,7 +216,7 @@ def test_ranks_with_whole_attention_compute_all_of_it() -> None:
 
 
 def test_pipeline_stages_do_not_speed_up_a_single_sequence() -> None:
-    """Its tokens pass the stages one after the other and read all weights, as without stages."""
+    """The tokens pass the stages one after the other and read all weights."""
     one = {"sequences": 1, "lengths": LengthDistribution(1023, 1024)}
     alone, stages = decode("vllm:d1", **one), decode("vllm:d1p4", **one)
     assert alone <= stages < 1.5 * alone

@@ -76,9 +76,8 @@ def test_models_with_sinks_are_rejected_for_servers_on_cpus(
 def test_sleeping_server_gets_all_memory_not_kept_between_calls(
     plan_ppo: Load,
 ) -> None:
-    """Where GPUs are shared it sleeps by default.
-
-    Then activations and gradients are not there while it draws, and its memory is there for them.
+    """A server that shares GPUs sleeps by default, so activations and gradients leave their memory
+    to it.
     """
     settings = load(plan_ppo, *SHARED)
     gpus = trainers_gpus(settings)
@@ -132,7 +131,9 @@ def test_memory_share_set_by_the_user_is_kept_and_counted(plan_ppo: Load) -> Non
 
 
 def test_too_little_server_memory_is_rejected_with_the_remedy(plan_ppo: Load) -> None:
-    """At submission where the GPU's size is known, else by the worker before anything starts."""
+    """The check runs at submission if the GPU's size is known, else in the worker before anything
+    starts.
+    """
     tight = ("actor.backend=fsdp:d8", "rollout.backend=vllm:d8", "rollout.gpus=0-7")
     known = load(plan_ppo, *tight, "rollout.offload=false", "cluster.gpu_memory=48G")
     (problem,) = memory_problems(known)
@@ -144,7 +145,7 @@ def test_too_little_server_memory_is_rejected_with_the_remedy(plan_ppo: Load) ->
 
 
 def test_assumed_lengths_do_not_reduce_the_server_share(plan_ppo: Load) -> None:
-    """Without a limit on prompts, the longest sequence that the model takes would leave nothing."""
+    """Without a limit on prompts, the model's longest sequence would leave no memory."""
     settings = load(plan_ppo, *SHARED, "rollout.offload=false", "cluster.gpu_memory=")
     unbounded = plan_ppo(
         *(*LAYOUT, *SHARED, "rollout.offload=false"),
@@ -234,7 +235,7 @@ SHORT = ("evaluation.dataset.max_prompt_tokens=10", "evaluation.max_new_tokens=1
 def test_server_context_covers_only_sequences_that_it_generates(
     load_ppo: Load, overrides: tuple[str, ...], context: int
 ) -> None:
-    """Not what the trainers read or generate themselves, nor what trials of their own do."""
+    """The context does not include sequences that trainers or separate trials generate."""
     config = load_ppo("rollout.max_new_tokens=100", *overrides).config
     for assumed in (False, True):
         assert least_context(config, assumed=assumed) == context

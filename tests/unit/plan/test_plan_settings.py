@@ -135,7 +135,7 @@ def test_loading_settings_imports_no_torch(folder: Path) -> None:
 
 
 def test_error_of_an_allocation_mode_comes_from_the_closer_grammar() -> None:
-    """Whatever words the string itself holds."""
+    """This holds for any words in the string."""
     with pytest.raises(AllocationError) as caught:
         inherited_settings.read("fsdp:d2z at character 99", HostShape(1, 8))
     assert caught.value.position == 7
@@ -170,7 +170,7 @@ def test_root_with_a_colon_is_rejected(folder: Path) -> None:
 
 
 def test_path_that_is_not_utf8_is_rejected(folder: Path) -> None:
-    """Neither a script nor the trial's own configuration could name it."""
+    """Neither a script nor the trial's configuration could contain the path."""
     odd = folder / os.fsdecode(b"\xff")
     odd.mkdir()
     (folder / "ppo.yaml").write_text(PPO)

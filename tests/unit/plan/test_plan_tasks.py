@@ -110,8 +110,8 @@ def test_server_in_the_trainers_job_may_use_several_gpus(plan_ppo: Load) -> None
 
 
 def test_rollout_array_has_its_own_slurm_options(plan_ppo: Load) -> None:
-    """What is left out is that of the trainers, and an empty text is nothing; the same once the
-    resolved configuration is read again. The hosts are those of its own partition.
+    """Missing options come from the trainers, and an empty string unsets an option, even after a
+    reload.
     """
     settings = plan_ppo(
         "cluster={gpus_per_worker: 1, slurm: {partition: main, qos: high, account: us, links: 3, "
@@ -134,9 +134,9 @@ def test_rollout_array_has_its_own_slurm_options(plan_ppo: Load) -> None:
 
 
 def test_server_task_has_one_worker_with_all_gpus(plan_ppo: Load) -> None:
-    """Its job requests the cores of all of them, and host memory for two versions of the weights.
+    """The job requests the cores of all GPUs, and host memory for two versions.
 
-    The plan shows where each part of the model lies, and what of a GPU the server gets.
+    The plan shows both.
     """
     settings = plan_ppo(*SERVERS, architecture=SEVEN_BILLION)
     rows = [HostRow(f"n{number}", "idle", 8, 64, 2**20) for number in range(4)]
@@ -157,7 +157,7 @@ def test_server_task_has_one_worker_with_all_gpus(plan_ppo: Load) -> None:
 
 
 def test_server_larger_than_the_gpus_of_its_task_is_rejected(plan_ppo: Load) -> None:
-    """At submission where the GPU's size is known, else by the task's worker."""
+    """The check runs at submission if the GPU's size is known, else in the task's worker."""
     small = (*SERVERS, "rollout.backend=vllm:d2")
     known = plan_ppo(*small, "cluster.gpu_memory=16G", architecture=SEVEN_BILLION)
     said = {problem.key: problem.message for problem in memory_problems(known)}

@@ -82,9 +82,8 @@ def contents(root: Path) -> dict[Path, int]:
 def test_frozen_model_is_read_from_the_checkpoint_itself(
     judge: Judge, text: str, step: int
 ) -> None:
-    """Without a copy of its files, and of its role alone; also once the run has deleted them.
-
-    A plan writes nothing, and knows the architecture.
+    """The plan copies no files and reads only this role, even after the run has deleted the
+    files.
     """
     before = contents(judge.root)
     planned = judge.load(f"trial:sft/1{text}", planning=True)
@@ -120,7 +119,7 @@ def test_existing_export_of_the_step_is_preferred(judge: Judge) -> None:
 
 
 def test_trial_keeps_its_referenced_checkpoint_after_a_commit(judge: Judge) -> None:
-    """The same command continues it while the other trial goes on."""
+    """The same command continues the trial while the other trial continues."""
     config = judge.load("trial:sft/1@last").config
     run = FakeRun(judge.root, "judged")
     run.paths.config.write_text(dump(config))
@@ -166,7 +165,7 @@ def test_reference_to_a_trial_without_checkpoints_suggests_submit(judge: Judge) 
 def test_suggested_command_creates_the_missing_trial(
     judge: Judge, own: str, trial: str, which: str
 ) -> None:
-    """Also where the configuration of its experiment makes another one by default."""
+    """The default of the experiment's configuration may be another trial."""
     file = judge.root / "teacher.yaml"
     file.write_text(f"experiment: other\n{own}\n")
     (judge.root / "broken.yaml").write_text("experiment: other\n  x: [")

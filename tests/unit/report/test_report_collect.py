@@ -1,4 +1,4 @@
-"""What a report finds in a run directory."""
+"""Tests of the data that a report reads from a run directory."""
 
 from __future__ import annotations
 

@@ -186,7 +186,9 @@ def test_programs_have_no_network_and_cannot_change_files(make: Make, tmp_path: 
 
 @pytest.mark.parametrize("namespaces", ["auto", "off"])
 def test_files_of_earlier_programs_are_removed(make: Make, namespaces: str) -> None:
-    """Also where the earlier one wrote beside its folder, filled it, or made it hard to remove."""
+    """Also covers an earlier program that wrote outside its folder, filled it, or made removal
+    difficult.
+    """
     reward = make(namespaces=namespaces, files_mib=16)
     programs = {
         "full": f"open('x', 'xb').write(bytes({15 << 20}))",
@@ -371,7 +373,7 @@ def test_tests_pass_for_a_class_with_its_own_equality(make: Make) -> None:
 
 
 def test_program_may_use_a_process_pool(make: Make) -> None:
-    """Its semaphores are files in /dev/shm."""
+    """The pool's semaphores are files in /dev/shm."""
     program = (
         "from concurrent.futures import ProcessPoolExecutor\n"
         "from multiprocessing import Pool\n"
@@ -454,8 +456,8 @@ def test_sandbox_runs_in_a_real_apptainer(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be without its privileges")
 def test_sandbox_runs_as_root_without_privileges(make: Make) -> None:
-    """Where a namespace of users can be made but not used, programs run without namespaces, and
-    the sandbox reports what is missing.
+    """If a user namespace can be made but not used, programs run without namespaces, and the
+    sandbox reports this.
     """
     reward = make(container="setpriv --inh-caps=-all --bounding-set=-all", python=sys.executable)
     assert judge(reward, {"tests": SUM}, [ADDS, "print(3)"]) == [1.0, 0.0]

@@ -95,7 +95,7 @@ def test_missing_scoring_program_is_named() -> None:
 
 
 def test_interrupted_scoring_call_leaves_no_result_for_the_next_call(make: Make) -> None:
-    """Its judge may still answer the old request, with the same index."""
+    """The scoring process may still answer the old request, with the same index."""
     pool = make()
     with pytest.raises(TypeError):
         pool.ask([{"x": 2}, {"x": object()}], most=2)

@@ -93,13 +93,15 @@ def test_reward_output_does_not_disturb_the_protocol(make: Make) -> None:
 
 
 def test_forked_reward_process_sends_no_answers(make: Make) -> None:
-    """It returns from the reward as well, and would answer the same and later requests again."""
+    """The process returns from the reward too, and would answer the same request and later ones
+    again.
+    """
     completions = [*["split"] * 3, *("x" * length for length in range(1, 20))]
     assert judge(make(), completions) == [float(len(each)) for each in completions]
 
 
 def test_leftover_processes_are_killed_without_delay(make: Make, tmp_path: Path) -> None:
-    """They hold the judge's pipes open and ignore SIGTERM."""
+    """The processes hold pipes of the scoring process open and ignore SIGTERM."""
     reward = make(options={"folder": str(tmp_path)})
     assert judge(reward, ["fork", "leave"]) == [None, 5.0]
     reward.close()

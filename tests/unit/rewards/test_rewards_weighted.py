@@ -150,7 +150,7 @@ def test_sum_of_rewards_has_no_score_if_a_weighted_part_has_none(reward: Make) -
     ],
 )
 def test_sum_outside_float32_is_an_error(reward: Make, values: dict[str, Any], why: str) -> None:
-    """It would be infinite on the ranks, and every advantage of its group no number."""
+    """The sum would be infinite on the ranks, and every advantage of its group NaN."""
     with pytest.raises(RewardError, match=why):
         judge(reward(**values), ["x", "raise"])
 

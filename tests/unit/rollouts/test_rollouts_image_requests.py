@@ -57,6 +57,6 @@ def test_sampled_placeholder_of_a_video_is_another_token(pictures: str) -> None:
 
 
 def test_images_without_a_token_between_them_are_rejected(pictures: str) -> None:
-    """Their placeholders cannot be told apart."""
+    """Their placeholders could not be distinguished."""
     with pytest.raises(UsageError, match="has 2 images, but the prompt has 1 places"):
         ServedPrompt.of([1, TOKEN, TOKEN, TOKEN], (TOKEN,), pictures)

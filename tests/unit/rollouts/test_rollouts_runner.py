@@ -203,7 +203,7 @@ def test_turn_text_includes_its_stop_string(
 def test_limit_ends_an_episode_as_unfinished(
     limits: dict[str, int], written: int, requests: int, tokenizer: Any
 ) -> None:
-    """It keeps its tokens, is no failure, and never has more tokens than it may."""
+    """The episode keeps its tokens, does not fail, and never exceeds the limit of tokens."""
     engine = ScriptedEngine(say(4, STOP))
     (outcome,) = run(rounds(5), engine, tokenizer, items(1), **limits)
     assert not outcome.failure
@@ -264,7 +264,10 @@ WAYS = (
 def test_turn_rewards_must_be_finite(
     value: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also in sum (-3e38 twice), as rewards are float32. The log says what was wrong."""
+    """The sum must be finite too (-3e38 twice), because rewards are float32.
+
+    The log names the problem.
+    """
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         completions = Completions(item.prompt)

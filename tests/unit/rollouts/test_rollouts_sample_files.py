@@ -116,7 +116,7 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
 
 
 def test_scores_written_by_earlier_code_are_read() -> None:
-    """It wrote no number of the submission if that was 0, and left out empty lists."""
+    """Earlier code omitted the number of the submission if it was 0, and empty lists."""
     judged = {"scores": [1, None], "parts": [{"right": 0.5}, {}], "stats": {"x": [1.0, 2]}}
     own = {"item": 1, "lease": "1.0", "versions": VERSIONS, "judged": judged}
     plain = small_group(1)

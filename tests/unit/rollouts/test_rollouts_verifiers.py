@@ -62,9 +62,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_verifiers_environment_runs_as_an_episode(environment: ModuleType, tokenizer: Any) -> None:
-    """Its messages are added behind the tokens that were drawn, and its rubric's reward is that
-    of the last turn.
-    """
+    """Its messages follow the sampled tokens, and its rubric gives the reward of the last turn."""
     texts = iter([(4, 5, STOP), (4, STOP), (7, STOP)])
     engine = ScriptedEngine(lambda _: next(texts))
     episode = make_episode(EpisodeSettings(**SETTINGS), Tools({}))

@@ -57,7 +57,7 @@ def test_job_unknown_to_slurm_is_no_error(commands: Path) -> None:
 
 
 def test_scontrol_is_used_if_squeue_is_another_program(commands: Path) -> None:
-    """Some sites put a program of their own in squeue's place."""
+    """Some sites replace squeue by another program."""
     recorded = Path(__file__).with_name("recorded") / "scontrol-24.11.txt"
     install(commands, "squeue", "echo 'squeue: unrecognized option --Format' >&2; exit 2")
     shown = f'[ "$4" = 1 ] && {{ while read -r line; do echo "$line"; done <"{recorded}"; exit; }}'
@@ -99,7 +99,7 @@ def test_job_inherits_only_listed_variables() -> None:
 
 
 def test_job_inherits_nccl_variables() -> None:
-    """On the local scheduler too, and in the jobs that a job submits or requeues."""
+    """Also covers the local scheduler, and jobs that a job submits or requeues."""
     given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_FR_BUFFER_SIZE": "9"}
     environ = {**given, "MY_NCCL_TOKEN": "x", "HF_TOKEN": "y"}
     assert base.job_environment(environ) == given
@@ -133,7 +133,7 @@ def test_auto_is_local_without_slurm(commands: Path) -> None:
 def test_auto_is_slurm_on_a_cluster_node_without_controller(
     commands: Path, monkeypatch: pytest.MonkeyPatch, conf: str, words: str
 ) -> None:
-    """Nothing runs on a login node because its controller does not answer."""
+    """slurmrl never runs a trial on a login node because the controller does not answer."""
     monkeypatch.setenv("SLURM_CONF", conf)
     install(commands, "sbatch", "exit 0")
     install(commands, "scontrol", f"echo '{words}' >&2; exit 1")
@@ -141,7 +141,7 @@ def test_auto_is_slurm_on_a_cluster_node_without_controller(
 
 
 def test_auto_is_slurm_for_slurm_settings_without_controller(commands: Path) -> None:
-    """Neither sbatch nor a controller: `check` rejects the submission."""
+    """The machine has neither sbatch nor a controller, and `check` rejects the submission."""
     assert choose("auto", asks_slurm=True) == "slurm"
     assert choose("local", asks_slurm=True) == "local"
     install(commands, "sbatch", "exit 0")
@@ -237,7 +237,9 @@ def test_too_long_chain_is_shortened_with_a_message(
     links: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """By what the cluster says beforehand (room for 6), and by halves when sbatch refuses."""
+    """The chain is shortened to the known limit (room for 6), and by halves if sbatch rejects
+    it.
+    """
     request = request_of(tmp_path, "pass", links=12)
     slurm.limits = ASSOCIATIONS.replace("UserName=me(", f"UserName={user_name()}(")
     slurm.limits = slurm.limits.replace("20(15)", "N(15)")
@@ -270,7 +272,9 @@ def test_accounting_is_queried_once_for_jobs_missing_in_the_queue(
 def test_element_that_ran_overrides_its_cancelled_array_row(
     slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """As sacct of 22.05 shows an array that was cancelled just when its first element started."""
+    """The rows are from sacct of 22.05, for an array that was cancelled when its first element
+    started.
+    """
     slurm.accounts = states.accounting(
         "41_0|CANCELLED by 0|0:0|n0|x|2026-11-21T16:57:11|None\n"
         "41_[0-2%1]|CANCELLED by 0|0:0|None assigned|x|None|None\n"

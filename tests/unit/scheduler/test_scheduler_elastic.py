@@ -1,4 +1,4 @@
-"""How many tasks of an elastic group are added or kept from starting."""
+"""Tests of the number of tasks of an elastic group that are added or held."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_balance_adjusts_queued_tasks_and_throttle(
 
 
 def test_surplus_running_tasks_are_not_cancelled() -> None:
-    """Those who work with the tasks ask some to leave; no other one starts."""
+    """The master asks some tasks to leave, and no other task starts."""
     assert balance(1, tasks(3, 2), 3) == Change(throttle=1)
 
 

@@ -35,7 +35,7 @@ def test_extension_with_a_lost_reply_is_found_by_name(
 def test_extension_waits_for_a_claimant_about_to_submit(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """Their claim is younger than their job; ours would be one array too many."""
+    """The other claim is older than its job, so another array would be one too many."""
     theirs = extensions.Claim(index=1, first=3, count=3, by="x", records=0)
     extensions.take(run, 1, "trainer", theirs)
     script = run.submission_script(1, "trainer")
@@ -65,7 +65,7 @@ def test_claim_without_a_job_becomes_void(
 def test_later_arrays_are_found_if_the_first_is_unknown(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """Its submitter was killed before it could note the id."""
+    """The submitter was killed before it recorded the id."""
     scheduler.extend(run, 1, "trainer", by="41_0")
     run.submission_jobs(1).unlink()
     slurm.running = ("42", 3)

@@ -1,4 +1,4 @@
-"""How a job leaves on a host where nothing can start. Slurm's commands are scripted."""
+"""Tests of a job that leaves a host on which nothing can start, with scripted Slurm commands."""
 
 from __future__ import annotations
 

@@ -148,7 +148,10 @@ def test_each_group_has_its_own_chain(scheduler: LocalScheduler, ask: Ask) -> No
 
 
 def test_number_of_running_tasks_follows_the_request(scheduler: LocalScheduler, ask: Ask) -> None:
-    """None, then two, while the trainers live; the chain of tasks ends with theirs."""
+    """The number is first zero, then two, while the trainers run.
+
+    The chain of tasks ends with the trainers' chain.
+    """
     request = ask(STAY, links=1)
     tasks = dataclasses.replace(request.groups[0], name="rollout", links=4, hosts=3, elastic=True)
     request = dataclasses.replace(request, groups=(*request.groups, tasks))

@@ -1,4 +1,4 @@
-"""How often a scheduler is asked."""
+"""Tests of the interval between queries of a scheduler."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_unresponsive_scheduler_is_queried_less_and_less_often(
 def test_missing_answer_is_not_mistaken_for_no_jobs(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
-    """Nor is an older one for other jobs taken for one for these."""
+    """An older answer for other jobs does not count either."""
     scheduler.problem = "squeue did not answer"
     for _ in range(2):
         with pytest.raises(EnvironmentFailure, match="did not answer"):

@@ -163,7 +163,7 @@ def test_sacct_rows_of_22_05_are_parsed() -> None:
 
 @pytest.mark.parametrize("version", NEWER)
 def test_sacct_rows_of_newer_versions_are_parsed(version: str) -> None:
-    """The same jobs a few seconds later, when the arrays have been cancelled."""
+    """The rows show the same jobs a few seconds later, after the arrays were cancelled."""
     found = by_name(states.accounting(recorded(f"sacct-{version}.txt")))
     assert found.keys() == QUEUED.keys()
     cancelled = {key for key in found if key in (("rec", 2), ("rec", 3)) or key[0] == CHAIN}

@@ -284,7 +284,7 @@ def test_memory_is_requested_for_all_workers_of_a_host() -> None:
 def test_environment_modules_are_initialized_if_the_site_has_them(
     tmp_path: Path, known: bool
 ) -> None:
-    """As in the batch script, but for the place of the site's file."""
+    """The code equals the batch script, except for the place of the site's file."""
     site = tmp_path / "profile"
     site.write_text("PATH=/usr/bin:/bin; module() { echo site $* $PATH; }\n")
     lines = [batch_script.MODULES.replace("/etc/profile", str(site)), "module load cuda"]

@@ -87,7 +87,7 @@ def test_jobs_are_added_when_few_are_left_and_the_trial_commits(
 def test_no_jobs_are_added_to_an_ended_trial(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """Its last link may be at it when the end is written."""
+    """The last link may add jobs while the end is written."""
     slurm.running = ("41", 2)
     commit(run, 1)
     end(History(run.history), Kind.FINISHED, {})

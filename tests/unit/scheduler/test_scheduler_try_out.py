@@ -1,4 +1,4 @@
-"""What sbatch would refuse, and which directive causes it."""
+"""Tests of jobs that sbatch would reject, and of the directive that causes it."""
 
 from __future__ import annotations
 

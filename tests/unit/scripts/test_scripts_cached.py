@@ -72,7 +72,7 @@ def test_cached_result_is_rebuilt_only_after_a_change(cache: Cache) -> None:
 
 
 def test_find_option_builds_nothing(cache: Cache) -> None:
-    """What it prints is where it will be."""
+    """The command prints the path that the folder has or will have."""
     found = cache.ask("--find")
     assert cache.times_made() == 0
     assert not found.exists()

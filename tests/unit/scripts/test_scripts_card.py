@@ -1,4 +1,4 @@
-"""What scripts/test-gpu promises on a machine that nobody can log in to twice."""
+"""Tests of scripts/test-gpu on a machine on which nobody can repair a failure."""
 
 from __future__ import annotations
 

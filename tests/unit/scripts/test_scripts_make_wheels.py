@@ -1,4 +1,6 @@
-"""Which wheels scripts/make-wheels gathers for a machine that has torch and no package index."""
+"""Tests of the wheels that scripts/make-wheels collects for a machine with torch but no package
+index.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def test_large_packages_are_left_out_without_disk_space(
     numpys: int,
     tmp_path: Path,
 ) -> None:
-    """And never what torch brings along itself; transformers goes before numpy."""
+    """Dependencies of torch are never included. transformers is left out before numpy."""
     found = gather(pythons, limit_mb * MB, tmp_path)
     names = [file.name.partition("-")[0] for file in tmp_path.iterdir()]
     assert [line.partition(">")[0] for line in found] == left_out
@@ -88,7 +90,7 @@ def test_large_packages_are_left_out_without_disk_space(
 def test_wheels_match_the_constraints_for_each_python(
     script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And no source archives, which the other machine could not build."""
+    """The folder has no source archives, which the other machine could not build."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

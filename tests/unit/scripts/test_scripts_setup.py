@@ -94,7 +94,7 @@ def test_chosen_torch_build_replaces_another(set_up: SetUp, before: str, build: 
 
 
 def test_setup_keeps_the_torch_choice_after_a_kill(set_up: SetUp) -> None:
-    """Also where nothing was installed yet that would tell of it."""
+    """Also covers a kill before anything was installed."""
     chosen = "cuda" if HERE == "cpu" else "cpu"
     (set_up.folder / "killed").touch()
     set_up.run(f"--torch={chosen}", code=-signal.SIGKILL)
@@ -104,7 +104,7 @@ def test_setup_keeps_the_torch_choice_after_a_kill(set_up: SetUp) -> None:
 
 
 def test_setup_prints_progress_regularly(set_up: SetUp) -> None:
-    """Without a terminal pip prints nothing. Here seconds pass at once."""
+    """Without a terminal, pip prints nothing. In this test, time passes at once."""
     tools = set_up.folder / "tools"
     tools.mkdir()
     (tools / "sleep").write_text(
@@ -123,7 +123,9 @@ def test_setup_prints_progress_regularly(set_up: SetUp) -> None:
 def test_python_without_wheels_is_rejected(
     set_up: SetUp, tmp_path: Path, versions: tuple[int, int], refused: bool
 ) -> None:
-    """The same versions as those that the package allows and that scripts/make-wheels covers."""
+    """The versions equal the versions that the package allows and that scripts/make-wheels
+    covers.
+    """
     folder = tmp_path / "programs"
     folder.mkdir()
     for name in ("python3", *(f"python3.{minor}" for minor in range(11, 16))):

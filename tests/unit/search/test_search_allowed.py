@@ -136,7 +136,7 @@ def test_rejected_changes_are_listed_with_the_plans_reason(
 def test_staleness_is_raised_only_from_zero(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
-    """Without staleness, the tasks generate and the trainers train one after the other."""
+    """Without staleness, generation and training take turns."""
     tasks = ("rollout.backend=native:d4", "rollout.gpus=null", "actor.backend=fsdp:d4")
     given = [load(config, *tasks, f"rollout.tasks.max_staleness={size}") for size in (0, 1)]
     together, overlapping = (predict_step(one, MEAN) for one in given)

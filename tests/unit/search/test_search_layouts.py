@@ -87,7 +87,7 @@ def answers(path: Path, *overrides: str, **settings: Any) -> list[Answer]:
 def test_best_answer_is_the_best_of_all_combinations(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All combinations of few candidates, each predicted and compared with the memory."""
+    """The test predicts all combinations of few candidates and compares them with the memory."""
     monkeypatch.setattr(candidates, "MICROBATCHES", (4096, 16384))
     given = load(config, "algorithm.name=grpo", "algorithm.kl.coef=0")
     found = answers(config, "algorithm.name=grpo", "algorithm.kl.coef=0")
@@ -118,7 +118,7 @@ def test_best_answer_is_the_best_of_all_combinations(
 
 
 def test_answers_fit_into_memory_and_are_valid_settings(config: Path) -> None:
-    """They come in order, differ in their layouts, and their settings have their predictions."""
+    """Answers are sorted, differ in their layouts, and their settings have their predictions."""
     found = answers(config)
     given = load(config)
     first = predict_step(given, MEAN)

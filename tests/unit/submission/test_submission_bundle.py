@@ -84,7 +84,7 @@ def test_equal_inputs_give_equal_bundles_that_unpack_once(
 
 
 def test_reference_to_a_local_trial_is_rejected(tmp_path: Path) -> None:
-    """Where it cannot be resolved, that is what is reported."""
+    """If the reference cannot be resolved, this is the reported error."""
     config = write_config(tmp_path)
     with pytest.raises(ConfigError, match="trial:other/1"):
         make_bundle(
@@ -98,8 +98,9 @@ def test_reference_to_a_local_trial_is_rejected(tmp_path: Path) -> None:
 
 
 def test_bundle_excludes_the_site_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the configuration sets itself goes along, and the cluster's own profile gives the
-    rest.
+    """The bundle contains settings of the configuration itself.
+
+    The cluster's profile gives the others.
     """
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("SLURMRL_PROFILE", raising=False)
@@ -146,7 +147,7 @@ def test_server_paths_of_the_cluster_are_not_checked_locally(
 
 
 def test_bundled_subset_files_get_no_subset_setting(tmp_path: Path) -> None:
-    """Also those of the suites of an evaluation: what was fetched is the subset alone."""
+    """Also covers suites of an evaluation. The downloaded files contain only the subset."""
     config = write_config(tmp_path)
     dataset = "{dataset: {type: prompt_answer, path: data.jsonl}}"
     with config.open("a") as file:
@@ -189,7 +190,7 @@ def test_flipped_bit_in_a_bundle_is_detected(tmp_path: Path, bundle: Path) -> No
 
 
 def left(folder: Path) -> list[Path]:
-    """What there is of unpacked bundles."""
+    """Return the remaining unpacked bundles."""
     return list((folder / "runs").glob(f"*/{BUNDLES}/*"))
 
 
@@ -315,7 +316,7 @@ def test_concurrent_unpacking_uses_the_first_finished_directory(
 
 
 def test_directory_writable_by_others_is_not_used(tmp_path: Path, bundle: Path) -> None:
-    """They could have made it before us, where all users share a root."""
+    """If all users share a root, another user could have created the directory first."""
     folder = unpack(bundle, tmp_path / "runs").parent
     folder.chmod(0o777)
     with pytest.raises(OwnershipError, match="has mode 0777"):
@@ -411,7 +412,7 @@ def test_wheels_are_requested_for_the_target_python_and_build(tmp_path: Path) ->
 def test_bundle_includes_extras_needed_by_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which need not be installed where it is made."""
+    """The extras need not be installed where the bundle is made."""
     for package in ("megatron", "tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
     file, output = str(write_config(tmp_path)), str(tmp_path / "x.tar")

@@ -84,7 +84,7 @@ def test_changed_file_is_reported_after_a_commit(site: Site) -> None:
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_submit_does_not_report_a_damaged_commit(site: Site, gone: bool) -> None:
-    """It goes back to the commit before it."""
+    """The trial continues from the previous commit."""
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
     checkpoint = site.run.paths.checkpoint(3, 1)
     for path in checkpoint.iterdir():

@@ -58,7 +58,7 @@ def look(folder: Path, settings: Settings, timeout_s: float = 300.0) -> list[Fin
 
 
 def inputs(settings: Settings) -> list[Finding]:
-    """What the inspector finds, asked in this process: the code is not the user's."""
+    """Return the findings of the inspector, called in this process, because the code is trusted."""
     replies = input_checks.InputChecks(settings).run()
     return [Finding.from_json(reply) for reply in replies if "begins" not in reply]
 
@@ -371,7 +371,7 @@ time.sleep(600)
 
 
 def test_import_that_only_the_container_may_have_is_a_warning(tmp_path: Path) -> None:
-    """Also where a process of the pool imports it."""
+    """Also covers an import in a process of the pool."""
     (tmp_path / "mine.py").write_text("import only_in_the_image\n")
     reward = "reward={name: 'mine:Good', pool: {}}"
     settings = settings_of(tmp_path, reward, "cluster.slurm.container=run --image x")
@@ -419,7 +419,7 @@ def test_lines_beyond_the_model_positions_are_rejected(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
-    """Without the lines that are left out; with those of all sources."""
+    """Skipped lines do not count. Lines of all sources count."""
     passes = "algorithm={name: evaluate, measure: likelihood, batch_size: 2}"
     rows = [{"prompt": "1+2=", "answer": "3"}] * 4 + [{"prompt": "11+22=", "answer": "33"}]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
@@ -506,7 +506,7 @@ def test_suite_trials_compare_their_checkpoint_once(
 def evaluated(
     folder: Path, trial: CommittedTrial, step: int, adapters: Weights, *, frozen: str
 ) -> list[Finding]:
-    """What the last check finds before a checkpoint is evaluated without an export."""
+    """Return the findings of the last check before a checkpoint is evaluated without an export."""
     trial.commit(step, adapters, frozen=frozen)
     settings = settings_of_evaluation(folder, trial, step)
     return list(input_checks.InputChecks(settings).checks()["adapters"][1]())

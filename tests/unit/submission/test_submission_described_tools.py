@@ -72,10 +72,7 @@ def names(config: Config) -> dict[str, list[str] | None]:
 def test_data_show_prints_the_tools_of_episodes(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the processes that users have: one makes the schemas, one the prompts.
-
-    Names are made of the digits that the tokenizer knows.
-    """
+    """One process makes the schemas and another one the prompts, as for users."""
     (config.parent / "data.jsonl").write_text(
         '{"prompt": "1+1=", "answer": "2"}\n'
         '{"prompt": "2+2=", "answer": "4", "tools": [{"function": {"name": "77"}}]}\n'

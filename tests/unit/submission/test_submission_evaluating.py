@@ -155,7 +155,7 @@ SUITES = {
 def test_each_suite_is_a_trial_with_its_dataset_reward_and_sampling(
     trained: Trained, *, trains: bool
 ) -> None:
-    """Also of a configuration of algorithm `evaluate`, which needs no dataset of its own."""
+    """Also covers a configuration of algorithm `evaluate`, which needs no dataset."""
     values: dict[str, Any] = {**GRPO, "evaluation": SUITES}
     if not trains:
         judged = {"algorithm": {"name": "evaluate", "batch_size": 4}}

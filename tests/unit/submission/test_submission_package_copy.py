@@ -68,7 +68,7 @@ def test_copy_has_few_private_files_and_is_imported_without_compiling(copied: Pa
 
 
 def test_copy_compiles_its_sources_under_another_python(copied: Path) -> None:
-    """Its bytecode has another magic number then."""
+    """Its bytecode then has another magic number."""
     with zipfile.ZipFile(copied / ARCHIVE) as file:
         other = b"\0\0\r\n" + file.read("run/keys.pyc")[4:]
     rewrite(copied / ARCHIVE, "run/keys.pyc", other)
@@ -116,7 +116,7 @@ def test_changed_copy_is_not_equal(copied: Path) -> None:
 
 
 def test_copy_as_plain_files_is_equal(tmp_path: Path) -> None:
-    """As releases up to 0.1 made it."""
+    """Releases up to 0.1 made copies in this way."""
     copying.copy(FOLDER, tmp_path / "slurmrl", copying.NO_CODE)
     assert copying.is_this_package(tmp_path / "slurmrl")
     (tmp_path / "slurmrl" / "log.py").write_text("OTHER = 1\n")

@@ -36,7 +36,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: FakeSchedul
 
 
 def recorded(paths: RunPaths) -> dict[str, str]:
-    """What decides about what a trial computes and where it runs."""
+    """Return the settings that decide what a trial computes and where it runs."""
     names = (paths.config, paths.plan)
     return {path.name: path.read_text() for path in names}
 

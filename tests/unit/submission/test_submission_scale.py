@@ -36,7 +36,7 @@ def submitted(folder: Path, *overrides: str) -> RunPaths:
 def test_task_count_is_kept_until_changed(
     tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in later submissions, unless these have another rollout.tasks.max."""
+    """The count stays in later submissions unless they change rollout.tasks.max."""
     paths = submitted(tmp_path, *GRPO)
     scheduler.tasks = [task(0, JobState.RUNNING)]
     assert main(["scale", "add/1", "5", "--json", "--root", str(tmp_path / "runs")]) == 0
@@ -79,7 +79,7 @@ def test_resumed_trial_waits_for_no_more_tasks_than_allowed(
 def test_tasks_in_the_trainers_job_cannot_be_scaled(
     tmp_path: Path, scheduler: FakeScheduler
 ) -> None:
-    """They have no job of their own."""
+    """These tasks have no separate job."""
     proposal = propose(
         write_config(tmp_path),
         (*GRPO[:3], "actor.backend=fsdp:d2", "rollout.tasks={}", "rollout.gpus=2-3"),

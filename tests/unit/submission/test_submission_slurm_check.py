@@ -1,4 +1,4 @@
-"""What Slurm says about a trial before it is submitted, by setting."""
+"""Tests of Slurm's answers about a trial before its submission, by setting."""
 
 from __future__ import annotations
 

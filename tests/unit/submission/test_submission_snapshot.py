@@ -63,7 +63,7 @@ def test_reward_module_and_its_imports_are_copied(user: Path, scheduler: FakeSch
 
 
 def test_modules_of_an_episode_are_copied(user: Path, scheduler: FakeScheduler) -> None:
-    """Those of the environment and of each tool, with what they import."""
+    """The modules of the environment and of each tool are copied, with their imports."""
     (user / "my_world.py").write_text("import helper\nclass World: ...\n")
     (user / "my_tool.py").write_text("def look(word): return word\n")
     tools = "tools: {look: {name: 'my_tool:look'}}"
@@ -187,9 +187,7 @@ def test_trial_of_another_version_is_not_modified(user: Path, scheduler: FakeSch
 def test_trial_of_another_version_ignores_new_settings(
     user: Path, scheduler: FakeScheduler
 ) -> None:
-    """Its version may not know a setting of ours: the checks leave it alone, so that the refusal
-    names the cause, even if a default has changed.
-    """
+    """The trial's version may not know a new setting, so the checks ignore it."""
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
@@ -459,7 +457,10 @@ class Mine(SFT):
 
 
 def test_trial_keeps_its_submitted_algorithm(user: Path, scheduler: FakeScheduler) -> None:
-    """Also where its file has changed or is gone; ``--update-code`` takes the present one."""
+    """The file of the algorithm may have changed or be missing.
+
+    ``--update-code`` uses the current file.
+    """
     file = user / "algorithms" / "mine.py"
     file.parent.mkdir()
     file.write_text(ALGORITHM)

@@ -198,7 +198,7 @@ def test_jobs_that_do_not_end_are_named(
 def test_resume_replaces_rollout_tasks_without_trainers(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
-    """Neither a running task nor a held one makes a trial live."""
+    """Neither a running nor a held task makes a trial live."""
     paths = again().paths
     train(paths, 3)
     scheduler.jobs[paths.run, 1] = {"trainer": ("41",), "rollout": ("42",)}
@@ -280,7 +280,9 @@ def test_submission_is_kept_if_its_jobs_may_be_queued(
 def test_status_is_being_submitted_while_submit_runs(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whom: a trial that is being submitted must not look interrupted."""
+    """The status names the submitter, because a trial during its submission must not look
+    interrupted.
+    """
     paths = again().paths
     request = {**json.loads(paths.submission_request(1).read_text()), "pid": os.getppid()}
     parent = ProcessId.of(os.getppid())
@@ -383,7 +385,7 @@ def test_resume_cannot_rename(again: Submit) -> None:
 
 
 def test_submission_names_its_run_directory(again: Submit) -> None:
-    """By that, a copy of the directory knows that the jobs are not its own."""
+    """A copy of the directory therefore knows that the jobs belong to the original."""
     paths = again().paths
     assert json.loads(paths.submission_request(1).read_text())["run"] == str(paths.run)
 
@@ -422,7 +424,7 @@ def test_one_of_two_concurrent_submissions_wins(
 def test_submission_is_rejected_while_another_has_no_jobs_yet(
     again: Submit,
 ) -> None:
-    """Its submitter is between request and sbatch, or dead."""
+    """The submitter is between request and sbatch, or has died."""
     paths = again().paths
     request = json.loads(paths.submission_request(1).read_text())
     other = subprocess.Popen(["sleep", "1000"])

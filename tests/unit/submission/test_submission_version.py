@@ -1,4 +1,4 @@
-"""Which commit ``slurmrl --version`` names."""
+"""Tests of the commit that ``slurmrl --version`` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the package a submission needs: whoever changes it must know no more files."""
+"""Tests of the number of files that a submission uses."""
 
 from __future__ import annotations
 

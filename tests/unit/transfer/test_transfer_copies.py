@@ -80,9 +80,8 @@ def test_layers_of_a_model_share_intervals(monkeypatch: pytest.MonkeyPatch) -> N
     ids=["short runs", "transposed", "integers"],
 )
 def test_torch_copies_irregular_boxes(view: Tensor) -> None:
-    """And those of integers, which interval operators do not average.
-
-    Intervals of short runs would be as large as the elements.
+    """torch also copies boxes of integers, and boxes with short runs, whose intervals would be as
+    large as the elements.
     """
     made = BoxCopies(CPU, kernels=True)
     assert made.packed(view, view.dtype) is None

@@ -1,4 +1,4 @@
-"""What moves allocate on a rank beside both models."""
+"""Tests of the memory that moves allocate on a rank in addition to both models."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def check_budget(plan: MovePlan) -> None:
 
 
 def check_hosts(plan: MovePlan, source: PlacedLayout, hosts: dict[int, int]) -> None:
-    """Nothing comes from another host that a rank of the receiver's host held."""
+    """Check that no data comes from another host if a rank of the receiver's host has it."""
     held = having(source)
     shapes = {name: spec.shape for name, spec in source.layout.tensors.items()}
     for segment in plan.segments:

@@ -111,7 +111,10 @@ def test_adapter_versions_are_marked(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_versions_in_the_first_format_are_read(tmp_path: Path) -> None:
-    """They hold all weights. Their readers do not take versions of today, which may not."""
+    """These versions contain all weights.
+
+    Their readers reject current versions, which may contain adapters.
+    """
     published(tmp_path, 1)
     path = tmp_path / "1.1" / MANIFEST
     record = json.loads(path.read_bytes())

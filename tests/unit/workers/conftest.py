@@ -62,7 +62,7 @@ def run(tmp_path: Path, prepared: RunPaths) -> RunPaths:
 
 @pytest.fixture
 def signal_handlers() -> Iterator[None]:
-    """Those of warnings, restored afterwards."""
+    """Restore the handlers of warning signals afterwards."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():

@@ -120,7 +120,7 @@ def test_agent_returns_ok_after_normal_end(host: Host) -> None:
 
 
 def test_user_error_before_an_incarnation_ends_the_trial(host: Host) -> None:
-    """And is met once: it is not tried again, here or on another host."""
+    """The error occurs once, and is not tried again on this or another host."""
     assert live(host, fails(UsageError("interface: there is no eth7"))) == FAILED
     last = host.history.read()[-1]
     assert (last.kind, last.incarnation) == (Kind.FAILED, 0)
@@ -175,7 +175,7 @@ def test_agent_exits_if_the_trial_ended(host: Host) -> None:
 
 
 def test_agent_exits_if_another_job_takes_over(host: Host) -> None:
-    """This job must not begin again: the two would end each other's incarnations without end."""
+    """If this job began again, both jobs would end each other's incarnations forever."""
 
     def taken(incarnation: Incarnation) -> None:
         begin(incarnation.host.history, {"job": "99.0.0"})
@@ -222,7 +222,7 @@ def test_round_ends_if_another_host_is_lost(host: Host, cause: str, reason: str)
 
 
 def test_gpu_failure_removes_the_host_from_the_job(host: Host) -> None:
-    """Its own agent gives the host up; the agents on other hosts see the failure."""
+    """Its own agent gives up the host, and agents on other hosts see the failure."""
     fault = ReportedError(Failure(cause="gpu_fault", reason="ECC", host="me"))
     assert live(host, both(begins(), fails(fault))) == AGAIN
     said = json.loads(Host(host.paths, 1, "trainer").names.get(keys.lost(host.identity.host)))
@@ -284,7 +284,9 @@ def test_agent_fails_if_the_directory_stays_unreachable(
 def test_gpus_are_assigned_if_slurm_does_not_assign_them(
     host: Host, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
 ) -> None:
-    """On one's own machine, and where Slurm does not know of GPUs, the variable is not set."""
+    """The variable is not set on your own machine, and on clusters where Slurm does not know of
+    GPUs.
+    """
     host.group = host.group.model_copy(update={"workers_per_host": 2, "gpus_per_worker": 1})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(EnvironmentFailure, match="gives 0"):
@@ -307,7 +309,7 @@ def test_gpus_are_assigned_if_slurm_does_not_assign_them(
 def test_workers_know_if_their_gpus_are_exclusive(
     host: Host, monkeypatch: pytest.MonkeyPatch, local: bool, directive: str, alone: bool
 ) -> None:
-    """Where the scheduler gives each GPU to one job, memory in use by others is a fault."""
+    """If the scheduler assigns each GPU to one job, memory used by others is a fault."""
     host.slurm = host.slurm.model_copy(update={"gpu_directive": directive})
     host.local = local
     sent: list[Any] = []

@@ -111,7 +111,7 @@ def test_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
 
 
 def test_hanging_agent_on_the_masters_host_is_no_host_loss(bed: Bed) -> None:
-    """Its host is well, and stays one that the next round may run on."""
+    """The host works, and the next round may use it."""
     bed.claim(0, 0)
     bed.look()
     with pytest.raises(ReportedError, match="agent trainer/0 hangs: it no longer") as caught:

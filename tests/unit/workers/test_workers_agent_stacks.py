@@ -111,7 +111,9 @@ def blocked() -> Iterator[subprocess.Popen[bytes]]:
     reason="py-spy is optional",
 )
 def test_real_py_spy_shows_stacks(blocked: subprocess.Popen[bytes]) -> None:
-    """It shows C and Python frames of a running process, and Python frames of a stopped one."""
+    """py-spy shows C and Python frames of a running process, and Python frames of a stopped
+    process.
+    """
     seen = witness._py_spy(blocked.pid, "S", time.monotonic() + 60)
     assert "nanosleep (libc" in seen
     assert witness.top_frame(seen) == "<string>:3 in blocked"

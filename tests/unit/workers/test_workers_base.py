@@ -67,7 +67,7 @@ class Past:
         (self.directory(step) / "actor.0.safetensors").write_bytes(b"x" * 99)
 
     def begin(self) -> tuple[IncarnationWriter, list[Damage]]:
-        """As `serve` does it."""
+        """Begin an incarnation as `serve` does."""
         writer, damages = begin_on_base(
             self.paths, self.names, self.history, {"job": "1"}, lambda records: None
         )

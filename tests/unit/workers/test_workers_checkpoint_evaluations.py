@@ -38,7 +38,7 @@ class Site:
         self.error = ""
 
     def link_files(self, paths: RunPaths, commit: Commit) -> None:
-        """What stands for the links to the files."""
+        """Return the replacement of the links to the files."""
         folder = paths.checkpoint_to_evaluate(commit.directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ORIGIN).write_text("{}")
@@ -81,7 +81,7 @@ def site(tmp_path: Path, make_settings: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_each_suite_of_each_checkpoint_is_submitted_once_by_any_job(
     site: Site,
 ) -> None:
-    """On as many rows as evaluations during training have, rounded up to batches of 4."""
+    """The number of rows equals evaluations during training, rounded up to batches of 4."""
     site.run.commit(2)
     site.link(ended=False)
     assert site.commands == [], "the next link looks"
@@ -160,7 +160,7 @@ def test_pauses_between_submission_attempts_grow(
 
 
 def test_checkpoint_is_kept_until_all_its_evaluations_ended(site: Site) -> None:
-    """What `slurmrl eval` keeps by hand stays."""
+    """Files that `slurmrl eval` keeps stay."""
     paths = site.run.paths
     pinned = paths.pinned("step-00000002.1")
     pinned.mkdir()
@@ -230,7 +230,7 @@ def test_directories_are_kept_while_their_readers_are_unknown(
 
 
 def test_directory_of_abandoned_evaluations_is_removed(site: Site) -> None:
-    """At the end of the trial; with what a killed process left half made."""
+    """The directory is removed at the end of the trial, with partial files of a killed process."""
     left = temporary_beside(site.run.paths.checkpoint_to_evaluate("step-00000002.1"))
     left.mkdir(parents=True)
     site.error = "sbatch: not here"

@@ -111,7 +111,7 @@ def make_children(folder: Path) -> Children:
 
 @pytest.fixture(scope="module")
 def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
-    """Those of all tests: a fork server takes seconds to start."""
+    """Yield the child processes of all tests, because a fork server takes seconds to start."""
     folder = tmp_path_factory.mktemp("children")
     (folder / "stub_worker.py").write_text(STUB)
     (folder / "stub_master.py").write_text(MASTER)

@@ -71,7 +71,7 @@ class Trial:
         self.channel = FakeWorkforce(paths)
 
     def committer(self, keep_last: int = 2, **settings: Any) -> Committer:
-        """Of a new incarnation, which has cleaned up as the master does."""
+        """Return the committer of a new incarnation after the master's clean-up."""
         writer = begin(History(self.paths.history), {})
         __main__._clean(self.paths, self.state)
         channel = cast(WorkerChannel, self.channel)
@@ -246,7 +246,7 @@ class Refusing(SystemCalls):
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
-    """In place of the real calls, everywhere."""
+    """Replace the real calls everywhere."""
     calls = Refusing()
     for name in ("link", "mkdir", "rename", "read", "sleep"):
         monkeypatch.setattr(SystemCalls, name, wrapped(calls, name, getattr(SystemCalls, name)))

@@ -78,7 +78,7 @@ def test_all_ranks_open_the_data_prepared_by_rank_0(
 
 
 def test_ranks_wait_for_rank_0_without_time_limit(site: Site) -> None:
-    """Also beyond the store's time-out; its activity says for whom it waits."""
+    """The wait may exceed the store's timeout. The activity names the rank for which it waits."""
     provide = site.start(1)
     waits, opened = threading.Event(), []
     real = site.store.wait
@@ -99,7 +99,7 @@ def test_ranks_wait_for_rank_0_without_time_limit(site: Site) -> None:
 
 
 def test_long_preparations_are_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the master, so that it waits longer, and by the pulse."""
+    """The reports go to the master, which then waits longer, and into the heartbeat."""
     monkeypatch.setattr("slurmrl.data.preparation.CHUNK_ROWS", 2)
     monkeypatch.setattr("slurmrl.data.source_files.SETTLED_NS", 0)
     site.config.cluster.start_timeout_s = 1e-9

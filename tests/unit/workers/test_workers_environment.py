@@ -60,7 +60,7 @@ def test_megatron_gets_one_gpu_connection_if_kernel_order_matters(
     connections: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And nowhere else: FSDP's all-gathers would wait behind computation."""
+    """Other engines do not get it: FSDP's all-gathers would wait for computation."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     defaults = fork_environment.defaults(with_engine(plan, engine, **sizes), capability)
     given = fork_environment.of_fork_server(plan.groups[0], ["0"], os.environ, defaults)

@@ -162,7 +162,7 @@ def test_each_suite_uses_its_own_rows_settings_and_reward(
 
 
 def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
-    """What the rank says about a checkpoint's files."""
+    """Return the rank's answer about a checkpoint's files."""
     said: Queue[Saved] = Queue()
     order = Save(seq=7, step=3, directory=directory, asynchronous=asynchronous)
     assert executor.save(order, said.put).seq == 7
@@ -195,7 +195,7 @@ def test_error_of_the_writer_thread_is_raised_by_the_rank(
 def test_task_scores_of_another_submission_are_ignored(
     make_executor: MakeExecutor, make_settings: Any, paths: RunPaths
 ) -> None:
-    """Its reward may be another one, which the trainers then ask."""
+    """The earlier submission may have had another reward, so the trainers score again."""
     executor = make_executor(make_settings())
     make_private_directory(paths.rollouts)
     scores = (1.0, 0.5)

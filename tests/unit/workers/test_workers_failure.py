@@ -107,7 +107,7 @@ def test_traceback_of_chained_exceptions_omits_slurmrl_in_each() -> None:
     ["/home/me/slurmrl/slurmrl/x.py", "/home/me/other/x.py", "/home/me/own/site-packages/x.py"],
 )
 def test_editable_packages_are_not_user_code(file: str) -> None:
-    """Only entries of PYTHONPATH are: the trial's copy of the code, and what the user adds."""
+    """Only entries of PYTHONPATH are user code: the trial's copy and the user's additions."""
     of_package = failure.traceback_of(called_by_slurmrl("def score(): 1 / 0", file))
     assert "omitted" not in of_package
     assert file in of_package

@@ -209,9 +209,9 @@ def ended(rank: int, number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 2])
 def test_leftover_processes_of_a_worker_are_killed_with_the_worker(host: Host, number: int) -> None:
-    """Even one that left its process group: it could hold the GPU against the next worker.
+    """Also covers a process outside the process group.
 
-    Its shared memory is freed. The workers of other ranks and their children are spared.
+    Shared memory is freed. Other ranks' workers are not killed.
     """
     said, other = host.start(0), host.start(1)
     assert alive(said["left"])
@@ -251,7 +251,7 @@ def test_requests_wait_until_the_fork_server_is_ready(host: Host) -> None:
 
 
 def test_pipe_is_held_by_one_worker_only(host: Host) -> None:
-    """Both workers are requested before the fork server forks the first one."""
+    """The test requests both workers before the fork server forks the first one."""
     host.fork(0)
     host.fork(1)
     first, second = (slot.pipe for slot in host.slots)

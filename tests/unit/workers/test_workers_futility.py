@@ -61,7 +61,7 @@ class Past:
         )
 
     def commits_and_raises(self, exception: str) -> None:
-        """It raises as above, after a commit."""
+        """Raise the same error after a commit."""
         self.raises(exception)
         self.commits()
 
@@ -306,7 +306,7 @@ def test_time_limit_reached_twice_fails_the_trial(past: Past) -> None:
 
 
 def test_time_limit_after_a_commit_allows_another_start(past: Past) -> None:
-    """That is how most jobs end."""
+    """Most jobs end in this way."""
     past.ends(warned="time_limit")
     past.commits()
     past.ends(warned="time_limit")

@@ -47,7 +47,7 @@ class Bed:
         return Leader(self.paths, names, self.identity(task), TTL_S, lambda: self.now)
 
     def lost(self, leader: Leader, lease: Lease | None = None) -> float | None:
-        """When the watcher sees the host as lost, within some time."""
+        """Return the time until the watcher considers the host lost, within a limit."""
         for _ in range(100):
             self.now += 1.0
             if lease is not None:
@@ -140,7 +140,7 @@ def test_requeue_of_a_lost_job_is_retried_until_a_later_start(
     rows: tuple[str, ...],
     does: str,
 ) -> None:
-    """It holds its hosts for nothing; a later start of it is left alone."""
+    """The job holds its hosts without use. A later start of the job is not requeued."""
     done: list[str] = []
     left, queue = list(answers), list(rows)
 

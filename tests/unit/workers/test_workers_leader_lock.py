@@ -1,4 +1,7 @@
-"""Which job continues a trial is decided once. Slurm is scripted; tests/slurm has the real one."""
+"""Tests of the decision which job continues a trial.
+
+Slurm is scripted; tests/slurm has a real one.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +227,7 @@ def test_leader_lock_in_another_format_is_taken_over(
 def test_copy_of_a_trial_does_not_wait_for_the_job_of_the_original(
     paths: RunPaths, names: NameStore, tmp_path: Path
 ) -> None:
-    """It would be requeued again and again as long as the original runs."""
+    """Otherwise it would be requeued again and again while the original runs."""
     cluster = Cluster({"41_0": RUNS, "43_0": row("RUNNING", 0, ("n0",))})
     assert lock(paths, names, link(paths), "41.0", cluster).take() is None
     paths.config.touch()

@@ -1,4 +1,4 @@
-"""What the master says once about data and conditions."""
+"""Tests of messages of the master about data and conditions, each of which is logged once."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def hook(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_notification_is_sent_once_for_each_end_of_a_trial(
     run: RunPaths, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever links see it; not while the trial runs, nor if its user cancels it."""
+    """Any number of links may see the end. A running or cancelled trial sends none."""
     arguments = ["--run", str(run.run), "--submission", "1", "--group", "trainer"]
     options = supervisor.parse(arguments)
     monkeypatch.setattr(supervisor, "parse", lambda: options)

@@ -145,7 +145,7 @@ def test_busy_rollout_tasks_keep_their_operation_budget(hosts: int) -> None:
 
 
 def test_file_operations_equal_the_documented_counts(tmp_path: Path) -> None:
-    """What docs/protocols.md computes a metadata server's load from."""
+    """docs/protocols.md computes the load of a metadata server from these counts."""
     calls = Counting()
     lease = Lease(tmp_path / "lease", calls=calls)
     lease.beat()

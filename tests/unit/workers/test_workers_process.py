@@ -125,7 +125,7 @@ time.sleep(600)
 
 
 def test_child_dies_with_its_parent(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Also a child that never reads its pipe."""
+    """Also covers a child that never reads its pipe."""
     (tmp_path / "stub_sleeper.py").write_text(
         "import time\nprint('up', flush=True)\ntime.sleep(600)"
     )

@@ -1,4 +1,4 @@
-"""What the master carries from step to step and commits."""
+"""Tests of the state that the master keeps from step to step and commits."""
 
 from __future__ import annotations
 
@@ -164,9 +164,7 @@ def test_stop_condition_holds_after_a_restart(make_settings: Any) -> None:
 
 @pytest.mark.parametrize("ledger", [{"settled": 8, "next": 4}, {"settled": -1}, [], None])
 def test_contradictory_ledger_is_damage(make_settings: Any, ledger: Any, tmp_path: Path) -> None:
-    """It is found where the state is read, which makes an older commit the base, or at least
-    before anything is trained.
-    """
+    """The state is checked when it is read, so an older commit becomes the base before training."""
     state = committed(start(make_settings())) | {"ledger": ledger}
     write_manifest(tmp_path, step=1, files=[], state=state)
     if ledger is not None:

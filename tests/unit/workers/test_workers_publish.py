@@ -1,4 +1,4 @@
-"""What the master says about the run."""
+"""Tests of the messages of the master about the run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_unreachable_directory_does_not_end_the_incarnation(desk: Desk) -> None:
 
 
 def test_rank_activity_is_read_from_lease_notes(desk: Desk, paths: RunPaths) -> None:
-    """Of this incarnation only, and not from half of a note."""
+    """The activity is only of this incarnation, and partial notes are ignored."""
     lease = Lease(paths.lease("trainer", 0, 1))
     desk.agents["trainer/0"] = Identity("trainer", 0, 1, "n0", "41.0.0", "41_2")
     doing = {"call": "gen", "since_s": 3.0, "silent_s": 0.0, "collective": None}
@@ -113,7 +113,7 @@ def test_rank_activity_is_read_from_lease_notes(desk: Desk, paths: RunPaths) -> 
 def test_restarted_agent_is_a_new_agent(
     desk: Desk, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its predecessor's expired lease is not its own, and what that one's ranks did is over."""
+    """The expired lease and the activities of the previous agent do not apply to it."""
     observe = partial(publish.LeaseObserver, clock=desk.clock.monotonic)
     monkeypatch.setattr(publish, "LeaseObserver", observe)
     agent = Identity("rollout", 0, 0, "r0", "50.0.0", "50_0")
@@ -152,7 +152,7 @@ class Syncs(SystemCalls):
 
 
 def test_status_writes_do_not_delay_a_step(paths: RunPaths) -> None:
-    """What a crash of the server leaves of the status is replaced by the next one."""
+    """After a crash of the file server, the next status replaces an incomplete one."""
     calls = Syncs()
     names = NameStore(paths.names, calls=calls)
     desk = Desk(paths, Clock(), names)

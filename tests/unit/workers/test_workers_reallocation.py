@@ -1,4 +1,4 @@
-"""When weights move, after which moves they are compared, and where models are meanwhile."""
+"""Tests of the time of weight moves, of their verification, and of the places of models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(move: FakeMove, verify: Verify = "first") -> Reallocations:
 
 
 def test_copy_intervals_are_computed_once_for_all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They depend on the layouts only, so the second move of a plan makes none."""
+    """The intervals depend only on the layouts, so the second move of a plan computes none."""
     monkeypatch.setattr(reallocation.dist, "get_rank", lambda: 0)
     source, target = torch.randn(6, 128), torch.zeros(6, 256)
 
@@ -103,7 +103,7 @@ class FakeEngine:
 
 
 def test_offloaded_models_are_loaded_only_during_use() -> None:
-    """Other models stay; a rank without a part of a model has nothing to do for it."""
+    """Other models stay loaded. A rank without a part of a model does nothing."""
     engines = {name: FakeEngine() for name in ("actor", "critic")}
     residence = Residence(cast(Any, engines), {"actor", "rollout"})
     assert (engines["actor"].away, engines["critic"].away) == (True, False)

@@ -1,4 +1,4 @@
-"""What an agent sends to the master: how many writes it takes, and who is woken after each."""
+"""Tests of the writes of an agent to the master, and of the notifications after each write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_answers_of_different_kinds_are_collected_separately() -> None:
 
 
 def test_answers_are_held_for_a_limited_time() -> None:
-    """So the master learns which rank is missing; the rest leave with the last one as before."""
+    """The master then learns which rank is missing. Later answers are sent with the last one."""
     clock = Clock()
     answers = Answers(3, clock)
     assert answers.take([done(0, 0)]) == []

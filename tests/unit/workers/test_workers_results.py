@@ -60,7 +60,7 @@ class Incarnation:
         self.results.finish_step()
 
     def state(self) -> Any:
-        """As a commit holds it."""
+        """Return the state as in a commit."""
         return json.loads(json.dumps(self.progress.state()))
 
 
@@ -93,7 +93,7 @@ def test_offline_pass_ends_with_the_dataset(paths: RunPaths, begin: Begin) -> No
 def test_number_of_pass_steps_is_known_after_reading_the_dataset(
     make_settings: Any, settings: Settings
 ) -> None:
-    """Then also in later incarnations, before they read it again; `total_steps` is a limit."""
+    """Later incarnations know it before they read the dataset again. `total_steps` is a limit."""
     progress = Progress(settings, None)
     assert progress.known_steps is None
     progress.use_dataset(SIZE, "f1", {})
@@ -209,7 +209,7 @@ def test_damaged_parts_never_become_results(
 
 
 def test_missing_result_lines_are_detected_by_the_ledger(paths: RunPaths, begin: Begin) -> None:
-    """Both last items of a step are missing: its places have no gap."""
+    """If the last two items of a step are missing, its places have no gap."""
     incarnation = begin(1)
     incarnation.step()
     for rank in range(2):

@@ -166,10 +166,7 @@ def bed(
 def test_task_worker_serves_consecutive_incarnations(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those of other jobs, and while the history cannot be read for some time.
-
-    The end of the trial ends it.
-    """
+    """Also covers incarnations of other jobs and a history that is unreadable for a while."""
 
     def story() -> Story:
         yield from bed.until_heard("start")
@@ -267,7 +264,7 @@ def test_task_exits_if_trainers_do_not_return(bed: Bed) -> None:
 
 
 def test_task_does_not_wait_again_for_absent_trainers(bed: Bed) -> None:
-    """It ends before its worker starts, unless there was a heartbeat since or an incarnation."""
+    """The task ends before its worker starts, unless a heartbeat or an incarnation has occurred."""
     bed.begin("41.0.0", 0)
     lease = Lease(bed.paths.lease("trainer", 0, 0))
     lease.beat()
@@ -348,9 +345,9 @@ def test_task_dismissed_in_the_trainers_job_is_restarted(bed: Bed) -> None:
 
 
 def test_task_exits_if_the_master_removed_its_directory(bed: Bed) -> None:
-    """It was suspended, and lost meanwhile: nobody can tell its workers.
+    """A suspended task that the master has lost exits.
 
-    A directory that is moved for a moment is waited for.
+    A directory that is moved only briefly is awaited.
     """
     folder = bed.paths.rollout_task("rollout", 0, 0)
     aside = bed.paths.run / "aside"
@@ -407,7 +404,7 @@ REPLACED = [
 
 @pytest.mark.parametrize(("name", "kind"), REPLACED)
 def test_task_exits_if_its_files_were_replaced(bed: Bed, name: str, kind: str) -> None:
-    """Its worker can neither read nor write there."""
+    """Its worker can neither read nor write its files."""
     if needs_root(kind) and os.geteuid() != 0:
         pytest.skip("only root may give a file away")
     folder = bed.paths.rollout_task("rollout", 0, 0)

@@ -129,7 +129,7 @@ class Trial:
         return TaskWeights(self.versions, folder, MODELS[self.family], host)
 
     def expected(self, adapters: RandomAdapters) -> Bits:
-        """What an export has whose files are of the type of the frozen weights."""
+        """Return the content of an export whose files have the type of the frozen weights."""
         folder = self.folder / "rounded"
         folder.mkdir(exist_ok=True)
         to_hf(self.rounded(), folder)
@@ -196,7 +196,7 @@ def test_merged_task_weights_equal_an_export(tmp_path: Path, family: str, dtype:
 
 
 def test_servers_load_the_merged_directory(trial: Trial) -> None:
-    """Its two files and index are those of a model folder for transformers, too."""
+    """The two files and the index form a model folder that transformers can load too."""
     trial.publish(FIRST, adapters_of(trial.config, 1))
     taken = trial.task().newer()
     assert taken is not None
@@ -249,7 +249,7 @@ def test_missing_base_model_directory_is_rejected(trial: Trial) -> None:
 
 
 def test_damaged_version_is_never_merged(trial: Trial) -> None:
-    """Nor is what builds on it; the next whole one is."""
+    """Versions that depend on the damaged one are not merged either. The next full version is."""
     first, second, third = (adapters_of(trial.config, seed) for seed in (1, 1, 3))
     second.tensors[NAME][0, 0] += 1.0
     trial.publish(FIRST, first)
@@ -306,7 +306,7 @@ def test_delta_with_other_frozen_weights_is_rejected(trial: Trial) -> None:
 
 
 def test_full_disk_of_a_host_keeps_the_served_version(trial: Trial) -> None:
-    """Whichever write fails, no folder is served; with room again the version is."""
+    """This holds for each failing write. With enough space, the new version is served."""
 
     class Full(SystemCalls):
         left = 0

@@ -41,7 +41,7 @@ def task(folder: Path, family: str) -> TaskWeights:
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "nemotron_h", "gpt_oss"])
 def test_task_serves_the_same_bits_as_the_export(tmp_path: Path, family: str) -> None:
-    """Also if files have one tensor for each expert, or other names than the model."""
+    """Also covers files with one tensor per expert, or with other names than the model."""
     tiny_model(family, tmp_path / "base")
     base, adapters = open_folder(tmp_path / "base"), adapters_of(family)
     publish_adapters(tmp_path / "versions", adapters, file_fingerprint(base), FIRST)

@@ -47,7 +47,7 @@ def test_invalid_rollout_records_are_rejected(change: dict[str, Any]) -> None:
 
 
 def test_later_master_continues_reading_at_the_committed_position(tmp_path: Path) -> None:
-    """Also in a later file of the log."""
+    """Also covers a later file of the log."""
     paths = RunPaths(tmp_path)
     place = "rollout", 0, 2
     writer = SampleWriter(paths.rollout_samples(*place))

@@ -185,7 +185,7 @@ def all_scored(made: Scoring, groups: Sequence[SampleGroup]) -> list[SampleGroup
 
 
 def trained(call: CallContext, groups: Sequence[SampleGroup]) -> CallResult:
-    """What the trainers' call makes of groups."""
+    """Return the result of the trainers' call for groups."""
     rows = [row_of(group.item) for group in groups]
     joined = SequenceSample.gather(rows)
     sample = as_sample(joined.ids, groups, turns=False, metadata=joined.metadata)

@@ -1,4 +1,6 @@
-"""What a rollout task answers, in any order of requests, results, incarnations and failures."""
+"""Tests of the answers of a rollout task for any order of requests, results, incarnations and
+failures.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.doomed |= self.making | self.judging
 
     def written(self) -> set[Key]:
-        """What is about to be recorded."""
+        """Return the data to record next."""
         return {(group.lease, group.item) for group in self.writing or ()}
 
     # -- work
@@ -249,7 +251,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(count == 1 for count in self.answers.values())
 
     def teardown(self) -> None:
-        """Whatever has happened, all that is wanted is answered once in the end."""
+        """Check that every requested item is answered once in the end."""
         if not self.incarnation:
             return
         if not self.confirmed:

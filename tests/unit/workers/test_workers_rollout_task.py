@@ -158,7 +158,7 @@ class Trial:
         )
 
     def generated(self, version: VersionId, items: tuple[int, ...]) -> SequenceSample:
-        """What the trainers draw with these weights for items of one step."""
+        """Return the samples of the trainers with these weights for items of one step."""
         made = dataset.make(self.config.dataset, [PreparedRows(self.rows)])
         sample = made.sample([(0, item) for item in items])
         context = self.context(items[0] // BATCH + 1, sample.ids)
@@ -181,7 +181,7 @@ def asked(lease: str, *items: int, oldest: VersionId = OLD) -> dict[str, Any]:
 def test_tasks_sample_the_same_tokens_as_trainers(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also across an update of the weights in the middle of completions."""
+    """Also covers an update of the weights during completions."""
     step, calls = ContinuousBatch.step, []
 
     def counted(self: ContinuousBatch) -> Any:
@@ -277,7 +277,7 @@ def test_uninterrupted_completions_use_one_weight_version(
 
 
 def test_task_reacts_to_notifications_without_polling(trial: Trial) -> None:
-    """It neither polls nor waits for more results than there will be."""
+    """The task neither polls nor waits for more results than will come."""
     engine: NativeRollout
     masters, own = (WakeupSocket("127.0.0.1") for _ in range(2))
 

@@ -237,7 +237,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule(task=st.integers(0, 2), number=st.integers(1, 3), hears=st.booleans())
     def work(self, task: int, number: int, hears: bool) -> None:
-        """Also of requests of a master that is gone, if it has not heard of the next one."""
+        """Work also on requests of a previous master until a newer one is known."""
         one = self.tasks.get(task)
         if one is None or not one.version:
             one = self.tasks[task] = self.bed.begin(task, self.newest())
@@ -309,13 +309,13 @@ class Trial(RuleBasedStateMachine):
 
     @invariant()
     def whoever_is_counted_on_has_a_lease_that_is_watched(self) -> None:
-        """As nothing else tells that it is gone."""
+        """Only the lease shows that the task is gone."""
         counted = {(one.task, one.attempt) for one in self.bed.tasks.view().tasks if one.host}
         watched = {(one.label, one.attempt) for one in self.bed.tasks.agents.values()}
         assert counted == watched
 
     def finish(self) -> None:
-        """What is open now is trained in the end, or dropped for its age: nothing is lost."""
+        """Train or drop all open items in the end, so that none is lost."""
         end = self.bed.ledger.record().next
         for _ in range(60):
             if self.bed.ledger.settled >= end:
@@ -375,8 +375,8 @@ def test_group_too_stale_for_the_next_step_is_generated_again(
 
 
 def test_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., Bed]) -> None:
-    """Those that later steps could not train are waited for, as long as the step before took, if
-    there is a task that can finish them.
+    """The step waits for groups that would be too stale later, as long as the previous step
+    took.
     """
     bed = beds(batch_size=1, max_staleness=1)
     task = bed.begin(0, "0.1")
@@ -447,7 +447,7 @@ def test_least_loaded_tasks_get_the_next_items(beds: Callable[..., Bed]) -> None
 def test_first_task_with_new_weights_leaves_items_for_the_others(
     beds: Callable[..., Bed],
 ) -> None:
-    """For as long as they may take for the weights."""
+    """The reserve lasts as long as the other tasks may need to load the weights."""
     bed = beds(batch_size=6, max_staleness=0)
     tasks = [bed.begin(0), bed.begin(1), bed.begin(2)]
     for task in tasks:
@@ -533,10 +533,9 @@ def test_items_of_a_lost_task_go_to_another_and_late_results_are_dropped(
 def test_items_of_a_task_that_cannot_write_go_to_other_tasks(
     beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without staleness the step waits for them alone.
+    """Without staleness, the step waits only for these items.
 
-    A task that says anything keeps its own, as does the only one, and all do while nothing can be
-    read.
+    Tasks that write, and the only task, keep theirs.
     """
     bed = beds(max_staleness=0, batch_size=4)
     mute, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
@@ -603,7 +602,7 @@ def test_only_the_newest_attempt_of_a_task_is_valid(beds: Callable[..., Bed]) ->
 def test_new_attempt_frees_the_items_of_the_previous_attempt(
     beds: Callable[..., Bed],
 ) -> None:
-    """It joins only once its workers have started, for which nobody needs to wait."""
+    """The new attempt joins only after its workers have started. The items do not wait for that."""
     bed = beds()
     first, other = bed.begin(7, "0.1"), bed.begin(8, "0.1")
     first.finish(min(first.open))
@@ -658,7 +657,7 @@ def test_replaced_attempt_is_ended_even_if_its_successor_left(beds: Callable[...
 
 
 def test_leaving_task_returns_all_its_items(beds: Callable[..., Bed]) -> None:
-    """Also what it has not read."""
+    """This includes items that it has not read."""
     bed = beds()
     task = bed.begin(7, "0.1")
     bed.tasks.leave("rollout.7.0", 30.0)
@@ -674,7 +673,7 @@ def test_leaving_task_returns_all_its_items(beds: Callable[..., Bed]) -> None:
 
 
 def test_retiring_task_gets_no_more_items(beds: Callable[..., Bed]) -> None:
-    """Until it ends, it finishes what it has begun. The rest goes to others at once."""
+    """Until its end, the task finishes its current items. Other tasks get the rest at once."""
     bed = beds(max_staleness=0, batch_size=4)
     retiring, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
     other.receive(1)
@@ -827,7 +826,7 @@ def test_invalid_attempt_record_is_corrupt(attempts: list[dict[str, Any]]) -> No
 
 
 def test_checkpoint_state_may_contain_attempts(beds: Callable[..., Bed]) -> None:
-    """Those of older versions, and of trials without tasks, hold none."""
+    """States of older versions, and of trials without tasks, contain none."""
     bed = beds()
     bed.begin(0, "0.1")
     bed.look()
@@ -898,7 +897,7 @@ def test_sample_damaged_after_its_check_fails_one_incarnation(
 def test_sample_files_not_needed_by_a_commit_are_removed(
     beds: Callable[..., Bed], paths: RunPaths
 ) -> None:
-    """Also after the end of their task, whose directory goes last."""
+    """Also covers the time after the end of their task, whose directory is removed last."""
     bed = beds()
     task = bed.begin(0, "0.1")
     for item in range(4):
@@ -925,9 +924,7 @@ def test_sample_files_not_needed_by_a_commit_are_removed(
 
 
 def test_surplus_tasks_get_the_message_leave(beds: Callable[..., Bed]) -> None:
-    """Not before lost ones would be known, and the newest first; a smaller number holds for the
-    next incarnation too.
-    """
+    """The newest tasks leave first, after the time in which lost tasks would be known."""
     bed = beds()
     first, second, third = (bed.begin(task, "0.1") for task in range(3))
     set_wanted_tasks(bed.paths, "rollout", 1, MOST_COUNT)
@@ -997,7 +994,7 @@ def test_master_leases_items_according_to_the_settings(
     changes: dict[str, int],
     leased: int,
 ) -> None:
-    """What a task that is the first to join gets, with batches of 4."""
+    """The test checks the items of the first task that joins, with batches of 4."""
     settings = make_settings(rollout={"tasks": {"max": 2, **changes}})
     ledger = SampleLedger(1, Lineage({1: None}))
     tasks = make_master(settings, ledger)
@@ -1013,7 +1010,7 @@ def test_master_leases_items_according_to_the_settings(
 
 
 def test_first_task_gets_no_prompts_before_the_minimum_joined(beds: Callable[..., Bed]) -> None:
-    """With `min`, nothing is leased before so many have joined."""
+    """With `min`, the master leases no items before this number of tasks has joined."""
     bed = beds(least=2)
     bed.begin(0, "0.1")
     assert bed.tasks.view().tasks[0].leased == 0

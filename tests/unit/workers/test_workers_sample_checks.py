@@ -1,4 +1,4 @@
-"""What the master makes of samples that this host cannot read, or cannot read yet."""
+"""Tests of samples that the master's host cannot read, or cannot read yet."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_sample_hidden_by_a_cache_is_valid_once_it_appears(paths: RunPaths) -> N
 
 
 def test_samples_are_not_damaged_while_the_directory_is_unreachable(paths: RunPaths) -> None:
-    """Nor is every sample tried."""
+    """The master does not try to read every sample."""
     calls = Faulty(0, errno.EACCES, times=10**6)
     bed = Bed(paths, calls)
     before = calls.count
@@ -99,14 +99,14 @@ def test_samples_without_a_waiting_step_are_forgotten(paths: RunPaths) -> None:
 
 
 def test_samples_of_a_removed_directory_are_damaged_at_first_check(paths: RunPaths) -> None:
-    """On a local file system, where no cache hides a folder."""
+    """On a local file system, no cache hides a folder."""
     bed = Bed(paths, Local())
     shutil.rmtree(bed.files[0].parent)
     assert (bed.after(0), bed.sound()) == ([0, 1], [])
 
 
 def test_samples_of_a_recreated_directory_are_damaged(paths: RunPaths) -> None:
-    """While everything is missing, the kind of the file system is unknown."""
+    """While all files are missing, the kind of the file system is unknown."""
     bed = Bed(paths, Local())
     rollouts = bed.files[0].parents[2]
     shutil.rmtree(rollouts)

@@ -83,7 +83,10 @@ def files(paths: RunPaths) -> list[str]:
 
 
 def test_score_file_has_all_item_scores_and_estimates(paths: RunPaths, settings: Settings) -> None:
-    """In the order of the dataset; of several calls together. Its estimates are the metrics."""
+    """Scores of several calls are in one file, in the order of the dataset.
+
+    Estimates equal the metrics.
+    """
     scores = scores_of(paths, settings)
     parts = record(paths, 20, 1, LINES)
     more = {name: {"id": name[0], "reverse_kl": [0.1, 0.2]} for name in ITEMS}
@@ -106,7 +109,7 @@ def test_score_file_has_all_item_scores_and_estimates(paths: RunPaths, settings:
 def test_rewards_other_than_1_or_0_get_a_normal_interval(
     paths: RunPaths, make_settings: Any
 ) -> None:
-    """They may be negative or above 1."""
+    """The rewards may be negative or above 1."""
     reward = {"parts": {"half": {"name": "exact_match", "weight": 0.5}}}
     lines = {name: line(name[0], value) for name, value in zip(ITEMS, (-1, 0, 4), strict=True)}
     scores = scores_of(paths, make_settings(reward=reward))
@@ -176,7 +179,7 @@ def test_score_given_by_two_calls_ends_the_trial_with_both_names(
 
 
 def test_non_finite_scores_give_null_estimates(paths: RunPaths, settings: Settings) -> None:
-    """As a diverged model's are."""
+    """A diverged model gives such scores."""
     lines = {name: {**each, "reward": math.nan} for name, each in LINES.items()}
     metrics = scores_of(paths, settings).write(3, 3, record(paths, 3, 1, lines))
     assert math.isnan(metrics["reward"])
@@ -270,7 +273,7 @@ def test_kill_at_any_moment_leaves_a_complete_score_file_or_none(
 def test_only_newest_evaluations_of_committed_steps_are_kept(
     paths: RunPaths, make_settings: Any, make_evaluation: Callable[..., dict[str, Any]]
 ) -> None:
-    """Until the commit of the step of an evaluation, the older ones stay: that evaluation may be
+    """Older evaluations stay until the step of the newest one is committed, because it may be
     lost.
     """
     scores = scores_of(paths, make_settings(evaluation=make_evaluation(keep_last=2)))
@@ -287,7 +290,7 @@ def test_only_newest_evaluations_of_committed_steps_are_kept(
 
 
 def test_stale_incarnation_writes_no_scores(paths: RunPaths, settings: Settings) -> None:
-    """It may have been stopped while a newer one removed the files of uncommitted steps."""
+    """It may have been stopped while a newer incarnation removed files of uncommitted steps."""
 
     def stale() -> None:
         raise StaleIncarnationError("incarnation 1 must stop: 2 is the newest")

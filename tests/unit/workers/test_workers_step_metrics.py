@@ -1,4 +1,4 @@
-"""From the ranks' answers to the metrics of a step."""
+"""Tests of the metrics of a step, computed from the answers of the ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_suite_metrics_have_the_suite_name() -> None:
 
 
 def test_evaluation_keeps_all_metrics_except_call_times() -> None:
-    """Also those with a slash in their names, such as ``rewards/accuracies``."""
+    """Also covers metrics with a slash in their names, such as ``rewards/accuracies``."""
     metrics = {"rewards/accuracies": 0.5, "loss": 1.0, "time/step": 3.0, "time/actor_compare": 2.0}
     assert publish.of_evaluation(metrics) == {
         "eval/rewards/accuracies": 0.5,

@@ -153,7 +153,7 @@ def by_index(*indices: int) -> Verdict:
 
 
 def test_candidate_rounds_continue_until_the_batch_is_full(run: Callable[..., Any]) -> None:
-    """What is accepted beyond the batch is taken first in the next step."""
+    """The next step takes accepted items beyond the batch first."""
     runner, progress, ranks = run(lambda item, step: "")
     order = progress.items(range(SIZE))
     dull = by_index(*(order[number][1] for number in (0, 1, 3)))
@@ -184,7 +184,7 @@ def test_candidate_rounds_continue_until_the_batch_is_full(run: Callable[..., An
 def test_interruptions_keep_each_item_trained_or_dropped_once(
     run: Callable[..., Any], candidates: int | None
 ) -> None:
-    """The same items at the same steps as without interruptions, in the middle of epochs, too."""
+    """Items and steps equal an uninterrupted run, even in the middle of epochs."""
 
     def verdict(item: tuple[int, int], step: int) -> str:
         return Random(f"{item} {step}").choice(("", "", "same", "long"))
@@ -220,9 +220,9 @@ def test_interruptions_keep_each_item_trained_or_dropped_once(
 def test_rollout_groups_go_to_the_ranks_of_their_items(
     run: Callable[..., Any],
 ) -> None:
-    """They fill up the batch after what the filter drops.
+    """The groups fill the batch after the filter.
 
-    The step ends with the job if there are not enough, and what it has taken is not trained.
+    If there are too few, the step ends with the job.
     """
     _, progress, _ = run(lambda item, step: "")
     order = progress.items(range(SIZE))
@@ -246,9 +246,8 @@ def test_rollout_groups_go_to_the_ranks_of_their_items(
 def test_surplus_groups_of_a_batch_wait_for_the_next_step(
     run: Callable[..., Any],
 ) -> None:
-    """Where a filter drops many, a step judges more groups at once.
-
-    It trains those that come first, and the next one begins with the others.
+    """If a filter drops many groups, a step scores more at once and leaves the others to the next
+    step.
     """
     _, progress, _ = run(lambda item, step: "")
     order = progress.items(range(3 * SIZE))

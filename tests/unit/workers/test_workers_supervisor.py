@@ -101,7 +101,10 @@ def test_supervisor_exits_after_a_newer_submission(paths: RunPaths) -> None:
 
 
 def test_submission_without_jobs_is_ignored(paths: RunPaths) -> None:
-    """Its submitter was killed after the folder: a submission exists once its request does."""
+    """The submitter was killed after making the folder.
+
+    A submission exists once its request exists.
+    """
     submission(paths, 1)
     paths.submission(2).mkdir()
     assert reason_to_leave(paths, 1) is None
@@ -230,9 +233,9 @@ def test_long_running_task_is_restarted_without_limit(
 
 
 def test_items_of_a_dead_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> None:
-    """Its next attempt has begun when the agent is started again.
+    """The next attempt begins when the agent is started again.
 
-    Attempts of other jobs do not count: their agents may live.
+    Attempts of other jobs do not count.
     """
     paths = RunPaths(tmp_path / "run")
     with job(tmp_path, "direct", "rollout") as running:
@@ -261,7 +264,7 @@ def test_no_round_starts_after_a_warning(tmp_path: Path) -> None:
 
 
 def test_no_round_starts_after_the_end(tmp_path: Path) -> None:
-    """However the agents end: srun fails too where a kill was recovered from."""
+    """This holds for any end of the agents, because srun also fails after a recovered kill."""
     with job(tmp_path, "direct") as running:
         agent = int(running.line().split()[1])
         history = History(tmp_path / "run" / "history")
@@ -305,10 +308,7 @@ def test_spares_replace_lost_hosts(paths: RunPaths, monkeypatch: pytest.MonkeyPa
 def test_spare_replaces_a_host_with_an_environment_failure(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does so after the first incarnation that failed because of the host, as for a lost mount.
-
-    With too few spares, the host that failed longest ago is used again.
-    """
+    """If there are too few spares, the host whose failure is oldest is used again."""
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
     allocation = JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0")
     for number, host, chosen in ((1, "n1", ("n0", "n2")), (2, "n0", ("n1", "n2"))):
@@ -527,7 +527,7 @@ def test_supervisor_ends_with_a_message_if_the_history_was_removed(
 def test_configured_variables_reach_all_processes(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They count more than what the job inherited."""
+    """They override the variables that the job inherited."""
     for name in ("NCCL_DEBUG", "UCX_TLS"):  # and restored at the end
         monkeypatch.setenv(name, "of the job")
     config = load_resolved(run.config)

@@ -1,4 +1,4 @@
-"""Which event on a host is reported as the failure."""
+"""Tests of the choice of the event on a host that is reported as the failure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def bed() -> Bed:
 
 
 def error(rank: int, exception: str, **more: Any) -> Failure:
-    """What a rank reports."""
+    """Return the report of a rank."""
     known = {"cause": "exception", "step": 4, "call": "gen", "traceback": "at x", **more}
     return Failure(rank=rank, exception=exception, reason=f"rank {rank}: {exception}", **known)
 
@@ -175,7 +175,7 @@ def test_no_failure_is_reported_without_symptoms(bed: Bed) -> None:
 
 
 def test_failed_gpu_is_named_with_its_host(bed: Bed) -> None:
-    """It counts more than the broken connections that follow, whichever comes first."""
+    """The GPU failure takes precedence over broken connections, whichever comes first."""
     broken = error(0, "RuntimeError: connection closed", echo=True)
     fault = error(
         1,
@@ -218,7 +218,7 @@ def test_other_aborts_are_no_gpu_failure(bed: Bed) -> None:
 
 
 def test_rank_of_another_world_is_named_with_its_world(bed: Bed) -> None:
-    """Its number alone would name a trainer."""
+    """The number without the world would name a trainer."""
     bed.children.world = "rollout/3"
     assert bed.failure(ended=(died(1),)).world == "rollout/3"
     bed = Bed()

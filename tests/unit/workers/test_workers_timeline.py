@@ -1,4 +1,4 @@
-"""What the master keeps about the calls of the newest steps."""
+"""Tests of the calls of the newest steps that the master records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmrl.workers.messages import Done
 
 
 def answers(step: int) -> Answers:
-    """Of three ranks, of which the last takes no part in the call."""
+    """Return the answers of three ranks, of which the last takes no part in the call."""
     return {
         rank: Done(rank=rank, seq=0, began=100.0 * step + rank, seconds=0.5, peak_bytes=step - rank)
         for rank in range(3)

@@ -53,14 +53,14 @@ def kept(engine: Any, update: Tensor, dtype: str = "bfloat16") -> float | None:
 
 
 def weights(size: int = 4096) -> Tensor:
-    """As a checkpoint in bfloat16 has them."""
+    """Return weights with the values of a bfloat16 checkpoint."""
     noise = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 0.05
     return noise.bfloat16().float()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kept_share_of_updates_grows_as_small_updates_add_up(dtype: str) -> None:
-    """Those of Adam at a learning rate of 1e-6 are below the distance of values."""
+    """Updates of Adam at a learning rate of 1e-6 are smaller than the distance of values."""
     signs = torch.sign(torch.randn(4096, generator=torch.Generator().manual_seed(2)))
     first = kept(Held(w=weights()), 1e-7 * signs, dtype)
     large = kept(Held(w=weights()), 1e-2 * signs, dtype)
@@ -76,7 +76,7 @@ def test_kept_share_uses_all_weights_of_small_models() -> None:
 
 
 def test_large_models_are_sampled_evenly() -> None:
-    """In a matrix whose columns differ, no column is left out."""
+    """In a matrix with different columns, no column is left out."""
     rows = 8 * MOST // 512
     engine: Any = Held(
         w=weights(512).repeat(rows), table=torch.arange(4), half=torch.ones(9).half()

@@ -93,7 +93,7 @@ class Trial:
         self.channel = FakeWorkforce(folder, self.bits_of)
 
     def publisher(self, incarnation: int = 1, **settings: int) -> VersionPublisher:
-        """Of an incarnation, whose ranks are new."""
+        """Return the publisher of an incarnation with new ranks."""
         self.channel = FakeWorkforce(self.folder, self.bits_of)
         return VersionPublisher(
             self.folder,
@@ -271,11 +271,7 @@ def test_stale_master_publishes_no_version(trial: Trial) -> None:
 
 
 def test_new_incarnation_removes_invalid_versions(trial: Trial) -> None:
-    """It goes on from step 2 of the first one.
-
-    Versions of the first one's later steps go, and so does what it did not finish; what a newer
-    incarnation writes stays.
-    """
+    """The new incarnation continues from step 2 and removes later versions of the first one."""
     publisher = trial.publisher()
     for step in range(5):
         publish(publisher, step)

@@ -16,7 +16,9 @@ NOW = 1_000_000.0
 
 
 def send(number: int) -> None:
-    """To this thread: whoever runs the tests may have others, which hold nothing back."""
+    """Send the signal to this thread, because pytest may have other threads that do not block
+    it.
+    """
     signal.pthread_kill(threading.get_ident(), number)
 
 

@@ -176,7 +176,7 @@ def test_watchers_run_on_other_hosts_than_the_batch_host(
 
 
 def test_job_without_srun_has_no_watchers(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They alone do not end it."""
+    """Watchers without srun would not end."""
     monkeypatch.setenv("PATH", str(paths.run))
     watchers = Watchers(Namespace(run=paths.run, submission=2, group="trainer"))
     watchers.start(JobHosts(paths, 1, ("n0", "n1")))

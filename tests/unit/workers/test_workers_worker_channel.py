@@ -257,7 +257,7 @@ def test_waiting_pauses_between_polls(site: Site) -> None:
 def test_unreachable_directory_does_not_end_the_wait(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what the other agents said meanwhile is not lost."""
+    """Messages of other agents during this time are not lost."""
     site.agents[0].append(done(0, 0), done(1, 0))
     site.agents[1].append(done(2, 0), done(3, 0))
     read = LogReader.read
@@ -284,8 +284,8 @@ def test_newest_hello_of_an_agent_is_kept() -> None:
 def test_messages_of_other_groups_are_not_taken_as_answers(
     paths: RunPaths, plans: Callable[..., Plan]
 ) -> None:
-    """What an agent of another group sends is never taken for an answer, a failure or a warning of
-    the trainers, although its ranks have the same numbers.
+    """Messages of another group never count as an answer, a failure or a warning of the
+    trainers.
     """
     site = Site(paths, plans(hosts=2, per_host=2, tasks=3))
     for task in range(3):
@@ -298,7 +298,7 @@ def test_messages_of_other_groups_are_not_taken_as_answers(
 
 
 class SharedSite(Site):
-    """On a shared file system: two hosts and the master with sockets."""
+    """Two hosts and the master with sockets, on a shared file system."""
 
     def __init__(self, paths: RunPaths, plan: Plan) -> None:
         self.wakeups = WakeupSocket(LOOPBACK)
@@ -314,7 +314,7 @@ class SharedSite(Site):
         self.reads: list[str] = []
 
     def woken(self) -> list[bool]:
-        """Which agents got a wake-up since the last time."""
+        """Return the agents that got a wake-up since the last call."""
         heard = [wakeups.receive().sources for wakeups in self.sockets]
         assert all(sources <= {self.wakeups.address.source} for sources in heard)
         return [bool(sources) for sources in heard]
@@ -352,7 +352,7 @@ def test_agents_are_notified_after_every_post(shared: SharedSite) -> None:
 def test_notification_causes_a_read_of_only_its_agents_log(
     shared: SharedSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the answers of a thousand hosts cost a thousand looks, not a million."""
+    """The answers of a thousand hosts therefore cost a thousand reads, not a million."""
     read = LogReader.read
     looks: list[int] = []
 

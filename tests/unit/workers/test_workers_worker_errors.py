@@ -51,7 +51,7 @@ def test_unrecognized_error_has_cause_exception(error: BaseException) -> None:
 
 
 def accelerator_error(text: str, code: int | None = None) -> RuntimeError:
-    """As torch raises it; older versions set no code."""
+    """Return the error as torch raises it. Older versions set no code."""
     error = torch.AcceleratorError(f"CUDA error: {text}\nSearch for `cudaError…' in CUDA's docs")
     if code is not None:
         error.error_code = code  # type: ignore[attr-defined]
@@ -83,14 +83,14 @@ UNHANDLED = (
     ],
 )
 def test_gpu_failure_is_not_blamed_on_the_code(error: Exception, certain: bool) -> None:
-    """Nor is it taken for the consequence of another rank's end."""
+    """The failure does not count as a consequence of another rank's end either."""
     assert recognize(error) == Failure(
         cause="gpu_fault", gpu=device.describe_gpu(), certain=certain
     )
 
 
 def test_gpu_unusable_for_torch_is_a_host_fault() -> None:
-    """Not certainly: the same old driver on two hosts counts against the trial."""
+    """The fault is not certain, because an old driver on two hosts counts against the trial."""
     found = recognize(UnusableGpuError("The NVIDIA driver on your system is too old"))
     assert (found.cause, found.certain) == ("gpu_fault", False)
 
@@ -144,7 +144,7 @@ def test_cause_of_a_chained_exception_is_recognized() -> None:
 
 
 def test_error_of_another_world_names_the_world() -> None:
-    """Its number alone would name a trainer."""
+    """The number without the world would name a trainer."""
     failure = _failure_of(ValueError("bad"), RankId("rollout/2", 0), _Place("gen", 1))
     assert failure.reason == "rank 0 of rollout/2: ValueError: bad"
     assert (failure.world, failure.rank) == ("rollout/2", 0)
