@@ -1,7 +1,8 @@
-"""The algorithms. A new one is two modules in ``slurmrl/algorithms`` and one line here.
+"""The table of algorithms, and the interface of their schemas.
 
-An algorithm's schema is a config section that also declares which models it uses and which calls
-it makes. Schemas are torch-free; implementations are separate modules.
+An algorithm's schema is a section of the configuration that also declares the models and the calls
+of the algorithm. Schemas do not import torch; implementations are separate modules. To add an
+algorithm, add both modules to ``slurmrl/algorithms`` and a line here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PolicyGradientName: TypeAlias = Literal[
     "lite_ppo",
     "m2po",
 ]
-"""Names for sets of defaults of the same algorithm."""
+"""Names of the same algorithm with different defaults."""
 POLICY_GRADIENTS: Final[tuple[PolicyGradientName, ...]] = get_args(PolicyGradientName)
 ALGORITHMS = Registry(
     "algorithm",
@@ -46,7 +47,7 @@ ALGORITHMS = Registry(
 
 
 def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
-    """The models of a trial: the algorithm's models, and the reward model if a call uses it."""
+    """Return the models of a trial: the algorithm's models, and the reward model if it is used."""
     calls = list(all_calls(config, algorithm))
     if all(call.role != REWARD_MODEL for call in calls):
         return algorithm.roles()
@@ -54,9 +55,9 @@ def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
 
 
 def all_calls(config: Config, algorithm: Algorithm) -> Iterator[Call]:
-    """Yield the calls by the trainers, in a step and in the evaluation of each suite.
+    """Yield the trainers' calls in a step and in the evaluation of each suite.
 
-    Some calls come more than once.
+    The result may contain a call more than once.
     """
     yield from algorithm.calls(config)
     for own in config.evaluations.values() if config.trainers_evaluate else ():
@@ -64,41 +65,40 @@ def all_calls(config: Config, algorithm: Algorithm) -> Iterator[Call]:
 
 
 class Algorithm(Protocol):
-    """Parts of an algorithm's schema that the plan and the master need."""
+    """The interface of an algorithm's schema that the plan and the master need."""
 
     dataset_types: ClassVar[tuple[str, ...]]
-    """Types of training dataset that it accepts."""
+    """Types of training dataset that the algorithm accepts."""
     evaluation_types: ClassVar[tuple[str, ...]]
-    """Types of held-out dataset that it can evaluate."""
+    """Types of held-out dataset that the algorithm can evaluate."""
 
     trains_on_samples: ClassVar[bool]
-    """Whether losses assume that tokens were sampled with the probabilities that they compute.
-    Then sampling may not be restricted to a part of the vocabulary, unless it ``replays`` the
-    recorded sampling masks."""
+    """Whether the losses assume that tokens were sampled from the distribution that the losses
+    compute. Sampling masks are then allowed only if the algorithm ``replays`` them."""
 
     replays: ClassVar[bool]
-    """Whether all models compute log-probabilities under the part of the vocabulary that generation
-    has recorded for each token, and the actor with the recorded experts."""
+    """Whether all models compute log-probabilities under the recorded sampling mask of each token,
+    and the actor with the recorded experts."""
 
     one_pass: ClassVar[bool]
-    """Whether a run goes over the dataset once, item by item."""
+    """Whether a run processes the dataset once, item by item."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def preset(self) -> Mapping[str, Any]:
-        """Defaults of settings that follow from ``name``."""
+        """Defaults of settings that ``name`` sets."""
         ...
 
     @property
     def completions(self) -> int:
-        """Default of ``rollout.n``."""
+        """Default of ``rollout.n``, the number of completions of a prompt."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Dataset items of one step."""
+        """Number of dataset items in one step."""
         ...
 
     def completed(self, config: Config) -> Self:
@@ -106,67 +106,64 @@ class Algorithm(Protocol):
         ...
 
     def roles(self) -> tuple[RoleUse, ...]:
-        """The models that it uses with these settings."""
+        """Return the models that the algorithm uses with these settings."""
         ...
 
     def why_unused(self, role: str) -> str:
-        """Why it does not use a model with these settings, and which setting would use it."""
+        """Return why the algorithm does not use a model, and which setting would use it."""
         ...
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        """The calls of a training step."""
+        """Return the calls of a training step."""
         ...
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        """The calls of an evaluation."""
+        """Return the calls of an evaluation."""
         ...
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
-        """Return how the scores of an evaluation's items become metrics, by the metrics' names."""
+        """Return, by name of a metric, how it is computed from the scores of evaluated items."""
         ...
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of each trained model in one step."""
+        """Number of optimizer steps of each trained model in one step."""
         ...
 
     def untrained_steps(self, role: str) -> int:
-        """Steps at the start of a run in which a trained role is not trained yet."""
+        """Return the number of steps at the start of a run that do not train a trained role."""
         ...
 
     @property
     def epochs(self) -> int:
-        """Passes of each trained model over a batch."""
+        """Number of passes of each trained model over a batch."""
         ...
 
     def sequences_per_item(self, config: Config) -> int:
-        """Sequences that an item has in training: the completions of a prompt."""
+        """Return the number of sequences of an item in training, such as a prompt's completions."""
         ...
 
     @property
     def minibatches(self) -> int:
-        """Consecutive parts of a batch, one for each optimizer step."""
+        """Number of parts of a batch; each part has one optimizer step."""
         ...
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
-        """Return settings anywhere in the configuration that this algorithm excludes together.
-
-        Each has its key and the message.
-        """
+        """Return key and message of each setting of the configuration that is not allowed."""
         ...
 
     def notes(self, config: Config) -> Iterable[str]:
-        """Parts that the run leaves out with these settings, for people."""
+        """Return sentences for the user about parts that the run leaves out with these settings."""
         ...
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
-        """Summary of the lines of the trial's results; None: there is none."""
+        """Return the summary of the trial's results from their lines; None without a summary."""
         ...
 
     def refill(self) -> Refill:
-        """Return how a step fills its batch if its calls contain a filter."""
+        """Return the way in which a step fills its batch if a call filters completions."""
         ...
 
     def controller(self) -> str:
-        """``module:Class`` of the scalars that the master keeps for it."""
+        """Return ``module:Class`` of the scalars that the master keeps for the algorithm."""
         ...

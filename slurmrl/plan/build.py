@@ -1,4 +1,4 @@
-"""From settings to the plan of a run, and whether the cluster can meet its requests."""
+"""Make the plan of a run from its settings, and compare its requests with the cluster."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ STORED: Final = "slurmrl.algorithms.rollout_calls:StoredInterface"
 """Interface that reads the completions of rollout tasks instead of generating."""
 STORED_METRICS: Final = ("response_length", "prompt_length", "finished")
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
-"""Axes from outermost to innermost: tensor-parallel ranks communicate most and are adjacent,
-pipeline stages communicate least. The order is Megatron's (Narayanan et al. 2021)."""
+"""Axes from outermost to innermost, in Megatron's order (Narayanan et al. 2021). Tensor-parallel
+ranks communicate most and are adjacent; pipeline stages communicate least."""
 
 
 def make_plan(settings: Settings, *, scheduler: str, hosts: Hosts | None = None) -> Plan:
-    """Return the plan for ``scheduler``, ``"local"`` or ``"slurm"``.
+    """Return the plan for ``scheduler``, which is ``"local"`` or ``"slurm"``.
 
-    It is for the cluster's ``hosts`` if they are known.
+    If the cluster's ``hosts`` are known, default requests depend on them.
     """
     config, algorithm = settings.config, settings.algorithm
     uses = {use.role: use for use in uses_of(config, algorithm)}
@@ -101,14 +101,14 @@ def _model(config: Config, use: RoleUse, placed: Placement) -> ModelPlan:
 
 
 def _stored(call: Call) -> Call:
-    """The call of completions that rollout tasks have made."""
+    """Return the call that reads completions of rollout tasks in place of a generating call."""
     if call.method is not Method.GENERATE:
         return call
     return replace(call, role=None, interface=STORED, metrics=STORED_METRICS)
 
 
 def expert_sizes(allocation: Allocation) -> dict[str, int]:
-    """The experts' own grid, in Megatron's order as well; empty without experts."""
+    """Return the sizes of the experts' layout, in Megatron's order; empty without experts."""
     experts = allocation.experts
     if experts is None:
         return {}
@@ -116,7 +116,7 @@ def expert_sizes(allocation: Allocation) -> dict[str, int]:
 
 
 def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> Iterable[GroupPlan]:
-    """The trainers' job, and the rollout tasks, one for each copy of the model."""
+    """Yield the trainers' group, and the group of rollout tasks if there is one."""
     gpus = gpus_per_worker(config.cluster, scheduler)
     hosts, own, inside = _hosts(config, placed, scheduler)
     _, slots = placement.tasks_inside(config, placed)
@@ -134,7 +134,7 @@ def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> 
 
 
 def _hosts(config: Config, placed: Mapping[str, Placement], scheduler: str) -> tuple[int, int, int]:
-    """Hosts of the trainers' job, and the equal numbers of workers and of tasks on each."""
+    """Return the number of hosts of the trainers' job, and of workers and tasks on each host."""
     if scheduler != "local":
         return placement.hosts_of_trainers(config, placed)
     tasks, _ = placement.tasks_inside(config, placed)
@@ -152,7 +152,7 @@ def _group(
 ) -> GroupPlan:
     cluster = config.cluster
     slurm = placement.slurm_of(config, name)
-    # A job that Slurm requeues needs no successor in the queue.
+    # Slurm requeues the job of a group without a chain, so the job needs no queued successor.
     links = slurm.links if slurm.continue_ == "chain" else 1
     return GroupPlan(
         name=name,
@@ -170,7 +170,7 @@ def _group(
 def _with_resources(
     settings: Settings, group: GroupPlan, scheduler: str, hosts: Sequence[HostRow]
 ) -> GroupPlan:
-    """Add the default requests of a group with GPUs; the local scheduler requests nothing."""
+    """Return a group with its default requests for CPUs and memory, if it requests GPUs."""
     if scheduler == "local" or group.gpus_per_worker == 0:
         return group
     cluster, needed = settings.config.cluster, group.hosts_of_job
@@ -196,7 +196,7 @@ def _call(
     offloaded: Container[str],
     averages: Iterable[Reallocation],
 ) -> CallPlan:
-    """A call without a model runs where the actor does."""
+    """Return the plan of a call. A call without a model runs on the actor's ranks."""
     own = layout_of(call, list(models))
     layout = own or "actor"
     before: tuple[Reallocation, ...] = ()
@@ -224,18 +224,19 @@ def _call(
 
 
 Hosts: TypeAlias = Mapping[str, Sequence[HostRow]]
-"""Hosts of the partitions of each group."""
+"""Hosts in the partitions of each group, by name of the group."""
 CPUS: Final = 8
-"""Cores of a worker with a GPU: the reward, tokenization, checkpoints and NCCL run next to it."""
+"""Default number of cores of a worker with a GPU, which also run the reward, tokenization,
+checkpoints and NCCL."""
 SHARE_OF_MEMORY: Final = 0.9
-"""Share of a host's memory that a default may request: Slurm may reserve some for itself."""
+"""Share of a host's memory that a default request may use, because Slurm may reserve memory."""
 MEMORY_OPTIONS: Final = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
 
 
 def cpus(
     cluster: Cluster, workers_per_host: int, needed_hosts: int, hosts: Sequence[HostRow]
 ) -> int:
-    """Cores of a worker: `CPUS`, or a GPU's share of the cores of its host where that is less."""
+    """Return the cores of a worker: `CPUS`, or a GPU's share of its host's cores if smaller."""
     if cluster.cpus_per_worker is not None:
         return cluster.cpus_per_worker
     shares = [_cpu_share(host, workers_per_host) for host in _best(hosts, needed_hosts)]
@@ -249,10 +250,10 @@ def requested_memory(
     needed_hosts: int,
     hosts: Sequence[HostRow],
 ) -> str | None:
-    """Memory of a worker in Slurm's notation: the estimate, or the hosts' memory if that is less.
+    """Return a worker's memory in Slurm's notation: ``estimate`` bytes, or less on small hosts.
 
-    None: nothing is requested, because the estimate is unknown, the cluster does not know its
-    hosts' memory, or ``extra_lines`` request memory.
+    Return None, which requests nothing, if the estimate or the hosts' memory is unknown, or if
+    ``extra_lines`` request memory.
     """
     if cluster.mem_per_worker is not None:
         return cluster.mem_per_worker
@@ -268,15 +269,12 @@ def requested_memory(
 
 
 def _best(hosts: Sequence[HostRow], needed: int) -> list[HostRow]:
-    """Return the ``needed`` hosts that have the most cores and memory.
-
-    All ``hosts`` have enough GPUs.
-    """
+    """Return the ``needed`` hosts that have the most cores and memory."""
     return sorted(hosts, key=lambda host: (host.cpus, host.memory_mib), reverse=True)[:needed]
 
 
 def _cpu_share(host: HostRow, workers_per_host: int) -> int:
-    """Cores for each of the host's GPUs, so that other jobs can use its other GPUs."""
+    """Return the cores for each of a host's GPUs, so that other jobs can use the other GPUs."""
     return host.cpus // max(host.gpus, workers_per_host) if host.cpus else CPUS
 
 
@@ -289,7 +287,7 @@ TIMEOUT_S = 10.0
 
 
 def ask_hosts(config: Config) -> Hosts | None:
-    """The hosts that Slurm has in the partitions of each group; None if it does not answer."""
+    """Return the hosts in the partitions of each group; None if Slurm does not answer."""
     client = SlurmClient(timeout_s=TIMEOUT_S)
     partitions = {name: slurm_of(config, name).partition for name in (TRAINERS, ROLLOUTS)}
     try:
@@ -300,7 +298,7 @@ def ask_hosts(config: Config) -> Hosts | None:
 
 
 def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
-    """Requests that the cluster could not serve even if all its hosts were idle."""
+    """Return messages about requests that even an idle cluster could not serve."""
     if hosts is not None and (unknown := list(_unknown_partitions(config, hosts))):
         return unknown
     known = (group for group in plan.jobs if hosts is not None and group.name in hosts)
@@ -312,7 +310,7 @@ def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
 
 
 def _unknown_partitions(config: Config, hosts: Hosts) -> Iterator[str]:
-    """Partitions that Slurm does not have: of these sinfo lists no hosts, without an error."""
+    """Yield messages about partitions that do not exist, for which sinfo prints no error."""
     named = {
         (name, slurm_of(config, name).partition or "")
         for name, found in hosts.items()
@@ -361,7 +359,7 @@ def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterat
 
 
 def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
-    """Default requests that were lowered to the hosts' resources."""
+    """Return messages about default requests that were lowered to the hosts' resources."""
     cluster, found = settings.config.cluster, []
     for group in plan.jobs if hosts else ():
         cores = group.cpus_per_worker // max(group.gpus_per_worker, 1)
@@ -369,8 +367,8 @@ def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
         estimate = slot_bytes(settings, group)
         if group.gpus_per_worker and cores < CPUS and cluster.cpus_per_worker is None:
             found.append(
-                f"the {group.name} group requests {cores} cores for each GPU, the hosts' share; "
-                f"{CPUS} are usual, and fewer may slow down rewards and data"
+                f"the {group.name} group requests only {cores} cores for each GPU, because the "
+                f"hosts have no more; {CPUS} are usual, and fewer may slow down rewards and data"
             )
         if memory and estimate and memory < estimate and cluster.mem_per_worker is None:
             found.append(

@@ -1,7 +1,7 @@
 """The dataflow graph: the calls of an algorithm, their models, dataset keys, and results.
 
-Edges follow from the keys that calls produce and consume. A plan's graph is also shown as JSON
-values and as a document.
+The keys that calls produce and read determine the edges. This module also makes the JSON values and
+the document that show the graph of a plan.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ DATASET_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "kto": ("input_ids", "prompt_mask", "desirable"),
     "messages": ("input_ids", "prompt_mask"),
 }
-"""The keys that each type of dataset feeds into the graph."""
+"""Keys that a dataset feeds into the graph, by type of the dataset."""
 
 
 REWARD_MODEL: Final = "reward_model"
-"""The role that scores completions for the reward ``model``."""
+"""Name of the role that scores completions for the reward ``model``."""
 
 
 class Method(StrEnum):
-    """Operation of a call on its model."""
+    """The operation of a call on its model."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
     TRAIN_STEP = "train_step"
     FILTER = "filter"
-    """Call that filters items: only accepted items go through the calls after it."""
+    """The call filters items: later calls get only the accepted items."""
     RECORD = "record"
-    """Writes a line about each item to the results of the trial."""
+    """The call writes a line about each item to the results of the trial."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One model function call.
+    """One call of an algorithm's step.
 
-    ``interface`` is the ``module:Class`` that implements ``method``. A call without a role (a rule
-    reward) needs no model.
+    ``interface`` is the ``module:Class`` that implements ``method``. A call without a role, such as
+    a rule-based reward, needs no model.
     """
 
     name: str
@@ -57,30 +57,30 @@ class Call:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
-    """Names of the metrics that it reports; a user's own reward may add more."""
+    """Names of the metrics that the call reports; a user's own reward may report more."""
 
 
 Record: TypeAlias = Mapping[str, Any]
-"""A line of the results of a trial, about one item: JSON values."""
+"""A line of a trial's results about one item, as JSON values."""
 
 
 class Measure(StrEnum):
-    """The computation of one number from the scores of all items."""
+    """The way to compute one number from the scores of all items."""
 
     MEAN = "mean"
     PART_MEAN = "part_mean"
-    """A mean over the items that have the score."""
+    """Mean over the items that have the score."""
     RATE = "rate"
-    """A mean of values between 0 and 1."""
+    """Mean of values between 0 and 1."""
     REWARD = "reward"
-    """A mean of rewards: a rate if all ``rewards`` of all items are 0 or 1."""
+    """Mean of rewards, which is a rate if all rewards are 0 or 1."""
     LOSS = "loss"
-    """The mean of -log p over all ``tokens`` of answers, from each item's ``logprob``."""
+    """Mean of -log p over all ``tokens`` of answers, from each item's ``logprob``."""
     PERPLEXITY = "perplexity"
-    """The exponential of ``loss``."""
+    """Exponential of the loss."""
 
     def score(self, metric: str) -> str:
-        """Return the score from which a metric is computed; losses have another name."""
+        """Return the name of the score from which a metric is computed."""
         return "logprob" if self in (Measure.LOSS, Measure.PERPLEXITY) else metric
 
 
@@ -94,16 +94,16 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of all lines of the results of a trial."""
+    """The summary of all lines of a trial's results."""
 
     estimates: Mapping[str, Estimate]
-    """Estimates by the name of the metric."""
+    """Estimates by name of the metric."""
     scores: Sequence[Record]
-    """A short line about each item, in the order of the results."""
+    """Short line about each item, in the order of the results."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The estimates and the ends of their intervals."""
+        """Values of the estimates and the ends of their intervals, by name of the metric."""
         metrics: dict[str, float] = {}
         for name, (value, low, high) in self.estimates.items():
             metrics |= {name: value, f"{name}/low": low, f"{name}/high": high}
@@ -114,22 +114,22 @@ class Summary:
 class Refill:
     """The way in which a step fills its batch if a filter drops items.
 
-    Rounds of candidates go through the calls up to the filter until the batch is full.
+    Rounds of candidate items go through the calls up to the filter until the batch is full.
     """
 
     rounds: int = 1
     """Maximum number of rounds in a step."""
     candidates: int | None = None
-    """Number of items of a round; None means the size of a batch."""
+    """Number of items in a round; None means the size of a batch."""
     complete: bool = False
-    """Whether a batch that is still short after these rounds is an error."""
+    """Whether a batch that is not full after all rounds is an error."""
 
 
 @dataclass(frozen=True)
 class RoleUse:
-    """The use of a model role by an algorithm.
+    """The use of a role's model by an algorithm.
 
-    ``head`` is the layer on top of the decoder: a language model's or a scalar value's.
+    ``head`` is the layer on top of the decoder, for tokens (``lm``) or a scalar (``value``).
     """
 
     role: str
@@ -156,8 +156,8 @@ class CallNode(Protocol):
 class Graph:
     """A checked graph.
 
-    Raises GraphError with all its errors: duplicate names and producers, inputs without a producer,
-    cycles.
+    The constructor raises GraphError with all errors: duplicate names and producers, inputs without
+    a producer, cycles.
     """
 
     def __init__(self, calls: Sequence[Call], dataset_keys: Sequence[str]) -> None:
@@ -165,20 +165,20 @@ class Graph:
         self.dataset_keys = tuple(dataset_keys)
         problems = [*self._twice_named(), *self._twice_produced()]
         self.producers: dict[str, Call] = {key: call for call in calls for key in call.outputs}
-        """The call that makes each key; the dataset's keys have none."""
+        """Call that makes each key; keys of the dataset have none."""
         problems += self._missing()
         if problems:
             raise GraphError(*problems)
         self.order: tuple[Call, ...] = self._sort()
-        """All calls in a topological order that otherwise preserves theirs."""
+        """All calls in a topological order, which keeps the order of ``calls`` where possible."""
 
     def parents(self, call: Call) -> tuple[Call, ...]:
-        """The calls that make this call's inputs, in the order of ``calls``."""
+        """Return the calls that make this call's inputs, in the order of ``calls``."""
         needed = {self.producers[key].name for key in call.inputs if key in self.producers}
         return tuple(other for other in self.calls if other.name in needed)
 
     def children(self, call: Call) -> tuple[Call, ...]:
-        """The calls that read this call's outputs, in the order of ``calls``."""
+        """Return the calls that read this call's outputs, in the order of ``calls``."""
         made = set(call.outputs)
         return tuple(other for other in self.calls if made.intersection(other.inputs))
 
@@ -208,7 +208,7 @@ class Graph:
         ]
 
     def _sort(self) -> tuple[Call, ...]:
-        """Order the calls by Kahn's algorithm; ready calls keep the order of ``calls``."""
+        """Return the calls sorted by Kahn's algorithm; ready calls keep the order of ``calls``."""
         waiting = {call.name: {parent.name for parent in self.parents(call)} for call in self.calls}
         order: list[Call] = []
         while len(order) < len(self.calls):
@@ -223,7 +223,7 @@ class Graph:
 
     @staticmethod
     def _cycle(waiting: dict[str, set[str]]) -> str:
-        """Return a cycle of waiting calls: follow what each call needs until a name repeats."""
+        """Return a cycle of waiting calls: follow a needed call until a name repeats."""
         path = [next(iter(waiting))]
         while True:
             needed = min(waiting[path[-1]])
@@ -234,11 +234,11 @@ class Graph:
 
 
 def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = False) -> list[str]:
-    """Return warnings about results that no call reads.
+    """Return warnings about keys that no call reads.
 
-    They name keys of the user's own calls that no call reads, and built-in calls and a dataset of
-    which no key is read. The other keys of built-in calls and datasets depend on neither algorithm
-    nor settings. In an evaluation, the last calls' outputs are its results and give no warning.
+    Every unread key of the user's own calls gives a warning. Built-in calls and datasets always
+    make all their keys, so they give a warning only if no key is read. In an evaluation, the last
+    calls' outputs are its results and give no warning.
     """
     read = {key for call in calls for key in call.inputs}
     keys = DATASET_KEYS[dataset_type]
@@ -276,7 +276,7 @@ class PlannedCall(Protocol):
     def outputs(self) -> tuple[str, ...]: ...
     @property
     def pre_hooks(self) -> Sequence[object]:
-        """Hooks before the call; the ``str`` of a hook describes it."""
+        """Hooks before the call; ``str()`` describes a hook."""
         ...
 
     @property
@@ -316,7 +316,7 @@ def _call(call: PlannedCall) -> dict[str, Any]:
 
 
 def _edges(calls: Sequence[PlannedCall], dataset_keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The keys that pass from one call to another; keys of the dataset come first."""
+    """Return the edges with their keys; ``from`` is a call or the dataset."""
     makers = _makers(dataset_keys, [(call.name, call.outputs) for call in calls])
     edges: dict[tuple[str, str], list[str]] = {}
     for call in calls:
@@ -328,15 +328,15 @@ def _edges(calls: Sequence[PlannedCall], dataset_keys: Sequence[str]) -> list[di
 def _makers(
     dataset_keys: Sequence[str], outputs: Sequence[tuple[str, Sequence[str]]]
 ) -> dict[str, str]:
-    """The call that makes each key, or the dataset."""
+    """Return the name of the call that makes each key; `DATASET` for keys of the dataset."""
     makers = dict.fromkeys(dataset_keys, DATASET)
     return makers | {key: name for name, keys in outputs for key in keys}
 
 
 def document(title: str, graph: Mapping[str, Any]) -> Document:
-    """The document of a graph's values.
+    """Return the document that shows the graph in `values`.
 
-    Its legend has all models, so that each has the color that it has in the plan.
+    The legend has all models, so that a model has the same color as in the plan.
     """
     calls = graph["calls"]
     makers = _makers(graph["dataset"], [(call["name"], call["outputs"]) for call in calls])
@@ -363,9 +363,9 @@ def _lines(call: Mapping[str, Any], makers: Mapping[str, str]) -> Iterator[NodeL
 
 
 def _levels(graph: Mapping[str, Any]) -> dict[str, int]:
-    """Return the longest path from the dataset to each call.
+    """Return the length of the longest path from the dataset to each call.
 
-    (A plan's calls are in topological order.)
+    The calls must be in topological order.
     """
     levels = {DATASET: 0}
     for call in graph["calls"]:

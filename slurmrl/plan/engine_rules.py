@@ -1,8 +1,8 @@
-"""The engines and the kinds of servers, with the capabilities and needs of each.
+"""The engines and the kinds of servers, with their capabilities and requirements.
 
-A new engine is a file under ``slurmrl/engines``, a line in ENGINES, and its name in the rows of
-CAPABILITIES that it has. Checks of a configuration, the doctor and the start of a server read the
-table of servers.
+To add an engine, add a package to ``slurmrl/engines``, a line to ENGINES, and its name to rows of
+CAPABILITIES. Checks of a configuration, the doctor and the start of a server read the table of
+servers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.errors import AllocationError
 
 HF: Final = "hf"
-"""Models of transformers (``implementation: hf``), which have capabilities as engines do."""
+"""Name of models of transformers (``implementation: hf``) in the table of capabilities."""
 FSDP: Final = ("fsdp",)
 EVERY: Final = tuple(BACKENDS)
 TRAINING: Final = tuple(name for name, backend in BACKENDS.items() if backend.trains)
@@ -28,11 +28,11 @@ BUILT_IN: Final = (*FSDP, "native")
 
 
 class Capability(NamedTuple):
-    """Something that only some engines can do."""
+    """An ability that only some engines have."""
 
     engines: tuple[str, ...]
     lack: str
-    """A sentence about the other engines, without its subject."""
+    """Sentence about an engine without the ability; messages add the subject."""
 
 
 CAPABILITIES: Final[Mapping[str, Capability]] = {
@@ -75,7 +75,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     ),
     "head_copies": Capability((*FSDP, *GENERATING), "does not copy heads of keys and values"),
 }
-"""The capabilities of engines, by name. Checks and messages read only this table."""
+"""Capabilities of engines by name: the only source for checks and messages."""
 
 
 def can(engine: str, capability: str) -> bool:
@@ -84,9 +84,9 @@ def can(engine: str, capability: str) -> bool:
 
 
 def lacking(engine: str, capability: str) -> str:
-    """Return why an engine cannot do something, and which engines can; empty if it can.
+    """Return why an engine lacks a capability, and which engines have it; empty if it has it.
 
-    If engines with the same task (training, or only generation) can, only these are named.
+    Name only engines with the same task (training or generation) if there are any.
     """
     engines, lack = CAPABILITIES[capability]
     if engine in engines:
@@ -100,15 +100,15 @@ def lacking(engine: str, capability: str) -> str:
 
 @dataclass(frozen=True)
 class EngineRules:
-    """An engine's layouts, models and packages."""
+    """The layouts, models and packages of an engine."""
 
     dimensions: str
-    """Dimensions of its layouts."""
+    """Letters of the axes of the engine's layouts."""
     architectures: str
-    """``module:Class`` of the torch-free class whose ``from_hf`` rejects architectures that it
-    cannot run."""
+    """``module:Class`` of the torch-free class whose ``from_hf`` rejects architectures that the
+    engine cannot run."""
     module: str = ""
-    """Module that the engine needs besides slurmrl's dependencies; servers have their own."""
+    """Module that the engine needs in addition to slurmrl's dependencies."""
     install: str = ""
     """Command that installs the module."""
     needs_gpu: bool = False
@@ -126,8 +126,8 @@ EXPERTS_NEED: Final[Mapping[str, object]] = {
     "radix_cache_backend": None,
     "speculative_algorithm": None,
 }
-"""Required settings of SGLang if it reports experts. Other values fill or move KV-cache entries
-without their expert records, or skip layers: the server would report experts for the wrong
+"""Settings that SGLang must have to report experts. Other values fill or move KV-cache entries
+without their expert records, or skip layers. The server would then report experts of other
 tokens."""
 ENGINES: Final = {
     **dict.fromkeys(FSDP, EngineRules("dtc", DECODER)),
@@ -142,14 +142,14 @@ ENGINES: Final = {
     "vllm": EngineRules("dt", DECODER, module="vllm"),
     "native": EngineRules("dt", DECODER),
 }
-"""Every backend of the allocation grammar. The leader of each data-parallel copy keeps a server on
-the GPUs of its tensor ranks."""
+"""Rules by name of the engine. The first rank of each data-parallel copy runs a server on the GPUs
+of its tensor ranks."""
 
 
 def rules_of(allocation: Allocation) -> EngineRules:
     """Return the rules of an allocation's engine.
 
-    Raises AllocationError for a layout that the engine does not run in this version.
+    Raises AllocationError for a layout that the engine cannot run.
     """
     rules = ENGINES[allocation.backend]
     for letter, axis in AXIS_OF.items():
@@ -168,14 +168,14 @@ def rules_of(allocation: Allocation) -> EngineRules:
 
 
 LEAST: Final = len("--tp")
-"""Length of the shortest prefix that can stand for a flag: argparse accepts such prefixes."""
+"""Minimum length of an abbreviated flag, which argparse accepts."""
 
 
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
-    """Return the value of the last argument that is one of the flags, as argparse reads it.
+    """Return the value of the last argument that is one of the flags; None without one.
 
-    The value follows `=` or a letter (`-qfp8`), or is the next word. A flag may have `_` for `-`,
-    and may be a beginning of its name. Return None without such an argument.
+    As for argparse, the value follows `=` or a letter (`-qfp8`), or is the next word. A flag may
+    have `_` for `-` and may be abbreviated.
     """
     parted = (re.sub(r"(?<=^-\w)(?=\w)", "=", argument) for argument in arguments)
     words = [part for argument in parted for part in argument.split("=", 1)]
@@ -192,18 +192,19 @@ def is_flag(word: str, flag: str) -> bool:
 EXPERTS_FLAG: Final = "--enable-return-routed-experts"
 """Flag with which SGLang reports the experts of each token."""
 VLLM_FLAGS: Final = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
-"""Without these a server rejects requests, or reports log-probabilities before temperature."""
+"""Flags without which a server rejects requests or reports log-probabilities of temperature 1."""
 VLLM_IMAGE_FLAGS: Final = (
     "--no-mm-device-do-normalize",
     *("--mm-processor-cache-gb", "0"),
     *("--limit-mm-per-prompt", '{"video": 0}'),
 )
-"""Flags for a model that reads images. Requests carry normalized pixels, which the model would
-normalize again, and which the server need not keep. It reserves no memory for videos."""
+"""Flags for a model that reads images. Requests carry normalized pixels: the model must not
+normalize them again, and the server need not keep them. No memory is reserved for videos."""
 LEAST_HEAD: Final = 32
-"""Least dimensions of an attention head for which vLLM has kernels on CPUs."""
+"""Minimum dimensions of an attention head for which vLLM has kernels on CPUs."""
 RETRACTING_SGLANG: Final = (0, 5, 22)
-"""0.5.20 cannot empty its cache while requests wait; 0.5.21 may queue one twice (DP attention)."""
+"""First version of SGLang that can retract requests. 0.5.20 cannot empty its cache while requests
+wait, and 0.5.21 may queue a request twice with DP attention."""
 RETRACTING_NEEDS: Final[Mapping[str, object]] = {
     **EXPERTS_NEED,
     "enable_hisparse": False,
@@ -211,16 +212,16 @@ RETRACTING_NEEDS: Final[Mapping[str, object]] = {
     "max_queued_requests": None,
     "tokenizer_worker_num": 1,
 }
-"""Settings that retracting needs. With other values a server may still compute, move keys and
-values, or get an update before the pause, so its cache could not be emptied; or it may reject its
-own requests."""
-KEY: Final = "all users of the host could read the key, and a Unix socket of your own needs none"
-ADDRESS: Final = "slurmrl chooses where the server listens"
-MODEL: Final = "the server has the actor, and gets its weights from slurmrl"
+"""Settings that SGLang must have to retract requests. With other values a server may compute or
+move keys and values during the pause, so that its cache cannot be emptied, or reject its own
+requests."""
+KEY: Final = "all users of the host could read the key; slurmrl's Unix socket needs no key"
+ADDRESS: Final = "slurmrl chooses the server's address"
+MODEL: Final = "the server runs the actor, whose weights slurmrl sends"
 LAYOUT: Final = "rollout.backend sets the number of GPUs of a server"
 CONFLICTS: Final[Mapping[str, str]] = {
     "--config": (
-        "a file could set options that slurmrl sets itself; write its settings into "
+        "a file could set options that slurmrl sets itself; write the settings of the file into "
         "rollout.server_args"
     ),
     "--api-key": KEY,
@@ -230,42 +231,42 @@ CONFLICTS: Final[Mapping[str, str]] = {
         ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"), LAYOUT
     ),
 }
-"""Flags that conflict with slurmrl in every kind of server, and the reasons."""
+"""Reasons why slurmrl rejects flags of every kind of server, by flag."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRules:
-    """Facts about one kind of server."""
+    """Versions, routes and flags of one kind of server."""
 
     title: str
-    """Its name in messages."""
+    """Name of the server in messages."""
     oldest: tuple[int, ...]
-    """The first version that works."""
+    """First version that works."""
     newest: tuple[int, ...]
-    """The last version that was tested."""
+    """Last version that was tested."""
     words: tuple[str, ...]
-    """Routes in quotes, and names of settings behind flags, that its source must contain."""
+    """Routes in quotes, and names of settings, that the server's source must contain."""
     to_sleep: tuple[str, ...] = ()
-    """Modules that it needs to free the memory of GPUs, as ``import NAME``."""
+    """Import statements of modules that the server needs to free the memory of GPUs."""
     least_temperature: float
-    """Below this it samples at another temperature than requests ask for, without an error."""
+    """Minimum temperature. Below it, the server silently samples at another temperature."""
     conflicts: Mapping[str, str]
-    """Flags that ``rollout.server_args`` must not have, and the reasons."""
+    """Reasons why ``rollout.server_args`` must not have a flag, by flag."""
     experts_conflicts: Mapping[str, str] = field(default_factory=dict)
-    """Further flags that it must not have with ``rollout.replay_experts``."""
+    """Further ``conflicts`` with ``rollout.replay_experts``."""
     stale_cache_conflicts: Mapping[str, str] = field(default_factory=dict)
-    """Further flags that it must not have with ``rollout.tasks.stale_cache``."""
+    """Further ``conflicts`` with ``rollout.tasks.stale_cache``."""
     image_conflicts: Mapping[str, str] = field(default_factory=dict)
-    """Further flags that it must not have with images."""
+    """Further ``conflicts`` with images."""
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """Routes that it must have."""
+        """Routes that the server must have."""
         return tuple(word.strip('"') for word in self.words if word.startswith('"/'))
 
     @property
     def tested(self) -> str:
-        """The tested versions, for messages."""
+        """Range of the tested versions, for messages."""
         return " to ".join(".".join(map(str, each)) for each in (self.oldest, self.newest))
 
     def is_older(self, version: str) -> bool:
@@ -273,12 +274,12 @@ class ServerRules:
         return numbers_of(version) < self.oldest
 
     def is_newer(self, version: str) -> bool:
-        """Return whether a version is newer than the tested ones."""
+        """Return whether a version is newer than the tested versions."""
         return numbers_of(version)[: len(self.newest)] > self.newest
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with: (0, 5, 20) of ``0.5.20.post1``."""
+    """Return the numbers at the start of a version: (0, 5, 20) for ``0.5.20.post1``."""
     return tuple(map(int, takewhile(str.isdigit, version.split("."))))
 
 
@@ -364,4 +365,4 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
         ),
     ),
 }
-"""Rules by the name of the backend."""
+"""Rules by name of the backend."""

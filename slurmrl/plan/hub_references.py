@@ -1,7 +1,7 @@
-"""References that only files decide.
+"""Settings whose values depend on files: hub references and the use of chat templates.
 
-``hf://org/name@revision`` becomes a folder of the cache of repositories. The rows of a dataset
-decide whether it gets the chat template.
+``hf://org/name@revision`` becomes a folder in the cache of repositories. The rows of a dataset
+decide if its prompts get the chat template.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LATER: Final = "is not fetched yet: slurmrl submit does that"
 
 
 def are_in(config: Config) -> bool:
-    """Whether a configuration names a repository."""
+    """Return whether a configuration names a repository of the hub."""
     models = (config.find_model(role) for role in config.roles)
     texts = [text for model in models if model for text in (model.path, model.tokenizer)]
     return any(
@@ -37,12 +37,11 @@ def are_in(config: Config) -> bool:
 
 
 class HubResolver:
-    """Replaces repositories by folders.
+    """Replaces references to repositories by folders, and collects ``problems``.
 
-    ``problems`` are the problems found. When ``planning``, only tokenizers and architectures of
-    models are fetched, and datasets only if ``data``.
-
-    A trial that exists keeps the commits that it has, as long as its revisions are the same.
+    With ``planning``, it fetches only tokenizers and architectures of models, and datasets only
+    with ``data``. An existing trial keeps its commits unless its configuration names other
+    revisions.
     """
 
     def __init__(self, config: Config, source: Source, *, planning: bool, data: bool) -> None:
@@ -55,10 +54,10 @@ class HubResolver:
         run = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
         self._before = read(run.config).values if run.config.is_file() else {}
         self._lost: set[str] = set()
-        """Folders of models of which files are missing; each is one problem."""
+        """Folders of models with missing files; each folder is reported once."""
 
     def resolved(self) -> Config:
-        """The configuration with folders."""
+        """Return the configuration with folders in place of references."""
         config = self._config.with_datasets(self._dataset)
         models = {
             role: self._model(role_key(role), model)
@@ -109,7 +108,7 @@ class HubResolver:
         return model.model_copy(update=update) if update else model
 
     def _restored_model(self, key: KeyPath, model: Model) -> dict[str, Any]:
-        """The changes to a section that already names folders of the cache."""
+        """Return the changes of a section that already names folders of the cache."""
         update: dict[str, Any] = {}
         for name in ("path", "tokenizer"):
             folder = getattr(model, name)
@@ -125,7 +124,7 @@ class HubResolver:
         return update
 
     def _promised(self, key: KeyPath, model: Model, update: dict[str, Any]) -> dict[str, Any]:
-        """Facts that a plan needs of a model that is not fetched yet."""
+        """Return the settings that a plan needs for a model that is not fetched yet."""
         assert model.path is not None, "the caller looked"
         small = self._folder(key, model.path, HubKind.TOKENIZER)
         if small is None:
@@ -146,10 +145,10 @@ class HubResolver:
         *,
         fetch: bool = True,
     ) -> str | None:
-        """The folder of a repository, or None and a problem."""
+        """Return the folder of a repository; report a problem and return None if that fails."""
         try:
             reference = parse(text, kind, subset)
-            before = _value_at(self._before, key)
+            before = value_at(self._before, key)
             pinned = self._cache.pinned(reference, before if isinstance(before, str) else None)
             folder = self._get(pinned, fetch=fetch)
         except (UsageError, EnvironmentFailure) as error:
@@ -163,10 +162,10 @@ class HubResolver:
     def _restored(
         self, key: KeyPath, folder: str, reference: HubReference, *, fetch: bool
     ) -> str | None:
-        """Return the folder of a commit that a trial has in its configuration.
+        """Return the folder of a commit that the trial's configuration names.
 
-        Fetch the commit again if its folder has lost files; if that fails, return None and add a
-        problem.
+        Fetch the commit again if its folder has lost files. If that fails, report a problem and
+        return None.
         """
         damage = hub.damage(Path(folder))
         if not damage:
@@ -185,8 +184,8 @@ class HubResolver:
         return self._cache.fetch(reference) if fetch else self._cache.newest(reference)
 
     def _no_path(self, key: KeyPath) -> str:
-        """Hint for a string that could have been meant as a path."""
-        text = _value_at(self._source.values, key)
+        """Return a hint for a string that the user may have meant as a path."""
+        text = value_at(self._source.values, key)
         if not isinstance(text, str) or text.startswith(PREFIX):
             return ""
         return f"; there is also no file or folder {self._source.folder(key) / text}"
@@ -195,20 +194,21 @@ class HubResolver:
         self.problems.append(self._source.problem(key, message))
 
 
-def _value_at(values: Any, key: KeyPath) -> Any:
+def value_at(values: Any, key: KeyPath) -> Any:
+    """Return the value at a key of nested mappings; None without one."""
     for part in key:
         values = values.get(part) if isinstance(values, dict) else None
     return values
 
 
 HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
-"""Function that reads a row. It is in a layer above the plan, so it is resolved by name."""
+"""Function that reads a row, which ``plan`` may import by name only."""
 
 
 def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:
-    """Return the configuration with a decision for each dataset whose first row can be read.
+    """Return the configuration with `chat_template` for each dataset with a readable first row.
 
-    Also return the problems of datasets whose sources differ.
+    Also return the problems of datasets in which only some sources have messages.
     """
     has_messages: Callable[[Dataset], bool | None] = resolve(HAS_MESSAGES)
     problems: list[Problem] = []
@@ -223,8 +223,8 @@ def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:
         texts = [name for name, answer in found.items() if answer is False]
         if chats and texts:
             message = (
-                f"is required: source '{chats[0]}' has messages and '{texts[0]}' has text; true "
-                "makes each text a message of the user"
+                f"is required: source '{chats[0]}' has messages and '{texts[0]}' has strings; true "
+                "makes each string a message of the user"
             )
             problems.append(source.problem((*key, "chat_template"), message))
         if not chats and not texts:

@@ -1,7 +1,7 @@
-"""Settings that roles inherit, and each role's layout in one spelling.
+"""Complete the configuration: inherited settings, defaults of the algorithm, and layouts.
 
-Roles inherit from the actor and from the kind of device (GPUs of a worker, the precision).
-``allocation_mode`` and sizes in Megatron's terms become layouts of roles.
+Roles inherit settings from the actor, and the precision depends on the device. ``allocation_mode``
+and sizes in Megatron's terms become the roles' backend strings.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 TASKS_BACKEND: Final = "native:d1"
 WITHOUT_ENCODER: Final = "slurmrl.models.families:WITHOUT_ENCODER"
-"""The value is resolved by name, because its layer is above the plan's."""
+"""Table that ``plan`` may import by name only."""
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
-"""Roles that never start from the actor's weights: a copy of the actor is no teacher."""
+"""Roles that never start from the actor's weights, because a copy of the actor is no teacher."""
 INHERITED: Final = (
     "implementation",
     "dtype",
@@ -54,10 +54,10 @@ INHERITED: Final = (
 
 
 def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Config, list[Problem]]:
-    """Return the configuration with all sections and layouts, and the problems.
+    """Return the complete configuration, and the problems of layouts with two different sizes.
 
-    It has a complete section for every role that the algorithm uses, and every layout as a string.
-    The problems are layouts whose two spellings disagree.
+    The result has a complete section for every role that the algorithm uses, and every layout as a
+    backend string.
     """
     problems: list[Problem] = []
     actor = config.actor.model_copy(
@@ -92,9 +92,9 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
 
 
 def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
-    """The rollout with the algorithm's number of completions for each prompt, if it sets none.
+    """Return the section with the algorithm's number of completions of a prompt, if it sets none.
 
-    (Greedy ones would all be the same.)
+    Greedy sampling keeps the number 1, because all completions would be the same.
     """
     if "n" in rollout.model_fields_set or rollout.greedy:
         return rollout
@@ -102,12 +102,12 @@ def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
 
 
 def _with_pass_score(config: Config) -> Config:
-    """The configuration with the pass scores of evaluations, if the rewards define them."""
+    """Return the configuration with the pass scores of evaluations, if the rewards define them."""
     evaluation = config.evaluation
     if evaluation is None or evaluation.pass_score is not None:
         return config
     update: dict[str, Any] = {"pass_score": config.default_pass_score}
-    if evaluation.suites:  # each suite has its own, because its reward may differ
+    if evaluation.suites:  # The rewards of suites, and thus their pass scores, may differ.
         evaluations = config.evaluations
         update = {
             "suites": {
@@ -123,7 +123,7 @@ def _with_pass_score(config: Config) -> Config:
 def _for_one_pass(config: Config) -> Config:
     """Return a configuration with the rows in file order, and a commit after each step.
 
-    The user's own choices stay. The results of a step are worth more than the commit costs.
+    Keep the user's choices. A commit costs less than to repeat a step after a kill.
     """
     dataset, checkpoint = config.dataset, config.checkpoint
     if "shuffle" not in dataset.model_fields_set:
@@ -150,7 +150,7 @@ def _from_actor(config: Config, role: str, actor: Model) -> Model:
 
 
 def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
-    """The whole layout, or only the engine if the role has its own sizes."""
+    """Return the actor's layout, or only its engine if the role sets sizes."""
     if model.backend:
         return {}
     if given(model):
@@ -163,12 +163,12 @@ def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
 
 
 def _with_vision(model: Model) -> Model:
-    """The model with its image encoder, if its family may leave that out."""
+    """Return the model with its image encoder if the encoder is optional in its family."""
     if model.implementation != HF:
         return model
     try:
         known = config_values(model).get("model_type") in resolve(WITHOUT_ENCODER)
-    except UsageError:  # reported by the check of weights
+    except UsageError:  # The check of weights reports the error.
         return model
     return model.model_copy(update={"vision": True}) if known else model
 
@@ -186,11 +186,11 @@ def _rollout(config: Config) -> tuple[Any, list[Disagreement]]:
     given = given_rollout(rollout)
     if given and not rollout.backend:
         axis, size = next(iter(given.items()))
-        message = f"{size} is not allowed without rollout.backend, the engine that it applies to"
+        message = f"{size} is not allowed without rollout.backend, which names the engine"
         return rollout, [Disagreement(ROLLOUT_FIELDS[axis], message)]
     backend, found = merge(rollout.backend, given, None)
     if rollout.servers and is_engine_only(backend):
-        backend = f"{backend.strip()}:d1"  # Servers have their own layouts.
+        backend = f"{backend.strip()}:d1"  # Running servers choose their layouts.
     if rollout.tasks is not None:
         backend = _for_each(backend, rollout.tasks.max, _listed(rollout.gpus))
     conflicts = [Disagreement(ROLLOUT_FIELDS[axis], message) for axis, message in found]
@@ -198,7 +198,7 @@ def _rollout(config: Config) -> tuple[Any, list[Disagreement]]:
 
 
 def _of_tasks(rollout: Rollout) -> Rollout:
-    """Rollout tasks have an engine, and get their weights as files."""
+    """Return the section with an engine and weight versions for rollout tasks, if there are any."""
     if rollout.tasks is None:
         return rollout
     backend, publish = rollout.backend or TASKS_BACKEND, rollout.publish or Publish()
@@ -206,19 +206,19 @@ def _of_tasks(rollout: Rollout) -> Rollout:
 
 
 def _listed(gpus: str) -> int:
-    """Number of GPUs of the trainers' job that tasks have; 0 if tasks have separate jobs."""
+    """Return the number of GPUs of the trainers' job for tasks; 0 for separate jobs."""
     try:
         return len(parse_gpus(gpus)) if gpus.strip() else 0
     except AllocationError:
-        return 0  # reported elsewhere
+        return 0  # The check of GPUs reports the error.
 
 
 def _for_each(backend: str, tasks: int | None, gpus: int) -> str:
-    """Return the layout of ``tasks``, or of the tasks that fill ``gpus``."""
+    """Return the layout of ``tasks`` tasks, or of the tasks that fill ``gpus`` GPUs."""
     try:
         one = parse(f"{backend.strip()}:d1" if is_engine_only(backend) else backend)
     except AllocationError:
-        return backend  # reported elsewhere
+        return backend  # The check of strings reports the error.
     count = tasks or gpus // one.instance_size
     if not count or one.sizes["dp"] > 1:
         return str(one)
@@ -228,11 +228,11 @@ def _for_each(backend: str, tasks: int | None, gpus: int) -> str:
 FIRST_GPU: Final = Path("/dev/nvidia0")
 ON_GPUS: Final = "bfloat16"
 ON_CPUS: Final = "float32"
-"""Default type on CPUs: bfloat16 is slower than float32 on most CPUs."""
+"""Default data type on CPUs, because bfloat16 is slower than float32 on most CPUs."""
 
 
 def gpus_per_worker(cluster: Cluster, scheduler: str) -> int:
-    """GPUs of one worker. ``scheduler`` is ``"local"`` or ``"slurm"``."""
+    """Return the GPUs of one worker. ``scheduler`` is ``"local"`` or ``"slurm"``."""
     if cluster.gpus_per_worker is not None:
         return cluster.gpus_per_worker
     return 1 if scheduler != "local" or FIRST_GPU.exists() else 0
@@ -241,7 +241,8 @@ def gpus_per_worker(cluster: Cluster, scheduler: str) -> int:
 def with_precision(config: Config, scheduler: str) -> Config:
     """Return the configuration with the actor's default precision, if the actor sets none.
 
-    The other roles inherit it. (A resolved configuration sets all, so a trial keeps its precision.)
+    The other roles inherit this precision. A trial keeps its precision, because its resolved
+    configuration sets all values.
     """
     if "dtype" in config.actor.model_fields_set:
         return config
@@ -252,14 +253,14 @@ def with_precision(config: Config, scheduler: str) -> Config:
 FIELD: Final = "allocation_mode"
 ROLLOUT: Final = "rollout"
 UNTRAINED: Final = ("evaluate", "generate")
-"""Algorithms whose strings may contain only servers."""
+"""Algorithms for which ``allocation_mode`` may contain only servers."""
 USUAL_GPUS_PER_HOST: Final = 8
 
 
 def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[str]]:
-    """Replace ``allocation_mode`` by the roles' own fields.
+    """Replace ``allocation_mode`` by backend strings of the roles.
 
-    Returns the configuration, the problems found, and a note with the current spelling.
+    Return the configuration, the problems found, and a note with the current spelling.
     """
     text = config.allocation_mode
     if not text.strip():
@@ -292,10 +293,10 @@ def shape_of(config: Config) -> HostShape:
 
 
 def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
-    """The roles in a string of either grammar.
+    """Return the layouts by role in a string of the current or the legacy grammar.
 
-    Without training, an actor that only has servers uses their GPUs. Raises the AllocationError of
-    the grammar that read further.
+    Without training, an actor without a layout uses the GPUs of the servers. Raises the
+    AllocationError of the grammar that read further.
     """
     try:
         components = parse_components(text)
@@ -314,7 +315,7 @@ def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Place
 
 
 def in_one_job(placed: Mapping[str, Placed]) -> dict[str, Placed]:
-    """Give servers that the trainers' job starts the GPUs after the trainers' GPUs."""
+    """Return the layouts with GPUs for servers: the GPUs after the trainers' GPUs."""
     if not _serves(placed) or placed[ROLLOUT].gpus:
         return dict(placed)
     trainers = [place for role, place in placed.items() if role != ROLLOUT]
@@ -335,9 +336,9 @@ def _serves(placed: Mapping[str, Placed]) -> bool:
 def explain(text: str) -> dict[str, Any]:
     """Return the sizes of a layout as plain values.
 
-    A string of an earlier system is converted to the current spelling, and kept under
-    ``legacy``; words such as ``pipe_model`` are for one host of `USUAL_GPUS_PER_HOST`. Raises
-    AllocationError as `read` does.
+    For a string of an earlier system, the result also has the current spelling
+    (``write_instead``). Words such as ``pipe_model`` apply to one host of `USUAL_GPUS_PER_HOST`.
+    Raises AllocationError.
     """
     try:
         return parse_components(text).explain()
@@ -350,9 +351,9 @@ def explain(text: str) -> dict[str, Any]:
 def of_components(components: Components, *, trains: bool = True) -> dict[str, Placed]:
     """Return the layouts by role.
 
-    Components are named after roles; an unnamed one is the rollout if it cannot train, else the
-    actor. Raises AllocationError for two components of one role, and if a trial that ``trains`` has
-    no actor.
+    Components have the names of roles. A component without a name is the rollout if its engine
+    cannot train, else the actor. Raises AllocationError for two components of one role, and if a
+    trial that ``trains`` has no actor.
     """
     roles: dict[str, Placed] = {}
     start = 0
@@ -408,14 +409,14 @@ ROLLOUT_FIELDS: Final = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_
 
 
 class Disagreement(NamedTuple):
-    """A problem with one field."""
+    """A message about a field whose size differs from the backend string."""
 
     field: str
     message: str
 
 
 def given(model: Model) -> dict[str, int]:
-    """Sizes by axis that the section ``model`` of a role sets."""
+    """Return the sizes by axis that the section ``model`` of a role sets."""
     sizes = model.model or ParallelSizes()
     return _given(sizes, FIELDS)
 
@@ -436,10 +437,10 @@ def is_engine_only(backend: str) -> bool:
 def merge(
     backend: str, sizes: dict[str, int], gpus: int | None
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the complete string for a backend and separate sizes, and their disagreements.
+    """Return the complete backend string for separate sizes, and axis and message of differences.
 
-    A disagreement is a pair of axis and message. If ``backend`` is only an engine's name, the
-    layout comes from ``sizes``, and data parallelism fills the rest of ``gpus``.
+    If ``backend`` is only an engine's name, the layout comes from ``sizes``, and data parallelism
+    fills the rest of ``gpus``.
     """
     if not sizes:
         return backend, []
@@ -452,7 +453,7 @@ def merge(
     try:
         allocation = parse(backend)
     except AllocationError:
-        return backend, []  # the check of strings reports this
+        return backend, []  # The check of strings reports the error.
     return backend, list(_differences(allocation, sizes))
 
 
@@ -462,8 +463,8 @@ def _allocation(backend: str, sizes: dict[str, int], gpus: int | None) -> Alloca
     if gpus is not None:
         if gpus % copy:
             raise AllocationError(
-                f"one copy of the model needs {copy} GPUs (tensor * pipeline * context), which "
-                f"does not divide the {gpus} GPUs of cluster.hosts * cluster.workers_per_host"
+                f"one copy of the model needs {copy} GPUs (tensor * pipeline * context), but "
+                f"{copy} does not divide the {gpus} GPUs (cluster.hosts * cluster.workers_per_host)"
             )
         full["dp"] = gpus // copy
     experts = None
@@ -472,8 +473,8 @@ def _allocation(backend: str, sizes: dict[str, int], gpus: int | None) -> Alloca
         tp = sizes.get("etp", full["tp"])
         if stage % (tp * full["ep"]):
             raise AllocationError(
-                f"experts need {tp * full['ep']} ranks (expert tensor * expert), which does not "
-                f"divide the {stage} ranks of a pipeline stage"
+                f"experts need {tp * full['ep']} ranks (expert tensor * expert), but this number "
+                f"does not divide the {stage} ranks of a pipeline stage"
             )
         experts = ExpertSizes(stage // (tp * full["ep"]), tp, full["ep"])
     return Allocation(backend, sizes=full, experts=experts)
@@ -486,6 +487,6 @@ def _differences(allocation: Allocation, sizes: dict[str, int]) -> Iterator[tupl
         if stated[axis] != size:
             yield (
                 axis,
-                f"{size} is not allowed: backend '{allocation}' says {letters[axis]} = "
+                f"{size} is not allowed: backend '{allocation}' has {letters[axis]} = "
                 f"{stated[axis]}; both must agree",
             )

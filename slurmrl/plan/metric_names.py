@@ -21,35 +21,35 @@ ROLLOUT_SUMS: Final = (
     "rollout/given_back",
     "rollout/lost",
 )
-"""Groups since the last step."""
+"""Metrics that count groups of completions since the last step."""
 STALENESS_MEAN: Final = "rollout/staleness_mean"
 STALENESS_MAX: Final = "rollout/staleness_max"
-"""Metrics of the groups of a step."""
+"""Metrics of the staleness of the groups in a step."""
 WAITED_S: Final = "rollout/waited_s"
-"""Seconds that the trainers waited for the groups of a step."""
+"""Metric: seconds that the trainers waited for the groups of a step."""
 SCORED_BY_TASKS: Final = "rollout/judged"
-"""The share of the completions of a step whose rewards come from tasks."""
+"""Metric: share of a step's completions whose rewards come from rollout tasks."""
 UNSCORED: Final = "reward_unscored"
-"""The share of completions without a score, if the reward may return none."""
+"""Metric: share of completions without a score."""
 ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, SCORED_BY_TASKS)
 """Metrics of trials with rollout tasks."""
 UPDATE_KEPT: Final = "update_kept"
-"""The share of the actor's update that the weights in the type of generation have."""
+"""Metric: share of the actor's update that survives rounding to the type of generation."""
 EVALUATION_S: Final = "time/evaluation"
-"""Seconds of a whole evaluation; with ``/<suite>`` of one suite."""
+"""Metric: seconds of an evaluation, or of one suite with the suffix ``/<suite>``."""
 
 
 RATES: Final = re.compile(r"eval/([^/]+/)?(pass|maj)@")
-"""The metrics that evaluations of several completions report."""
+"""Pattern of metrics that only evaluations with several completions report."""
 
 
 def evaluation_metric(suite: str) -> str:
-    """Prefix of the names of the metrics of a suite's evaluation."""
+    """Return the prefix of the names of a suite's metrics."""
     return "eval/" if suite == WHOLE else f"eval/{suite}/"
 
 
 def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
-    """The metrics that lines of ``metrics.jsonl`` can have; a user's own reward may add more."""
+    """Return the metrics that ``metrics.jsonl`` can have, except metrics of the user's reward."""
     calls = algorithm.calls(config)
     parts = _part_metrics(config)
     names = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}

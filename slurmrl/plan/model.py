@@ -1,6 +1,6 @@
 """The plan: the workers, the ranks that hold each model, and the ranks that run each call.
 
-It is written once, as JSON, when a trial is submitted; every process of the run reads it.
+The submission of a trial writes the plan once, as JSON. Every process of the run reads it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _PlanPart(BaseModel):
 
 
 class GroupPlan(_PlanPart):
-    """Workers of one kind and shape.
+    """A group of workers with the same purpose and resources.
 
-    The trainers' rank = host * workers_per_host + index on the host. Every other group is elastic:
-    each of its tasks is a separate world on one host.
+    A trainer's rank is host * workers_per_host + its index on the host. Every other group is
+    elastic: each of its tasks is a separate world on one host.
     """
 
     name: str = TRAINERS
@@ -38,17 +38,17 @@ class GroupPlan(_PlanPart):
     threads_per_worker: int
     cpus_per_worker: int
     mem_per_worker: str | None = None
-    """Host memory in Slurm's notation; None leaves it to the cluster."""
+    """Host memory in Slurm's notation; None uses the cluster's default."""
     links: int = Field(ge=0, le=MOST_COUNT)
-    """Elements of its job array."""
+    """Number of elements in the group's job array."""
     elastic: bool = False
     spares: int = Field(default=0, ge=0, le=MOST_COUNT)
-    """Additional hosts of its job, which replace lost hosts."""
+    """Number of additional hosts in the group's job, which replace lost hosts."""
     tasks_per_host: int = Field(default=0, ge=0, le=MOST_COUNT)
-    """Rollout tasks that run in the trainers' job: on the GPUs of each host after the trainers'
-    GPUs."""
+    """Number of rollout tasks on each host of the trainers' job. They use the GPUs after the
+    trainers' GPUs."""
     slots_per_task: int = Field(default=1, ge=1, le=MOST_COUNT)
-    """GPUs of such a task, as a multiple of a worker's GPUs."""
+    """Number of GPUs of a rollout task, as a multiple of a worker's GPUs."""
     worker: str = "slurmrl.workers.worker.setup:build_trainer"
     """``module:function`` that makes the worker of a rank (see `workers.worker.orders`)."""
 
@@ -58,31 +58,31 @@ class GroupPlan(_PlanPart):
 
     @property
     def world_size(self) -> int:
-        """Ranks of one of its worlds (see `slurmrl.run.reports`)."""
+        """Number of ranks in one of the group's worlds (see `slurmrl.run.reports`)."""
         return self.hosts_of_job * self.workers_per_host
 
     @property
     def slots_per_host(self) -> int:
-        """Workers for which its job has GPUs, cores and memory on each host."""
+        """Number of workers for which the job has GPUs, cores and memory on each host."""
         return self.workers_per_host + self.tasks_per_host * self.slots_per_task
 
     @property
     def memory_bytes(self) -> int | None:
-        """Host memory that is requested for a worker."""
+        """Bytes of host memory that the job requests for a worker; None without a request."""
         return memory_of(self.mem_per_worker) if self.mem_per_worker else None
 
     @property
     def hosts_of_job(self) -> int:
-        """Hosts that one job needs: each task of an elastic group is a job on one host."""
+        """Number of hosts of one job. Each task of an elastic group is a job on one host."""
         return 1 if self.elastic else self.hosts
 
 
 class ModelPlan(_PlanPart):
-    """One role's placement.
+    """The layout and the placement of one role's model.
 
-    ``ranks[i]`` is the worker of its group that holds the model's i-th rank, in row-major order of
-    the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers are counted host by host; the
-    trainers' workers are their ranks.
+    ``ranks[i]`` is the worker of the group that holds the model's i-th rank, in row-major order of
+    the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers are counted host by host. A
+    trainer's worker number is its rank.
     """
 
     role: str
@@ -93,17 +93,17 @@ class ModelPlan(_PlanPart):
     trained: bool
     head: Head
     group: str = TRAINERS
-    """The group of workers that holds it."""
+    """Name of the group of workers that holds the model."""
     expert_sizes: dict[str, int] = {}
-    """The experts' own grid over the same ranks, also row-major; empty where there is none."""
+    """Sizes of the experts' layout over the same ranks, also row-major; empty without experts."""
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
     averaged: bool = False
-    """Whether its weights are a moving average of another model's, which checkpoints hold."""
+    """Whether the weights are a moving average of another model's weights."""
 
     @property
     def changes(self) -> bool:
-        """Whether its weights change during a run, so that checkpoints hold them."""
+        """Whether the weights change during a run, so that checkpoints hold them."""
         return self.trained or self.averaged
 
 
@@ -116,7 +116,7 @@ class Reallocation(_PlanPart):
     source: str
     target: str
     eta: float = 1.0
-    """The target becomes ``eta * source + (1 - eta) * target``."""
+    """Factor of the source in the new target, ``eta * source + (1 - eta) * target``."""
 
     def __str__(self) -> str:
         share = "" if self.eta == 1.0 else f" (ema {self.eta:g})"
@@ -124,10 +124,10 @@ class Reallocation(_PlanPart):
 
 
 class Offloading(_PlanPart):
-    """The device memory of a model of the plan is free until its next use.
+    """An action that frees the device memory of a model until its next use.
 
-    A trained or frozen model waits in host memory; generation's copy of another model's weights is
-    discarded once another model computes.
+    The weights of a role move to host memory. The copy of the actor's weights for generation is
+    discarded.
     """
 
     model: str
@@ -139,7 +139,7 @@ class Offloading(_PlanPart):
 class CallPlan(_PlanPart):
     """One call of the graph and the ranks that execute it.
 
-    Data-parallel ranks get balanced parts of the batch; ranks that differ only along other axes
+    Data-parallel ranks get balanced parts of the batch. Ranks that differ only along other axes
     work on the same part.
     """
 
@@ -151,17 +151,17 @@ class CallPlan(_PlanPart):
     outputs: tuple[str, ...]
     ranks: tuple[int, ...]
     layout: str | None = None
-    """The model whose layout the call uses, if it does not use the layout of its role."""
+    """Name of the model whose layout the call uses; None for the layout of its role."""
     base: bool = False
-    """Whether it runs on that model without its adapters."""
+    """Whether the call runs on the model ``layout`` without its adapters."""
     pre_hooks: tuple[Reallocation, ...] = ()
     """Actions of the ranks of both layouts before the call."""
     post_hooks: tuple[Reallocation | Offloading, ...] = ()
-    """Actions of the ranks of the models concerned after it."""
+    """Actions of the ranks of the concerned models after the call."""
 
 
 class Plan(_PlanPart):
-    """Calls are in the order in which every rank executes them."""
+    """The plan of a trial. Every rank executes the calls in their order."""
 
     version: Literal[1] = 1
     experiment: str
@@ -172,34 +172,31 @@ class Plan(_PlanPart):
     evaluation_calls: tuple[CallPlan, ...]
     """Calls of an evaluation without suites."""
     suite_calls: dict[str, tuple[CallPlan, ...]] = {}
-    """Calls of the evaluation of each suite, by its name."""
+    """Calls of the evaluation of each suite, by name of the suite."""
 
     @model_validator(mode="after")
     def _has_trainers(self) -> Plan:
         names = [group.name for group in self.groups]
         if names.count(TRAINERS) != 1 or len(set(names)) < len(names):
-            raise ValueError(f"groups {names}: one of them must be '{TRAINERS}', none may repeat")
+            raise ValueError(f"groups {names} must include '{TRAINERS}' and have different names")
         wrong = [group.name for group in self.groups if group.elastic == (group.name == TRAINERS)]
         if wrong:
-            raise ValueError(f"groups {wrong}: all groups but '{TRAINERS}' must be elastic")
+            raise ValueError(f"groups {wrong}: all groups except '{TRAINERS}' must be elastic")
         return self
 
     @property
     def all_calls(self) -> tuple[CallPlan, ...]:
-        """The calls of a step and of all evaluations."""
+        """Calls of a step and of all evaluations."""
         suites = (call for calls in self.suite_calls.values() for call in calls)
         return (*self.calls, *self.evaluation_calls, *suites)
 
     def evaluation(self, suite: str) -> tuple[CallPlan, ...]:
-        """The calls of the evaluation of a suite, in the order of `Config.evaluations`."""
+        """Return the calls of the evaluation of a suite, which may be `WHOLE`."""
         return self.evaluation_calls if suite == WHOLE else self.suite_calls[suite]
 
     @property
     def filtered(self) -> int:
-        """The number of a step's calls that candidates go through, up to the filter.
-
-        0 without a filter.
-        """
+        """Number of a step's calls up to and including the filter; 0 without a filter."""
         numbers = (n for n, call in enumerate(self.calls, 1) if call.method is Method.FILTER)
         return max(numbers, default=0)
 
@@ -209,13 +206,13 @@ class Plan(_PlanPart):
 
     @property
     def jobs(self) -> tuple[GroupPlan, ...]:
-        """The groups with separate jobs. Rollout tasks may run in the trainers' job."""
+        """Groups with separate jobs. Rollout tasks may run in the trainers' job."""
         inside = self.trainers.tasks_per_host > 0
         return (self.trainers,) if inside else self.groups
 
     @property
     def hosts(self) -> int:
-        """Hosts of all groups. Tasks in the trainers' job count too: each polls for itself."""
+        """Number of hosts of all groups, and of tasks in the trainers' job, because tasks poll."""
         return sum(group.hosts for group in self.groups)
 
     def models_of(self, group: str) -> dict[str, ModelPlan]:
@@ -224,17 +221,17 @@ class Plan(_PlanPart):
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """The models that are offloaded between calls."""
+        """Names of the models that are offloaded between calls."""
         return frozenset(hook.model for hook in self._hooks if isinstance(hook, Offloading))
 
     @property
     def generating(self) -> frozenset[str]:
-        """The models whose weights move there before a call."""
+        """Names of the models to whose layout weights move before a call."""
         return frozenset(hook.target for call in self.all_calls for hook in call.pre_hooks)
 
     @property
     def reallocations(self) -> tuple[Reallocation, ...]:
-        """All reallocations, each once, in the same order in every process."""
+        """All different reallocations, in the same order in every process."""
         found = (hook for hook in self._hooks if isinstance(hook, Reallocation))
         return tuple(dict.fromkeys(found))
 
@@ -258,7 +255,7 @@ class Plan(_PlanPart):
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """Read a plan. Raises CorruptFileError, EnvironmentFailure."""
+        """Return the plan in a file. Raises CorruptFileError, EnvironmentFailure."""
         try:
             data = atomic.read(path)
         except FileNotFoundError as error:
@@ -271,6 +268,6 @@ class Plan(_PlanPart):
 
 
 def _first(error: ValidationError) -> str:
-    """The first problem with its location."""
+    """Return the first problem in a plan with its location."""
     details = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, details['loc']))}: {details['msg']}"

@@ -1,9 +1,7 @@
-"""A user's own code that a configuration names, and the contract of an own algorithm.
+"""The user's own code that a configuration names, and the checks of a user's algorithm.
 
-The name is ``my_file.py:Name`` or ``package.module:Name``. The contract has the declarations and
-results of an algorithm's class.
-
-Login-node commands import the module without torch; ranks and the master import the trial's copy.
+The name of code is ``my_file.py:Name`` or ``package.module:Name``. Commands on the login node
+import its module without torch. Ranks and the master import the trial's copy of the module.
 """
 
 from __future__ import annotations
@@ -43,23 +41,24 @@ DOCS: Final = "docs/algorithms/custom.md"
 
 
 class OwnName(NamedTuple):
-    """The name of a user's own algorithm."""
+    """The name of a user's own code."""
 
     reference: str
-    """``module:Class``"""
+    """Module and class: ``module:Class``."""
     folder: Path | None = None
-    """The folder of the file, if the name names a file."""
+    """Folder of the file, if the name has a file."""
 
 
 def is_own(name: object) -> bool:
-    """Whether a resolved configuration names a user's own algorithm."""
+    """Return whether a value in a resolved configuration names a user's own algorithm."""
     return isinstance(name, str) and OWN.fullmatch(name) is not None
 
 
 def own_name(text: str, folder: Path) -> OwnName | None:
-    """The name in either form; None for another text. ``folder`` is the base of a relative file.
+    """Return the name in one of both forms; None for another string.
 
-    :raises UsageError: there is no such file, or Python cannot import it by its name.
+    A relative file starts at ``folder``. Raises UsageError if the file does not exist, or if Python
+    cannot import it by its name.
     """
     if OWN.fullmatch(text) and not text.partition(":")[0].endswith(".py"):
         return OwnName(text)
@@ -78,22 +77,20 @@ def own_name(text: str, folder: Path) -> OwnName | None:
 
 
 def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
-    """The class that a name refers to.
+    """Return the class with a name, without torch; modules in ``folders`` take precedence.
 
-    The modules in ``folders`` come first, and torch cannot be imported.
-
-    :raises UsageError: with the reason why it cannot be loaded.
+    Raises UsageError with the reason if the class cannot be loaded.
     """
     top = reference.partition(":")[0].partition(".")[0]
     try:
         with without_torch(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Field name .* shadows")  # `wrong_class` refuses it
+            warnings.filterwarnings("ignore", "Field name .* shadows")  # See `wrong_class`.
             _use_module_of(top, folders)
             return import_own(KIND, reference)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # The user's code may raise any error.
         if _is_of_torch(error):
             raise UsageError(
-                f"'{reference}' imports torch when it is loaded{_line_of(error, folders)}: "
+                f"'{reference}' imports torch when it is loaded{_line_of(error, folders)}, but "
                 "commands on the login node read its settings without torch. Import torch inside "
                 f"the functions that use it ({DOCS})"
             ) from error
@@ -104,7 +101,7 @@ def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
 
 @contextmanager
 def importable(folders: Sequence[Path]) -> Iterator[None]:
-    """Search folders for modules, after all others."""
+    """Let Python search folders for modules, after all other folders."""
     added = [str(folder) for folder in folders if str(folder) not in sys.path]
     sys.path.extend(added)
     try:
@@ -114,7 +111,7 @@ def importable(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def describe(error: BaseException, folders: Sequence[Path]) -> str:
-    """Return ``NameError: name 'x' is not defined (my_file.py, line 3)``."""
+    """Return an error and its line: ``NameError: name 'x' is not defined (my_file.py, line 3)``."""
     return f"{type(error).__name__}: {error}{_line_of(error, folders)}"
 
 
@@ -123,7 +120,7 @@ def _is_of_torch(error: BaseException) -> bool:
 
 
 def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
-    """The innermost line of the user's own code."""
+    """Return the innermost line of the user's own code that raised an error."""
     raised = error.__cause__ or error
     for frame in reversed(traceback.extract_tb(raised.__traceback__)):
         if any(Path(frame.filename).is_relative_to(folder) for folder in folders):
@@ -132,7 +129,7 @@ def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _use_module_of(top: str, folders: Sequence[Path]) -> None:
-    """Load ``top`` from ``folders`` again, if it exists: another ``top`` may be loaded."""
+    """Load the module ``top`` from ``folders``, if it exists, in place of a loaded module."""
     spec = own_module(top, folders)
     if spec is None or spec.loader is None:
         return
@@ -148,9 +145,9 @@ def _use_module_of(top: str, folders: Sequence[Path]) -> None:
 
 
 def own_module(top: str, folders: Sequence[Path]) -> ModuleSpec | None:
-    """The module of a name in ``folders``, if it is there.
+    """Return the module with a name in ``folders``; None without one.
 
-    :raises UsageError: it would hide a module of Python, slurmrl or an installed package.
+    Raises UsageError if the module would hide a module of Python, slurmrl or an installed package.
     """
     importlib.invalidate_caches()
     spec = PathFinder.find_spec(top, [str(folder) for folder in folders])
@@ -158,7 +155,7 @@ def own_module(top: str, folders: Sequence[Path]) -> ModuleSpec | None:
         return None
     if top == "slurmrl" or top in sys.stdlib_module_names or _is_installed(top, folders):
         raise UsageError(
-            f"{spec.origin} is not allowed: it would hide the module {top} that is already there; "
+            f"{spec.origin} is not allowed: this file would hide the existing module {top}; "
             "rename the file"
         )
     return spec
@@ -171,7 +168,7 @@ def _is_installed(top: str, folders: Sequence[Path]) -> bool:
 
 
 class TorchImportError(ImportError):
-    """torch was imported on the login node."""
+    """An import of torch on the login node."""
 
 
 class _NoTorch(MetaPathFinder):
@@ -183,7 +180,7 @@ class _NoTorch(MetaPathFinder):
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Refuse imports of torch, unless this process has imported it already."""
+    """Raise TorchImportError for imports of torch, unless the process has imported torch before."""
     finder = _NoTorch()
     sys.meta_path.insert(0, finder)
     try:
@@ -193,13 +190,13 @@ def without_torch() -> Iterator[None]:
 
 
 SECTIONS: Final = {"name": {"reward", "episode"}, "type": {"dataset"}}
-"""Settings that may name code, with the sections around them."""
+"""Sections in which a setting may name the user's code, by name of the setting."""
 
 
 def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
     """Replace the names of files in the values by the names of their modules.
 
-    Return the folders of the files, and the problems of the names.
+    Return the folders of the files, and the problems found.
     """
     folders: dict[str, Path] = {}
     problems = []
@@ -211,8 +208,8 @@ def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
                 continue
             if folders.setdefault(own.reference.partition(":")[0], own.folder) != own.folder:
                 raise UsageError(
-                    f"'{text}' is not allowed: another setting names a file of that name in "
-                    "another folder; rename one"
+                    f"'{text}' is not allowed: another setting names a file with the same name in "
+                    "another folder; rename one of both files"
                 )
             section[key] = own.reference
         except UsageError as error:
@@ -221,7 +218,7 @@ def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
 
 
 def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, KeyPath]]:
-    """Yield mappings in the values, their key that names a file, and its place."""
+    """Yield each mapping with a key that names a file, this key, and its dotted place."""
     if not isinstance(value, dict) or "options" in where:
         return
     for key, inner in value.items():
@@ -232,18 +229,18 @@ def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, Ke
 
 
 BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
-"""The class is resolved by name, because its layer is above the plan's."""
+"""Class that ``plan`` may import by name only."""
 RECORDED: Final = {
     "rollout.top_k": "slurmrl.algorithms.schema:supports",
     "rollout.replay_experts": "slurmrl.algorithms.schema:routes",
 }
-"""Keys that generation records, by the setting that enables this."""
+"""Function that returns the keys that generation records, by setting that enables the record."""
 NUMBERS: Final = ("batch_size", "minibatches", "optimizer_steps", "epochs", "completions")
 ALGORITHM: Final = ("algorithm",)
 
 
 def wrong_class(schema: Any) -> str:
-    """Return why something cannot be the schema of an algorithm; empty if it can."""
+    """Return why an object cannot be the schema of an algorithm; empty if it can."""
     base: type[BaseModel] = resolve(BASE)
     if not isinstance(schema, type) or not issubclass(schema, base):
         kind = schema.__name__ if isinstance(schema, type) else f"a {type(schema).__name__}"
@@ -265,25 +262,25 @@ def wrong_class(schema: Any) -> str:
         known = sorted(DATASET_KEYS)
         if not isinstance(types, tuple) or not types or not set(types) <= set(known):
             return (
-                f"{schema.__name__}.{field} is {types!r}, must be a tuple of types of dataset; "
+                f"{schema.__name__}.{field} is {types!r}, must be a tuple of dataset types; "
                 f"allowed: {', '.join(known)}"
             )
     return _wrong_default(schema)
 
 
 def _wrong_default(schema: type[BaseModel]) -> str:
-    """Return why a setting cannot have its default, which pydantic checks only on demand."""
+    """Return why a setting cannot have its default; pydantic checks defaults only on demand."""
     strict = {"model_config": ConfigDict(validate_default=True)}
     try:
         return _rejected_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))
-    except Exception as error:  # noqa: BLE001 - a user's validator may need the missing values
+    except Exception as error:  # noqa: BLE001 - A user's validator may need the missing values.
         if not (message := _rejected_default(_without_validators(schema))):
             return ""
         return f"{message}; and a validator raises {type(error).__name__} on defaults: {error}"
 
 
 def _without_validators(schema: type[BaseModel]) -> type[BaseModel]:
-    """Return a schema of the same settings that checks only their types and limits."""
+    """Return a schema with the same settings that checks only their types and limits."""
     fields: dict[str, Any] = {
         name: (field.annotation, field) for name, field in schema.model_fields.items()
     }
@@ -306,10 +303,10 @@ def _rejected_default(model: type[BaseModel]) -> str:
 def violations(
     algorithm: Algorithm, config: Config, folders: Sequence[Path]
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Violations of the interface: the key, and the message. ``folders`` hold the user's code."""
+    """Yield key and message of each violation of the interface by code in ``folders``."""
     if not is_own(algorithm.name):
         for role in config.models:
-            yield ("models", role), "is not allowed: only an algorithm of your own has such roles"
+            yield ("models", role), "is not allowed: only a custom algorithm has additional roles"
         return
     try:
         with without_torch():
@@ -324,7 +321,7 @@ def violations(
             list(algorithm.conflicts(config))
             algorithm.refill()
             controller = algorithm.controller()
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except Exception as error:  # noqa: BLE001 - The user's code may raise any error.
         yield ALGORITHM, f"{algorithm.name} failed: {describe(error, folders)}"
         return
     problems = [
@@ -356,7 +353,7 @@ def _wrong_values(
             yield f"calls() returns {call!r}, must be Call objects"
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
-            yield f"{name} is {number!r}, must be a whole number of at least 1"
+            yield f"{name} is {number!r}, must be an integer of at least 1"
     if not isinstance(controller, str) or not OWN.fullmatch(controller):
         yield f"controller() returns {controller!r}, must be 'module:Class'"
 
@@ -396,18 +393,18 @@ def _wrong_call(call: Call, uses: dict[str, RoleUse], config: Config) -> Iterato
             yield f"{what} trains, but has no role"
         return
     if call.role == "reward_model" and call.role not in uses:
-        return  # reported with the folder of the reward model
+        return  # The check of the reward model's folder reports the error.
     if call.role not in uses:
         yield f"{what} uses the role '{call.role}', which roles() lacks; {near(call.role, [*uses])}"
         return
     if call.method is Method.TRAIN_STEP and not uses[call.role].trained:
-        yield f"{what} trains {call.role}, which roles() does not state as trained"
+        yield f"{what} trains {call.role}, but roles() does not declare it as trained"
     if call.method is Method.GENERATE and uses[call.role].head != "lm":
         yield f"{what} generates with {call.role}, whose head is not lm"
     if call.method is Method.GENERATE and call.role != "actor" and config.rollout.backend:
         yield (
-            f"{what} generates with {call.role}: with rollout.backend, only the actor generates; "
-            "leave rollout.backend out"
+            f"{what} generates with {call.role}, but with rollout.backend only the actor "
+            "generates; leave out rollout.backend"
         )
 
 
@@ -425,7 +422,7 @@ def _untrained(uses: Sequence[RoleUse], calls: Sequence[Call]) -> Iterator[str]:
     trained = {call.role for call in calls if call.method is Method.TRAIN_STEP}
     for use in uses:
         if use.trained and use.role not in trained:
-            yield f"roles() states {use.role} as trained, but no call trains it"
+            yield f"roles() declares {use.role} as trained, but no call trains it"
 
 
 def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: bool) -> Iterator[str]:
@@ -437,11 +434,11 @@ def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: boo
             yield f"call '{call.name}' of an evaluation records results; only calls of a step may"
     for call in calls:
         if call.method is Method.FILTER and one_pass:
-            yield f"call '{call.name}' filters; with one_pass, a step cannot replace items"
+            yield f"call '{call.name}' filters items, but with one_pass no step can replace items"
 
 
 def _unread(algorithm: Algorithm, calls: Sequence[Call], config: Config) -> Iterator[str]:
-    """Calls that would train with other probabilities than sampling used."""
+    """Yield messages about calls that would train with other probabilities than sampling used."""
     for setting, recorded in RECORDED.items():
         keys = resolve(recorded)(algorithm, config)
         for call in calls:
@@ -457,5 +454,5 @@ def _unused_models(uses: Sequence[RoleUse], config: Config) -> Iterator[tuple[Ke
     own = [use.role for use in uses if use.role not in ROLES]
     for role in config.models:
         if role not in own:
-            hint = near(role, own) if own else "the algorithm has no roles of its own"
+            hint = near(role, own) if own else "the algorithm has no additional roles"
             yield ("models", role), f"is not used by the algorithm; {hint}"

@@ -26,9 +26,9 @@ OWN: Final = (
     "model",
     "max_tokens_per_microbatch",
 )
-"""Settings with which a reference differs from the actor's frozen weights if they differ."""
+"""Settings that a reference must share with the actor to use the actor's frozen weights."""
 LARGEST_HOST: Final = 8
-"""Workers on one host, unless the user sets their number."""
+"""Maximum number of workers on one host, unless the user sets their number."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Placement:
 
 
 def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
-    """Place a layout on the listed GPUs of a group, or on its first ones.
+    """Return the placement of a layout on the listed GPUs of a group, by default its first GPUs.
 
     Raises AllocationError.
     """
@@ -59,15 +59,15 @@ def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
     numbers = parse_gpus(gpus)
     if len(numbers) != size:
         raise AllocationError(
-            f"'{gpus}' is not allowed: it lists {len(numbers)} GPUs, '{allocation}' needs {size}"
+            f"'{gpus}' is not allowed: it has {len(numbers)} GPUs, but '{allocation}' needs {size}"
         )
     return Placement(allocation, tuple(numbers[index] for index in order))
 
 
 def _by_copies(allocation: Allocation) -> tuple[int, ...]:
-    """Return the ranks in an order that puts each copy of a served model on adjacent GPUs.
+    """Return the GPU of each rank, so that each copy of a served model has adjacent GPUs.
 
-    The order of the ranks is stages outermost, then copies, then tensor ranks.
+    Ranks are numbered with stages outermost, then copies, then tensor ranks.
     """
     copies, stages, tp = (allocation.sizes[axis] for axis in ("dp", "pp", "tp"))
     return tuple(
@@ -79,14 +79,14 @@ def _by_copies(allocation: Allocation) -> tuple[int, ...]:
 
 
 def _by_servers(allocation: Allocation) -> tuple[int, ...]:
-    """The servers of the ranks."""
+    """Return the number of each rank's server."""
     return tuple(place // allocation.instance_size for place in _by_copies(allocation))
 
 
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
-    """The placements of the roles' models and, under ``rollout``, of a separate generation engine.
+    """Return the placements of the roles' models, and of generation under the name ``rollout``.
 
-    Invalid ones are left out, and so is a role without a separate model (`uses_base`).
+    Omit invalid placements, and roles without a separate model (`uses_base`).
     """
     placed = {}
     sections: dict[str, Model | Rollout] = {
@@ -106,7 +106,7 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
 
 
 def in_tasks(rollout: Rollout) -> bool:
-    """Whether rollout tasks make the completions; servers without GPUs have no other place.
+    """Return whether rollout tasks generate, which also holds for servers without GPUs.
 
     Raises AllocationError.
     """
@@ -119,7 +119,7 @@ def in_tasks(rollout: Rollout) -> bool:
 def uses_base(config: Config, role: str) -> bool:
     """Return whether a role is the actor without its adapters.
 
-    Such a role is a reference with the same weights, layout and precision.
+    This holds for a reference with the same weights, layout and precision.
     """
     model = config.find_model(role)
     if role != REFERENCE or model is None or config.actor.lora is None or model.ema is not None:
@@ -128,28 +128,25 @@ def uses_base(config: Config, role: str) -> bool:
 
 
 def model_of(config: Config, name: str) -> Model:
-    """The section of a model of the plan: generation runs the actor's weights."""
+    """Return the section of a model of the plan; generation has the actor's section."""
     return config.actor if name == ROLLOUTS else config.model(name)
 
 
 def slurm_of(config: Config, group: str) -> Slurm:
-    """The options of a group's jobs. Raises ValueError, which the checks report."""
+    """Return the Slurm options of a group's jobs. Raises ValueError, which a check reports."""
     slurm = config.cluster.slurm
     return config.rollout.slurm.over(slurm) if group == ROLLOUTS else slurm
 
 
 def layout_of(call: Call, names: Sequence[str]) -> str | None:
-    """The model in the plan that a call runs on; None for a call without a model.
-
-    ``names`` are the plan's models.
-    """
+    """Return which of the plan's models ``names`` a call uses; None for a call without a model."""
     if call.method is Method.GENERATE and ROLLOUTS in names:
         return ROLLOUTS
     return "actor" if call.role == REFERENCE and REFERENCE not in names else call.role
 
 
 def offloaded(config: Config, placed: Mapping[str, Placement]) -> frozenset[str]:
-    """The models that leave device memory between calls."""
+    """Return the names of the models that leave device memory between calls."""
     found = {name for name in placed if name != ROLLOUTS and model_of(config, name).offload}
     rollout, wanted = placed.get(ROLLOUTS), config.rollout.offload
     if rollout is None or rollout.group != TRAINERS or config.rollout.servers:
@@ -161,12 +158,12 @@ def offloaded(config: Config, placed: Mapping[str, Placement]) -> frozenset[str]
 
 
 def trainers(placed: Iterable[Placement]) -> int:
-    """Workers of the trainers' job."""
+    """Return the number of workers in the trainers' job."""
     return max((max(place.ranks) + 1 for place in placed if place.group == TRAINERS), default=0)
 
 
 def tasks_inside(config: Config, placed: Mapping[str, Placement]) -> tuple[int, int]:
-    """Rollout tasks that run in the trainers' job, and the GPUs of each."""
+    """Return the number of rollout tasks in the trainers' job, and the GPUs of each task."""
     rollout = config.rollout
     if rollout.tasks is None or not rollout.gpus.strip() or ROLLOUTS not in placed:
         return 0, 1
@@ -175,9 +172,9 @@ def tasks_inside(config: Config, placed: Mapping[str, Placement]) -> tuple[int, 
 
 
 def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[int, int, int]:
-    """Hosts of the trainers' job, and how many of their workers and of rollout tasks each has.
+    """Return the hosts of the trainers' job, and the workers and rollout tasks on each host.
 
-    Raises AllocationError if not all can have equally many.
+    Raises AllocationError if the hosts cannot have equally many.
     """
     workers, (tasks, size) = trainers(placed.values()), tasks_inside(config, placed)
     given, total = config.cluster.workers_per_host, workers + tasks * size
@@ -185,7 +182,7 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
         tp = [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
         hosts, rest = divmod(workers, workers_per_host(workers, tp, tasks, size))
     else:
-        hosts, rest = divmod(total, min(given, total))  # one host has room for more
+        hosts, rest = divmod(total, min(given, total))  # A single host may have unused room.
     if not rest and hosts and workers % hosts == 0 and tasks % hosts == 0:
         return hosts, workers // hosts, tasks // hosts
     of_actor = f"the number of workers of actor.backend '{placed['actor'].allocation}'"
@@ -193,8 +190,8 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
         raise AllocationError(f"{given} is not allowed: must divide {workers}, {of_actor}")
     value = f"'{config.rollout.gpus}'" if given is None else given
     raise AllocationError(
-        f"{value} is not allowed: hosts with {given or LARGEST_HOST} GPUs cannot share equally "
-        f"{workers}, {of_actor}, and {tasks} rollout tasks with {size} GPU each"
+        f"{value} is not allowed: hosts with {given or LARGEST_HOST} GPUs cannot divide equally "
+        f"{workers}, {of_actor}, and {tasks} rollout tasks (GPUs of each task: {size})"
     )
 
 
@@ -203,8 +200,9 @@ def workers_per_host(
 ) -> int:
     """Return the workers on each of equally filled hosts with at most `LARGEST_HOST` GPUs.
 
-    They are as many as keep each tensor-parallel group within a host, otherwise the maximum that
-    divides the groups. Each host also has its share of ``tasks``. Return 1 if nothing fits.
+    The result is the maximum that keeps each tensor-parallel group within a host, or else the
+    maximum that divides the groups. Each host also has its share of ``tasks``. Return 1 if no
+    number fits.
     """
 
     def fits(size: int) -> bool:

@@ -1,4 +1,4 @@
-"""The reports of ``slurmrl plan`` as documents: a plan with its moves, and an allocation string."""
+"""The documents of ``slurmrl plan``: a plan with its moves, and an allocation string."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurmrl.tensors.parallel.topology import ProcessTopology
 
 
 def document(report: Mapping[str, Any]) -> Document:
-    """The document of a plan's report."""
+    """Return the document of a plan's report."""
     groups = ("GROUP", "HOSTS", "WORKERS", "GPUS/HOST", "CPUS/HOST", "MEM/HOST", "ARRAY")
     parts = _parts(report)
     memory = ("MODEL", *(name.upper() for name in parts))
@@ -40,21 +40,21 @@ def document(report: Mapping[str, Any]) -> Document:
 
 
 def _seconds(report: Mapping[str, Any]) -> str:
-    """The origin of the seconds; empty without seconds."""
+    """Return the origin of the predicted seconds; empty without seconds."""
     if all(call["seconds"] is None for call in report["calls"]):
         return ""
     hardware = report["hardware"]
-    return f"seconds: formulas and {hardware['source']}\ntheir error: {hardware['error']}"
+    return f"seconds: formulas and {hardware['source']}\nerror of the seconds: {hardware['error']}"
 
 
 def _profile(profile: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The site profile in force, and the settings that come from it."""
+    """Return title and lines about the site profile and the settings that come from it."""
     lines = [f"{key}: {show(value)}" for key, value in profile["settings"].items()]
     return f"site profile {profile['file']}:", lines or ["the configuration sets everything itself"]
 
 
 def _title(report: Mapping[str, Any]) -> str:
-    """Return ``algorithm ppo, 60 steps``."""
+    """Return algorithm and length of the run: ``algorithm ppo, 60 steps``."""
     steps, name = report["total_steps"], f"algorithm {report['algorithm']['name']}"
     if not report["one_pass"]:
         return f"{name}, {_count(steps, 'step')}"
@@ -110,7 +110,7 @@ def _lora(lora: Mapping[str, Any]) -> str:
 
 
 def _grid(report: Mapping[str, Any], group: Mapping[str, Any]) -> Grid:
-    """The models' ranks on the hosts and GPUs of a group of workers."""
+    """Return the models' ranks on the hosts and GPUs of a group of workers."""
     row, per_host = "task" if group["elastic"] else "host", group["workers_per_host"]
     held = {
         name: model for name, model in report["models"].items() if model["group"] == group["name"]
@@ -132,7 +132,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _parts(report: Mapping[str, Any]) -> Sequence[str]:
-    """The parts of a model's memory; recorded experts only where there are some."""
+    """Return the names of the parts of a model's memory, with recorded experts if there are any."""
     memories = [model["memory"] for model in report["models"].values() if model["memory"]]
     some = any(memory[f"{EXPERTS}_bytes"] for memory in memories)
     return *STANDING, *PASSING, *([EXPERTS] if some else []), "together"
@@ -205,13 +205,13 @@ def _process_groups(report: Mapping[str, Any]) -> Lines:
 
 
 SHOWN: Final = 16
-"""Ranks that a table lists; the JSON has all of them."""
+"""Maximum number of ranks in a table; the JSON values have all ranks."""
 PARTS: Final = ("sent", "received", "lacking", "copied", "staging")
 
 
 def blocks_of(moves: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
     if not moves:
-        yield Lines("moves: none, because every call runs on the layout of its model")
+        yield Lines("moves: none, because every call uses the layout of its model")
     for move in moves:
         yield _summary(move)
         yield _links(move)
@@ -264,7 +264,7 @@ def _rank(label: str, costs: Mapping[str, int]) -> list[str]:
 
 
 AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
-"""The axes of a model's ranks; neighbors differ in the last one that is split."""
+"""Letters of the axes of a model's ranks. Adjacent ranks differ in the last axis that is split."""
 
 
 def allocation_document(explained: Mapping[str, Any]) -> Document:
@@ -272,7 +272,7 @@ def allocation_document(explained: Mapping[str, Any]) -> Document:
     parts = explained.get("components", [explained])
     names = [_name(part, number, parts) for number, part in enumerate(parts)]
     blocks: list[Block] = [_sizes(part) for part in parts]
-    if "write_instead" in explained:  # it is unknown which models share GPUs
+    if "write_instead" in explained:  # A legacy string does not say which models share GPUs.
         blocks += [_rank_grid({name: part}) for name, part in zip(names, parts, strict=True)]
         blocks.append(Lines("write instead:", explained["write_instead"]))
     else:
@@ -283,7 +283,7 @@ def allocation_document(explained: Mapping[str, Any]) -> Document:
 
 
 def written(rank: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """A rank's coordinates on the axes that are split: ``d0 t1``."""
+    """Return a rank's coordinates on the axes that are split: ``d0 t1``."""
     split = [axis for axis in AXIS_LETTERS if sizes[axis] > 1]
     return " ".join(f"{AXIS_LETTERS[axis]}{rank[axis]}" for axis in split) or "all"
 
@@ -306,7 +306,7 @@ def _sizes(explained: Mapping[str, Any]) -> Table:
 
 
 def _rank_grid(parts: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """The ranks of allocations on as many hosts as they need."""
+    """Return the ranks of allocations on as many hosts as the ranks need."""
     gpus = max(part.get("first_rank", 0) + part["world_size"] for part in parts.values())
     hosts = -(-gpus // USUAL_GPUS_PER_HOST)
     cells: list[dict[str, str]] = [{} for _ in range(min(gpus, USUAL_GPUS_PER_HOST) * hosts)]

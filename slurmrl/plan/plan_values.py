@@ -1,8 +1,7 @@
 """The report of ``slurmrl plan`` as plain values.
 
-It has a plan with its rank tables, process groups, estimates, and the algorithm's settings in
-force. Tables of ranks and groups are derived from the plan, so every process of a run computes the
-same ones.
+The report has a plan with its ranks, process groups, estimates, and the algorithm's settings. Ranks
+and process groups depend only on the plan, so every process of a run computes the same tables.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from slurmrl.tensors.parallel.topology import ProcessTopology
 
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """The report of a plan; ``warnings`` are added to its own."""
+    """Return the report of a plan, with further ``warnings``."""
     sized = _sized(settings, plan)
     memories = call_costs.memories(sized)
     placed = call_costs.placed_models(settings)
@@ -86,7 +85,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 
 
 def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
-    """Only the estimates of a plan: for the fullest GPU, and for the calls by name."""
+    """Return only the estimates of a plan: for the fullest GPU, and for the calls by name."""
     sized = _sized(settings, plan)
     placed = call_costs.placed_models(settings)
     calls = _calls(_on_ranks(settings, plan), plan, placed)
@@ -107,9 +106,10 @@ def predicted_seconds(
 ) -> tuple[dict[str, float], str]:
     """Return the predicted seconds of the calls of a step by name, and the origin of the numbers.
 
-    Sequences have mean lengths. Generation by rollout tasks is left out: the step only reads their
-    samples. Both are empty for unknown hardware. Raises UsageError, UnreadableInputError for its
-    profile.
+    Sequences have the mean lengths ``tokens``. Omit generation by rollout tasks, because the step
+    only reads their samples. Return an empty mapping and an empty string for unknown hardware.
+
+    Raises UsageError or UnreadableInputError for a wrong hardware profile.
     """
     sized = _on_ranks(settings, plan)
     hardware = hardware_of(sized.config.cluster)
@@ -131,7 +131,8 @@ def predicted_seconds(
 def _sized(settings: Settings, plan: Plan) -> Settings:
     """Return the settings with sequences limited to the lengths of the rows in the data.
 
-    A plan with GPUs counts the sequences that the configuration allows, like the memory check.
+    For a plan with GPUs, return the settings unchanged, because the memory check also assumes the
+    lengths that the configuration allows.
     """
     if _uses_gpus(plan):
         return settings
@@ -146,16 +147,17 @@ def _on_ranks(settings: Settings, plan: Plan) -> Settings:
 
 
 def _longest(settings: Settings) -> int | None:
-    """Tokens of the longest sequence."""
+    """Return the maximum length of a sequence in tokens; None if unknown."""
     lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
     return None if lengths is None else lengths.longest
 
 
 def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
-    """A fixed group is one job on all its hosts; its array's elements are successive links.
+    """Return the values of a group of workers.
 
-    In an elastic group they are tasks of one host each, of which ``hosts`` run at a time; tasks in
-    the trainers' job have no array, and the job includes their requests.
+    A fixed group is one job on all hosts, and the elements of its array are successive links. The
+    elements of an elastic group are tasks on one host each, of which ``hosts`` run at once. Tasks
+    in the trainers' job have no array, and the job includes their requests.
     """
     memory, slots = group.memory_bytes, group.slots_per_host
     array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"
@@ -204,7 +206,7 @@ def _model(
 
 
 def _lora(section: Model, shape: ModelShape | None, model: ModelPlan) -> dict[str, Any] | None:
-    """A trained model's adapters, and their share of its parameters."""
+    """Return rank and parameters of a trained model's adapters; None without adapters."""
     if section.lora is None or not model.trained:
         return None
     one = parse(f"{model.engine}:d1")
@@ -224,7 +226,7 @@ def _precision(settings: Settings, role: str, plan: Plan) -> tuple[str, str]:
 
 
 def _dtype_from(settings: Settings, role: str, plan: Plan) -> str:
-    """Return where the precision of a role comes from: a key of the configuration, or a default."""
+    """Return the key of the configuration that sets a role's precision, or a default in words."""
     for name in (role, "actor"):
         key = (*role_key(name), "dtype")
         if settings.source.writes(*key):
@@ -237,7 +239,7 @@ def _uses_gpus(plan: Plan) -> bool:
 
 
 def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list[dict[str, Any]]:
-    """Return the calls of a step, with FLOPs of all ranks, and seconds if the GPU is known."""
+    """Return the calls of a step, with FLOPs of all ranks, and seconds for known hardware."""
     config = settings.config
     by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
     calls = []
@@ -262,14 +264,14 @@ def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list
 
 
 def _hardware(settings: Settings) -> dict[str, Any]:
-    """Return the hardware that the seconds hold for, if it is known, with their error."""
+    """Return the hardware of the predictions with its error; empty for unknown hardware."""
     found = hardware_of(settings.config.cluster)
     names = ("name", "source", "error")
     return {"hardware": {name: getattr(found, name) for name in names}} if found else {}
 
 
 def _episode(settings: Settings) -> dict[str, Any] | None:
-    """Return the settings of episodes, or None if completions have one turn."""
+    """Return the settings of episodes; None if completions have one turn."""
     rollout = settings.config.rollout
     if not rollout.episode.has_turns:
         return None
@@ -302,7 +304,7 @@ def _fullest(settings: Settings, plan: Plan, rollout: Placement | None) -> dict[
 
 
 def _server_in_task(settings: Settings, rollout: Placement | None) -> int | None:
-    """Bytes of each GPU for the server of a rollout task; None without one, or on unknown GPUs."""
+    """Return the bytes of each GPU for a rollout task's server; None without one or if unknown."""
     limit = call_costs.memory_bytes(settings.config.cluster)
     if rollout is None or rollout.group == TRAINERS or limit is None:
         return None
@@ -312,7 +314,7 @@ def _server_in_task(settings: Settings, rollout: Placement | None) -> int | None
 
 
 def _without_adapters(settings: Settings) -> Settings | None:
-    """Return settings that train all weights; None if no model has adapters."""
+    """Return the settings without adapters; None if no model has adapters."""
     roles = {use.role: settings.config.model(use.role) for use in settings.algorithm.roles()}
     update = {
         role: model.model_copy(update={"lora": None})
@@ -326,18 +328,18 @@ def _without_adapters(settings: Settings) -> Settings | None:
 def _warnings(plan: Plan) -> list[str]:
     return [
         f"{name}: a tensor-parallel group of {plan.models[name].sizes['tp']} is split over hosts; "
-        "change cluster.workers_per_host or the role's gpus to keep it on one"
+        "change cluster.workers_per_host or the role's gpus to keep the group on one host"
         for name in split_over_hosts(plan)
     ]
 
 
 Wanted: TypeAlias = tuple[str, tuple[int, ...]]
-"""The use of a group and its ranks."""
+"""A use of a process group, and the ranks of the group."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of a model. ``gpu`` is its number on the host of its job or task."""
+    """One rank of a model. ``gpu`` is the number of its GPU on the host of its job or task."""
 
     rank: int
     place: int
@@ -351,8 +353,8 @@ class Row:
 class ProcessGroup:
     """A process group of torch.distributed, with its uses.
 
-    ``uses`` are ``global``, ``model NAME``, and ``NAME AXIS`` (``NAME expert AXIS`` in the experts'
-    own grid). Uses of the same ranks share one group.
+    A use is ``global``, ``model NAME``, ``NAME AXIS``, or ``NAME expert AXIS`` in the experts'
+    layout. Uses of the same ranks share one group.
     """
 
     uses: tuple[str, ...]
@@ -364,17 +366,17 @@ def topology(model: ModelPlan) -> ProcessTopology:
 
 
 def expert_topology(model: ModelPlan) -> ProcessTopology | None:
-    """The experts' own grid over the same ranks."""
+    """Return the experts' layout over the model's ranks; None without experts."""
     if not model.expert_sizes:
         return None
     return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
 
 
 def rows(plan: Plan, model: ModelPlan) -> list[Row]:
-    """The rows of a model's ranks, in their order."""
+    """Return a row for each rank of a model, in the order of the ranks."""
     group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
     table = []
-    held = len(model.ranks) // len(set(model.ranks))  # number of adjacent ranks of one worker
+    held = len(model.ranks) // len(set(model.ranks))  # A server's worker has several ranks.
     for rank, place in enumerate(model.ranks):
         host, worker = divmod(place, group.workers_per_host)
         gpu = worker * held + rank % held
@@ -387,7 +389,7 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
 def process_groups(plan: Plan) -> list[ProcessGroup]:
     """Return the groups of torch.distributed, except groups of one rank.
 
-    They are in the order in which every rank of the fixed job creates them.
+    The groups are in the order in which every rank of the trainers' job creates them.
     """
     uses: dict[tuple[int, ...], list[str]] = {}
     for use, ranks in _wanted(plan):
@@ -415,7 +417,7 @@ def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wan
 
 
 def split_over_hosts(plan: Plan) -> list[str]:
-    """Models with a tensor-parallel group on several hosts that would fit on one."""
+    """Return the models with a tensor-parallel group on several hosts that fits on one host."""
     split = []
     for name, model in plan.models.items():
         per_host, size = plan.group(model.group).workers_per_host, model.sizes["tp"]
@@ -430,14 +432,14 @@ def split_over_hosts(plan: Plan) -> list[str]:
 FILE, PRESET, DEFAULT = "configuration", "preset", "default"
 WIDTH: Final = 100
 MOST_DEFAULTS: Final = 6
-"""Maximum number of defaults that are listed; beyond it, only the number is shown."""
+"""Maximum number of defaults to list. For more defaults, the report shows only their number."""
 
 
 def in_force(settings: Settings) -> dict[str, Any]:
-    """Return ``name``, and for each source the settings that come from it, by dotted key.
+    """Return the algorithm's ``name``, and its settings by source and dotted key.
 
     Sources are the configuration, the algorithm's preset, and other defaults. The settings include
-    ``rollout.n`` if the algorithm chooses it.
+    ``rollout.n`` if the algorithm has a default for it.
     """
     algorithm, values = settings.algorithm, settings.source.values
     written = set(flat(values.get("algorithm") or {}))
@@ -455,7 +457,7 @@ def in_force(settings: Settings) -> dict[str, Any]:
 
 
 def lines(settings: Mapping[str, Any]) -> Iterator[str]:
-    """One wrapped paragraph for each source."""
+    """Yield the lines of a wrapped paragraph for each source of settings."""
     titles = {FILE: "set", PRESET: f"preset {settings['name']}", DEFAULT: "default"}
     for source, title in titles.items():
         count = len(settings[source])

@@ -1,8 +1,4 @@
-"""The precision in which completions are generated.
-
-The module also finds out if training has the same precision, and if processors have instructions
-for it.
-"""
+"""The precision of generation, its difference from training, and bfloat16 on processors."""
 
 from __future__ import annotations
 
@@ -23,23 +19,23 @@ from slurmrl.plan.placement import ROLLOUTS, model_of
 
 DTYPE: Final = ("--dtype",)
 NAMES: Final = {"float": "float32", "half": "float16", "bf16": "bfloat16"}
-"""Other names of types in arguments of servers."""
+"""Data types by the other names that arguments of servers may have."""
 NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
-"""The type that ``--dtype auto`` chooses for float32 weights."""
+"""Data type that ``--dtype auto`` chooses for float32 weights, by kind of server."""
 ROUNDING: Final = (
     ("--quantization", "-q", "--quantization-config"),
     *((f"--{name}",) for name in ("modelopt-quant", "rl-quant-profile", "torchao-config")),
     *((f"--{name}-dtype",) for name in ("kv-cache", "mamba-cache", "mamba-ssm-cache", "mamba-ssm")),
 )
-"""Flags that change in which type a server computes, unless their value is the server's type or
-one of `EXACT`."""
+"""Flags that change the data type in which a server computes, unless their value is the server's
+type or one of `EXACT`."""
 EXACT: Final = ("", "auto", "none", "null", "float32")
 SERVER_ARGS: Final = "rollout.server_args"
 
 
 class Rounding(NamedTuple):
-    """A narrower type of the weights or caches of an engine, and the setting that chooses it."""
+    """A narrower type of an engine's weights or caches, and the setting that chooses the type."""
 
     title: str
     setting: str
@@ -50,11 +46,11 @@ class GeneratingPrecision:
     """The precision of the engine that generates."""
 
     dtype: str | None
-    """Type of its weights and computations; None if only the server knows."""
+    """Data type of weights and computations; None if only the server knows the type."""
     source: str | None = None
-    """The setting that chooses it; None: ``actor.dtype``."""
+    """Setting that chooses the precision; None means ``actor.dtype``."""
     rounding: tuple[Rounding, ...] = ()
-    """Types to which it rounds weights or caches further."""
+    """Narrower types to which the engine rounds weights or caches."""
 
     @property
     def title(self) -> str:
@@ -63,11 +59,11 @@ class GeneratingPrecision:
 
 
 def generating(config: Config) -> GeneratingPrecision:
-    """Return the precision in which the actor's completions are generated."""
+    """Return the precision in which the actor generates completions."""
     rollout, own = config.rollout, GeneratingPrecision(config.actor.dtype)
     try:
         backend = parse(rollout.backend).backend if rollout.backend else ""
-    except AllocationError:  # reported by the checks of layouts
+    except AllocationError:  # The check of strings reports the error.
         return own
     if not backend or not BACKENDS[backend].serves:
         return own
@@ -93,7 +89,7 @@ def generating(config: Config) -> GeneratingPrecision:
 
 
 def unlike_training(config: Config) -> str:
-    """Return how the precision of generation differs from training; empty if it does not."""
+    """Return how the precision of generation differs from training; empty without a difference."""
     found, own = generating(config), config.actor.dtype
     if found.dtype is None:
         return f"the precision of {found.source} may differ from actor.dtype"
@@ -109,8 +105,8 @@ def unlike_training(config: Config) -> str:
 def rounds_to(config: Config, served: Collection[str] = ()) -> str | None:
     """Return the narrower type to which generation rounds the actor's float32 weights.
 
-    With adapters, it may round their sum with the weights. ``served``: types of servers that run
-    already. Return None if generation rounds none, or if only such a server knows.
+    With adapters, generation may round the sum of weights and adapters. ``served`` has the types of
+    running servers. Return None if generation does not round, or if only a running server knows.
     """
     types = {generating(config).dtype, *served}
     return next((dtype for dtype in NARROW if dtype in types), None)
@@ -118,9 +114,9 @@ def rounds_to(config: Config, served: Collection[str] = ()) -> str | None:
 
 CPUINFO: Final = Path("/proc/cpuinfo")
 FLAGS: Final = ("flags", "Features")
-"""Names of the line with a core's instructions: of x86, and of aarch64."""
+"""Names of the line with a core's instructions, for x86 and aarch64."""
 INSTRUCTIONS: Final = ("avx512_bf16", "amx_bf16", "bf16")
-"""Products of bfloat16 matrices: of x86, and of aarch64."""
+"""Names of the instructions for products of bfloat16 matrices, for x86 and aarch64."""
 
 ELSEWHERE: Final = "compute nodes may have another processor (slurmrl doctor CONFIG --job)"
 
@@ -128,7 +124,7 @@ ELSEWHERE: Final = "compute nodes may have another processor (slurmrl doctor CON
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
     """Return whether this host's processor has instructions for bfloat16.
 
-    Return None if the system does not list its instructions.
+    Return None if the system does not list the processor's instructions.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -154,19 +150,19 @@ def _dtype(config: Config, name: str) -> str | None:
 def slow_bfloat16(models: Iterable[str], cpuinfo: Path = CPUINFO) -> str | None:
     """Return why models that compute in bfloat16 would be slow on this host.
 
-    Return None if they would not, or if the system does not tell.
+    Return None if the processor is fast, or if the system does not list its instructions.
     """
     named = ", ".join(models)
     if not named or computes_bfloat16(cpuinfo) is not False:
         return None
     host = env.NODE_NAME.get() or socket.gethostname()
     return (
-        f"{named} in bfloat16: the processor of {host} has no instructions for it (such as "
-        f"{INSTRUCTIONS[0]}), so it computes up to fifteen times as fast in float32"
+        f"{named} in bfloat16: the processor of {host} has no bfloat16 instructions (such as "
+        f"{INSTRUCTIONS[0]}); computation is up to fifteen times as fast in float32"
     )
 
 
 def log_slow_bfloat16(config: Config, plan: Plan, group: GroupPlan) -> None:
-    """Log why the models of a group are slow on this host, if they are."""
+    """Log a warning if models of a group compute slowly in bfloat16 on this host."""
     if slow := slow_bfloat16(bfloat16_models(config, plan, [group])):
         log.get(__name__).warning("%s", slow)

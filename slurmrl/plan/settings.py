@@ -86,7 +86,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     sections.something_to_do,
     sections.graphs,
 )
-"""Checks of every plan."""
+"""Checks of every plan. A check yields the problems that prevent planning."""
 SUBMISSION: Final[tuple[Check, ...]] = (
     memory,
     layouts.runnable,
@@ -103,27 +103,27 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     sections.dataset_files,
     image_checks.pillow,
 )
-"""Additional checks of a submission: memory, existing files and engines. (A layout that no
-engine runs in this version can still be planned.)"""
+"""Additional checks of a submission: memory, existing files and engines. A layout can be planned
+even if no engine of this version can run it."""
 
 
 def check(draft: Draft) -> list[Problem]:
-    """The problems that prevent planning."""
+    """Return the problems that prevent planning."""
     return [problem for find_problems in CHECKS for problem in find_problems(draft)]
 
 
 def check_submission(draft: Draft) -> list[Problem]:
-    """The problems that prevent the submission of a valid plan."""
+    """Return the problems that prevent the submission of a valid plan."""
     return [problem for find_problems in SUBMISSION for problem in find_problems(draft)]
 
 
 @dataclass(frozen=True)
 class ProfileUse:
-    """The site profile under a configuration, and the settings from it."""
+    """A site profile, and the settings that a configuration takes from it."""
 
     file: Path
     settings: dict[str, Any]
-    """Settings by dotted key, without those of the configuration and the command line."""
+    """Values that neither the configuration nor the command line sets, by dotted key."""
 
     def to_json(self) -> dict[str, Any]:
         return {"file": str(self.file), "settings": self.settings}
@@ -141,11 +141,11 @@ class Settings:
     algorithm: Algorithm
     source: Source
     notes: tuple[str, ...] = ()
-    """Deprecated spellings with their replacements, and metrics that are left out."""
+    """Notes for the user about deprecated spellings and missing metrics."""
     missing: tuple[Problem, ...] = ()
-    """Problems that would prevent a submission; they are collected when planning."""
+    """Problems that would prevent a submission, collected only for a plan."""
     folders: tuple[Path, ...] = ()
-    """Folders that are searched for the user's own code."""
+    """Folders in which the user's own code is searched."""
     profile: ProfileUse | None = None
 
 
@@ -163,15 +163,17 @@ def load_settings(
 ) -> Settings:
     """Read, resolve and check a configuration.
 
-    ``root`` and ``scheduler`` override the configuration's own. When ``planning``, absent files and
-    engines are listed in ``missing`` instead of refused. ``folders`` are searched for the user's
-    own code; by default, the folder of the file and the current directory. ``resumed``: the file
-    belongs to a trial, whose unused sections are accepted. ``data``: fetch datasets of the hub even
-    when ``planning``. ``derive`` makes another configuration of the file's values, before the
-    overrides. The site profile in force is merged under the file, unless it is ``resumed``.
+    Args:
+        root: Folder of all runs in place of the configuration's value.
+        scheduler: Scheduler in place of the configuration's value.
+        planning: Collect absent files and engines in ``missing`` instead of raising ConfigError.
+        folders: Folders with the user's own code. Defaults: the file's folder and the current one.
+        resumed: The file belongs to a trial. Accept unused sections, and ignore the site profile.
+        data: Fetch datasets of the hub even with ``planning``.
+        derive: Function that changes the values of the file before the overrides apply.
 
-    Raises ConfigError with every problem: of syntax, of values, of the algorithm's settings, and of
-    the files that they name.
+    Raises ConfigError with all problems: of syntax, of values, of the algorithm's settings, and of
+    the files that the configuration names.
     """
     source = load(path, overrides, derive, None if resumed else profiles.in_force())
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
@@ -187,7 +189,7 @@ def load_settings(
             _checked, source, config, schema, searched, problems, root, scheduler, resumed
         )
         if not planning and config is not None and hub_references.are_in(config):
-            # Refuse an invalid configuration before anything large is fetched.
+            # Reject an invalid configuration before a large model is fetched.
             checked(planning=True, data=False)
         return checked(planning=planning, data=data)
 
@@ -257,9 +259,10 @@ def _checked(
 
 
 def _without_lost_hardware(config: Config, source: Source) -> tuple[Config, list[str]]:
-    """Drop a hardware profile that is no longer usable, and return a note about it.
+    """Return the configuration without an unusable hardware profile, and a note about the profile.
 
-    It serves predictions, so a trial continues without it. One that the command names stays.
+    Only predictions need the profile, so a trial continues without it. Keep a profile that the
+    command line sets.
     """
     if config.cluster.hardware is None or source.where(("cluster", "hardware")) == COMMAND_LINE:
         return config, []
@@ -273,7 +276,7 @@ def _without_lost_hardware(config: Config, source: Source) -> tuple[Config, list
 
 
 def _profile_use(source: Source, root: Path | None, scheduler: str | None) -> ProfileUse | None:
-    """``root`` and ``scheduler`` override the profile, as the command line does."""
+    """Return the use of the site profile; ``root`` and ``scheduler`` override its values."""
     if source.profile is None:
         return None
     given: dict[KeyPath, object] = {("root",): root, ("cluster", "scheduler"): scheduler}
@@ -282,12 +285,12 @@ def _profile_use(source: Source, root: Path | None, scheduler: str | None) -> Pr
 
 
 def load_run_settings(paths: RunPaths) -> Settings:
-    """The settings of a run directory. They were checked when the trial was submitted."""
+    """Return the settings of a run directory, which the submission has checked."""
     return load_resolved_settings(paths.config)
 
 
 def load_resolved_settings(path: Path) -> Settings:
-    """The settings in a resolved configuration. Raises ConfigError."""
+    """Return the settings in a resolved configuration. Raises ConfigError."""
     source = load(path)
     config = parse(source)
     name = str(config.algorithm.get("name"))
@@ -301,13 +304,13 @@ def load_resolved_settings(path: Path) -> Settings:
 def _schema(
     source: Source, folders: list[Path]
 ) -> tuple[type[BaseModel] | None, list[Path], list[Problem]]:
-    """Return the schema of ``algorithm.name`` and the folders, including the file's folder.
+    """Return the schema of ``algorithm.name``, the folders of the user's code, and problems.
 
-    In the values, the name of a file becomes the name of its module.
+    Replace the name of a file in the values by the name of its module.
     """
     values = source.values.get("algorithm")
     if not isinstance(values, dict):
-        return None, folders, []  # the schema of the whole file reports that it is required
+        return None, folders, []  # The validation of the whole file reports the missing section.
     name, known = values.get("name"), sorted(ALGORITHMS)
     where = ("algorithm", "name")
     if name is None:
@@ -333,7 +336,7 @@ def _schema(
 
 
 def _named_folders(source: Source) -> list[Path]:
-    """Folders of the entries of ``code``."""
+    """Return the folders of the entries of ``code``."""
     entries = source.values.get("code")
     paths = [entry for entry in entries if isinstance(entry, str)] if entries else []
     folder = source.folder(("code",))
@@ -341,10 +344,10 @@ def _named_folders(source: Source) -> list[Path]:
 
 
 def _algorithm(schema: type[BaseModel], source: Source) -> tuple[Algorithm | None, list[Problem]]:
-    """The algorithm's own schema over its section."""
+    """Return the section ``algorithm`` as an object of the algorithm's schema, and problems."""
     try:
         algorithm, problems = validate(schema, source, ("algorithm",))
-    except Exception as error:  # a validator of the user's own may raise anything
+    except Exception as error:  # A validator of the user's code may raise any error.
         if not is_own(source.values["algorithm"]["name"]):
             raise
         message = f"{schema.__name__} rejects its settings with {describe(error, [])}"
@@ -358,16 +361,16 @@ def _with_root(config: Config, root: Path | None) -> Config:
 
 
 def with_present_defaults(config: Config, algorithm: Algorithm) -> Config:
-    """Return a trial's resolved configuration with defaults for settings that are new.
+    """Return a trial's resolved configuration with defaults for new settings of its algorithm.
 
-    Its algorithm did not have them when the trial was submitted. The class of ``algorithm`` has the
-    defaults.
+    The algorithm did not have these settings when the trial was submitted. The class of
+    ``algorithm`` has the defaults.
     """
     if config.algorithm.get("name") != algorithm.name:
         return config
     try:
         before = type(cast(BaseModel, algorithm)).model_validate(config.algorithm)
-    except ValidationError:  # it has a setting that the present class does not have
+    except ValidationError:  # The present class lacks a setting of the trial.
         return config
     return _with_algorithm(config, cast(Algorithm, before).completed(config))
 
@@ -378,15 +381,15 @@ def _with_algorithm(config: Config, algorithm: Algorithm) -> Config:
 
 
 def _frozen(config: Config, algorithm: Algorithm | None) -> set[str]:
-    """The roles that a trial does not train."""
+    """Return the roles that a trial does not train."""
     uses = uses_of(config, algorithm) if algorithm is not None else ()
     return {use.role for use in uses if not use.trained or config.total_steps == 0}
 
 
 def _new(reported: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:
-    """Return the found problems, except problems at or below a key that was already reported.
+    """Return the found problems, except problems at or below a reported key.
 
-    The value of such a key is only a default that replaced the invalid one.
+    The value of a reported key is a default that has replaced the invalid value.
     """
     keys = {problem.key for problem in reported if problem.key}
     return [

@@ -3,8 +3,8 @@
 ``trial:EXPERIMENT/TRIAL@STEP`` is the export of a step, and ``@last`` the export of its newest
 checkpoint. An export of adapters is not a complete model.
 
-A model that is not trained can also be a checkpoint itself: a folder with hard links to its files,
-which its own trial may then delete.
+A model that is not trained can also be a checkpoint. It is then a folder with hard links to the
+files of the checkpoint, so that the other trial may delete the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, Problem, SlurmrlError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan.estimates.shape import CONFIG
+from slurmrl.plan.hub_references import value_at
 from slurmrl.registry import resolve
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Commit, fold
@@ -31,19 +32,19 @@ from slurmrl.run.paths import RunPaths
 FIELDS: Final = ("path", "tokenizer")
 LAST: Final = "last"
 LONGEST: Final = 8
-"""Maximum number of trials that start from each other and are followed."""
+"""Maximum number of trials to follow that start from each other."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_actor"
-"""The function is resolved by name, because its layer is above the plan's."""
+"""Function that ``plan`` may import by name only."""
 _EXPORT: Final = re.compile(r"step-(?P<step>\d+)(?P<adapter>-adapter)?")
 _PINNED: Final = re.compile(r"step-(\d+)\.(\d+)-checkpoint")
-"""Step and incarnation (see `RunPaths.pinned`)."""
+"""Pattern of a linked checkpoint's folder, with step and incarnation (`RunPaths.pinned`)."""
 
 
 class TrialReference(NamedTuple):
     experiment: str
     trial: str
     step: int | Literal["last"] | None
-    """None: the step of the newest export."""
+    """Step of the export or checkpoint; None means the newest export."""
 
     @property
     def name(self) -> str:
@@ -66,12 +67,11 @@ def parse(text: str) -> TrialReference:
 
 
 class TrialResolver:
-    """Replaces references by folders.
+    """Replaces references to trials by folders, and collects ``problems``.
 
-    ``problems`` are the problems found. The roles in ``frozen`` are not trained. When ``planning``,
-    nothing is written: architectures stand for checkpoints, and for future exports.
-
-    A trial with a commit keeps the folder that a reference to the newest checkpoint gave it.
+    The roles in ``frozen`` are not trained. With ``planning``, it writes nothing: a model with
+    only an architecture replaces a checkpoint or a future export. A trial with a commit keeps the
+    folder of its reference to a newest checkpoint or export.
     """
 
     def __init__(
@@ -82,15 +82,14 @@ class TrialResolver:
         self._source = source
         self._root = Path(config.root)
         self._configs = source.path.parent
-        """Folder in which to search for the configuration of a trial that must be submitted first.
-        """
+        """Folder that may have the configuration of a trial that must be submitted first."""
         self._frozen = frozen
         self._planning = planning
         run = RunPaths.of(self._root, user_name(), config.experiment, config.trial)
         self._before = read(run.config).values if _commits(run) else {}
 
     def resolved(self) -> Config:
-        """The configuration with folders; unresolved references are null."""
+        """Return the configuration with folders; unresolved references are null."""
         update = {
             role: self._model(role, model)
             for role in self._config.roles
@@ -116,7 +115,7 @@ class TrialResolver:
         return model.model_copy(update=changes)
 
     def _promised(self, name: str, text: str, model: Model) -> dict[str, Any]:
-        """Facts that a plan needs of a missing folder."""
+        """Return the settings that a plan needs in place of a missing folder."""
         tokenizer = _tokenizer_of(text, self._root)
         if name == "tokenizer":
             return {"tokenizer": tokenizer}
@@ -124,9 +123,9 @@ class TrialResolver:
         return {"architecture": architecture, "tokenizer": model.tokenizer or tokenizer}
 
     def _folder(self, key: KeyPath, text: str, *, frozen: bool) -> Path | None:
-        """The folder that a reference names; None for a checkpoint when planning.
+        """Return the folder that a reference names; None for a checkpoint with ``planning``.
 
-        Raises UsageError with the necessary first step.
+        Raises UsageError with the step that the user must do first.
         """
         reference = parse(text)
         paths = RunPaths.of(self._root, user_name(), reference.experiment, reference.trial)
@@ -162,22 +161,20 @@ class TrialResolver:
                 "a model that is trained starts from one; export the checkpoint first: slurmrl "
                 f"export {reference.name} --step {step}{exports.form}"
             )
-        # Look for the newest checkpoint again then, because this one may be deleted by now.
+        # The newest checkpoint may have been deleted by now, so search it again.
         newest = reference.step == LAST
         return None if self._planning else _pinned(text, paths, None if newest else step)
 
     def _kept(self, key: KeyPath, reference: TrialReference, paths: RunPaths) -> Path | None:
-        """The folder that the trial has already."""
-        before: Any = self._before
-        for part in key:
-            before = before.get(part) if isinstance(before, dict) else None
+        """Return the folder that the trial's configuration already has for a reference, or None."""
+        before = value_at(self._before, key)
         if isinstance(reference.step, int) or not isinstance(before, str):
             return None
         folder = Path(before)
         return folder if folder.parent == paths.exports and folder.is_dir() else None
 
     def _no_export(self, text: str, reference: TrialReference, exports: Exports) -> str:
-        """Return why a reference to the newest export names no model, and advice."""
+        """Return the message, with advice, about a trial without an export of a complete model."""
         if exports.newest is None:
             message = f"'{text}' has no export yet in {exports.folder}; first let that trial "
             message += f"finish: {self._submit(reference)}"
@@ -192,7 +189,7 @@ class TrialResolver:
         return message
 
     def _submit(self, reference: TrialReference) -> str:
-        """The command that makes the trial, as far as it is known."""
+        """Return the command that submits a trial, with a placeholder for an unknown file."""
         path = _find(reference.experiment, self._configs)
         own = read(path).values.get("trial") if path is not None else None
         trial = Config.model_fields["trial"].default if own is None else own
@@ -209,7 +206,7 @@ class Exports:
     whole: Mapping[int, Path]
     adapters: Mapping[int, Path]
     form: str
-    """The option with which the trial exports a whole model: "" if it does so anyway."""
+    """Option with which the trial exports a complete model; empty if no option is needed."""
 
     @staticmethod
     def of(paths: RunPaths) -> Exports:
@@ -226,18 +223,18 @@ class Exports:
         return max((*self.whole, *self.adapters), default=None)
 
     def listed(self) -> str:
-        """The steps, for a message."""
+        """Return the steps of all exports, for a message."""
         steps = [(step, str(step)) for step in self.whole]
         steps += [(step, f"{step} (adapter)") for step in self.adapters]
         return ", ".join(text for _, text in sorted(steps)) or "none"
 
 
 def _exports_adapters(paths: RunPaths) -> bool:
-    """Whether a trial exports adapters unless a command says otherwise."""
+    """Return whether a trial exports adapters by default."""
     try:
         values = read(paths.config).values if paths.config.is_file() else {}
     except UsageError:
-        return False  # another version of slurmrl wrote it
+        return False  # Another version of slurmrl wrote the file.
     actor, checkpoint = (values.get(section) or {} for section in ("actor", "checkpoint"))
     return checkpoint.get("export_form") == "adapter" and actor.get("lora") is not None
 
@@ -251,9 +248,9 @@ def _listed(steps: Collection[int]) -> str:
 
 
 def _earlier_pin(paths: RunPaths, step: int) -> Path | None:
-    """Return the folder of a checkpoint of a step that the trial has deleted since.
+    """Return the folder of links to a deleted checkpoint of a step; None without one.
 
-    If several incarnations have one, return the newest incarnation's folder.
+    If several incarnations have such a folder, return the newest incarnation's folder.
     """
     folders = paths.exports.iterdir() if paths.exports.is_dir() else ()
     matches = ((_PINNED.fullmatch(folder.name), folder) for folder in folders)
@@ -262,12 +259,15 @@ def _earlier_pin(paths: RunPaths, step: int) -> Path | None:
 
 
 def _pinned(text: str, paths: RunPaths, step: int | None) -> Path:
-    """The folder of a checkpoint, or of the newest. Raises UsageError, EnvironmentFailure."""
+    """Return the folder of links to a checkpoint, by default to the newest checkpoint.
+
+    Raises UsageError, EnvironmentFailure.
+    """
     try:
         folder: Path = resolve(PIN)(paths, step)
     except (UsageError, EnvironmentFailure):
         raise
-    except SlurmrlError as error:  # a damaged checkpoint
+    except SlurmrlError as error:  # The checkpoint may be damaged.
         raise UsageError(f"'{text}' cannot be used: {error}") from error
     return folder
 
@@ -275,10 +275,10 @@ def _pinned(text: str, paths: RunPaths, step: int | None) -> Path:
 def promised(
     text: str, root: Path, configs: Path, *, longest: int = LONGEST
 ) -> dict[str, Any] | None:
-    """Return the architecture of a referenced trial without a folder.
+    """Return the architecture of a referenced trial that has no folder yet; None if unknown.
 
-    It comes from the trial's run directory or from the configuration next to this one, or from the
-    trial or folder that the referenced trial starts from. Return None if none states it.
+    Sources are the trial's run directory, a configuration in ``configs``, and the trial or folder
+    from which the referenced trial starts.
     """
     try:
         experiment, trial, _ = parse(text)
@@ -305,7 +305,7 @@ def promised(
 
 
 def _tokenizer_of(text: str, root: Path) -> str | None:
-    """The folder of the tokenizer of a referenced trial that was submitted."""
+    """Return the tokenizer's folder of a submitted trial; None if unknown."""
     try:
         experiment, trial, _ = parse(text)
     except UsageError:
@@ -328,7 +328,7 @@ def _find(experiment: str, folder: Path) -> Path | None:
         try:
             found = read(path).values.get("experiment")
         except UsageError:
-            continue  # it is no configuration
+            continue  # The file is no configuration.
         if found == experiment:
             return path
     return None

@@ -1,7 +1,7 @@
-"""Checks that no single schema can make: across sections, files and the algorithm's needs.
+"""Checks that concern several sections, files or the needs of the algorithm.
 
-Each check yields problems and never raises, so that one run reports all of them. To add a check,
-write a function that takes a `Draft` and add it to CHECKS or SUBMISSION in ``plan/settings.py``.
+Each check yields problems and never raises, so that the user sees all problems at once. To add a
+check, write a function with a `Draft` and add it to CHECKS or SUBMISSION in ``plan/settings.py``.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from slurmrl.plan.placement import Placement, model_of
 
 @dataclass(frozen=True)
 class Draft:
+    """A configuration to check, with its algorithm and the user's values."""
+
     config: Config
     algorithm: Algorithm
     source: Source
 
     def models(self) -> Iterator[tuple[str, Model]]:
-        """The roles that the algorithm uses, with their completed sections."""
+        """Yield the roles that the algorithm uses, with their completed sections."""
         for use in uses_of(self.config, self.algorithm):
             yield use.role, self.config.model(use.role)
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """The roles that the algorithm trains."""
+        """Names of the roles that the algorithm trains."""
         return frozenset(use.role for use in self.algorithm.roles() if use.trained)
 
     def placements(self) -> dict[str, Placement]:
-        """The placements of the models; invalid ones are left out."""
+        """Return the valid placements of the models, by name."""
         return placed_models(self)
 
     def allocations(self) -> dict[str, Allocation]:
         return {name: place.allocation for name, place in self.placements().items()}
 
     def lacks(self, name: str, capability: str) -> str:
-        """Return why a role or generation cannot do something.
+        """Return why a role or generation lacks a capability.
 
         The reason is its engine, or the implementation of its model. Return an empty string if it
-        can, or if its layout is invalid.
+        has the capability, or if its layout is invalid.
         """
         allocation = self.allocations().get(name)
         kinds = [allocation.backend] if allocation is not None else []
@@ -56,7 +58,7 @@ class Draft:
         return next((why for kind in kinds if (why := lacking(kind, capability))), "")
 
     def writes(self, *key_path: str) -> bool:
-        """Whether the user wrote something at this key, valid or not."""
+        """Return whether the user set a value at this key, valid or not."""
         return self.source.writes(*self._below_models(key_path))
 
     def problem(self, key_path: KeyPath, message: str) -> Problem:
@@ -65,13 +67,13 @@ class Draft:
     def reject(self, key_path: KeyPath, reason: str, value: object = None) -> Problem:
         """Return the problem ``VALUE is not allowed REASON``.
 
-        ``reason`` begins with ``:``, or with the circumstances. A string ``value`` gets quotes;
-        None is left out.
+        ``reason`` begins with ``:``, or with words such as `` with rollout.tasks``. A string
+        ``value`` gets quotes; None is left out.
         """
         return self.problem(key_path, f"{_shown(value)}is not allowed{reason}")
 
     def _below_models(self, key_path: KeyPath) -> KeyPath:
-        """Return the key in the file for a key that may begin with a role."""
+        """Return the key in the file; a key of a custom role is in the section ``models``."""
         return ("models", *key_path) if key_path[0] in self.config.models else key_path
 
 

@@ -32,18 +32,18 @@ from slurmrl.plan.placement import ROLLOUTS, model_of
 from slurmrl.registry import near, resolve
 
 MOST_SUPPORT: Final = 1024
-"""Token ids of a recorded sampling mask: 4 KiB for each token of a completion."""
+"""Maximum number of token ids in a recorded sampling mask: 4 KiB for each token."""
 TABLES: Final = "slurmrl.rollouts"
-"""Tables in a layer above the plan, so they are resolved by name."""
+"""Module with the tables of episodes, which ``plan`` may import by name only."""
 EPISODE: Final = ("rollout", "episode")
 CACHE_REFUSAL: Final = "slurmrl.models.hf_config:cache_refusal"
 GENERATION_LIMIT: Final = "slurmrl.models.hf_config:generation_limit"
 TOOL_CALLS: Final = "tools"
-"""The environment that needs tools."""
+"""Name of the environment that needs tools."""
 
 
 def completions(draft: Draft) -> Iterator[Problem]:
-    """Only a trial or an evaluation that generates has several completions of each prompt."""
+    """Check that only generation has several completions of each prompt."""
     config = draft.config
     if config.rollout.n > 1 and not generates(draft.algorithm.calls(config)):
         reason = f": {draft.algorithm.name} does not generate in training (see evaluation.n)"
@@ -57,15 +57,15 @@ def completions(draft: Draft) -> Iterator[Problem]:
 
 
 def publication(draft: Draft) -> Iterator[Problem]:
-    """Weight versions need an actor that is trained."""
+    """Check that a trial that publishes weight versions trains the actor."""
     rollout = draft.config.rollout
     if rollout.publish is not None and rollout.tasks is None and "actor" not in draft.trained:
-        reason = f": {draft.algorithm.name} trains no actor whose weights change"
+        reason = f": {draft.algorithm.name} does not train the actor, so its weights never change"
         yield draft.reject((ROLLOUTS, "publish"), reason)
 
 
 def sampling(draft: Draft) -> Iterator[Problem]:
-    """Sampling must use the distribution that the losses assume."""
+    """Check that sampling uses the distribution that the losses assume."""
     if not draft.algorithm.trains_on_samples:
         return
     rollout, name = draft.config.rollout, draft.algorithm.name
@@ -80,27 +80,27 @@ def sampling(draft: Draft) -> Iterator[Problem]:
     }
     for field in (field for field, restricts in restricted.items() if restricts):
         reason = (
-            f" with {name}: its losses assume that tokens are sampled from the whole vocabulary; "
-            f"leave it out"
+            f" with {name}, whose losses assume that tokens are sampled from the whole vocabulary; "
+            f"leave out {field}"
         )
         yield draft.reject((ROLLOUTS, field), reason, getattr(rollout, field))
 
 
 def _unrecorded(draft: Draft) -> Iterator[Problem]:
-    """Restrictions of sampling that cannot be recorded for each token."""
+    """Check that generation can record the restricted vocabulary of each token."""
     rollout, name = draft.config.rollout, draft.algorithm.name
     if rollout.top_k is None:
         if rollout.top_p < 1.0:
             reason = (
                 f" without rollout.top_k, which bounds the recorded sampling mask of each token; "
-                f"set it to {MOST_SUPPORT} or less"
+                f"set rollout.top_k to {MOST_SUPPORT} or less"
             )
             yield draft.reject((ROLLOUTS, "top_p"), reason, rollout.top_p)
         return
     if rollout.top_k > MOST_SUPPORT:
         reason = (
-            f" with {name}, which records that many token ids for each sampled token; at most "
-            f"{MOST_SUPPORT}"
+            f" with {name}, which records this number of token ids for each token; allowed: at "
+            f"most {MOST_SUPPORT}"
         )
         yield draft.reject((ROLLOUTS, "top_k"), reason, rollout.top_k)
     elif reason := draft.lacks(ROLLOUTS, "masks"):
@@ -108,7 +108,7 @@ def _unrecorded(draft: Draft) -> Iterator[Problem]:
 
 
 def experts(draft: Draft) -> Iterator[Problem]:
-    """Only some engines record the experts of models that have some."""
+    """Check that the model has experts, and that the engine and the algorithm can record them."""
     if not draft.config.rollout.replay_experts:
         return
     name = ROLLOUTS if ROLLOUTS in draft.allocations() else "actor"
@@ -120,7 +120,8 @@ def experts(draft: Draft) -> Iterator[Problem]:
         reason = "the actor has no experts"
     elif draft.config.actor.implementation == HF and served(draft):
         reason = (
-            f"with implementation hf, servers do not report experts; leave out {ROLLOUTS}.backend"
+            "servers do not report experts of models with implementation hf; leave out "
+            f"{ROLLOUTS}.backend"
         )
     elif shape is not None:
         kind = f"experts of {config_values(draft.config.actor).get('model_type')}"
@@ -130,13 +131,13 @@ def experts(draft: Draft) -> Iterator[Problem]:
 
 
 def served(draft: Draft) -> bool:
-    """Return whether servers generate."""
+    """Return whether servers generate the completions."""
     allocation = draft.allocations().get(ROLLOUTS)
     return allocation is not None and BACKENDS[allocation.backend].serves
 
 
 def transformers_generation(draft: Draft) -> Iterator[Problem]:
-    """Completions of transformers' cache do not depend on the padding of their batch."""
+    """Check that padding a batch does not change completions of models of transformers."""
     actor = draft.config.actor
     if actor.implementation != HF:
         return
@@ -144,7 +145,7 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
     try:
         values = config_values(actor)
     except UsageError:
-        return  # reported by the check of weights
+        return  # The check of weights reports the error.
     reason = resolve(CACHE_REFUSAL)(values) if parts else ""
     if reason:
         yield draft.reject(("actor", "implementation"), f": {reason}", HF)
@@ -160,7 +161,7 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
 
 
 def _generated_by_cache(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, int]]:
-    """Yield the parts of `bounded_parts` whose completions the actor's own engine generates."""
+    """Yield the parts of `bounded_parts` for which the actor's engine generates."""
     config, server = draft.config, served(draft)
     trains = generates(draft.algorithm.calls(config)) and not server
     evaluates = not (server and (config.rollout_evaluates or config.evaluation_trials_roll_out))
@@ -170,7 +171,7 @@ def _generated_by_cache(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, int]]:
 
 
 def episodes(draft: Draft) -> Iterator[Problem]:
-    """Names must be known, and the parts that an episode needs must exist."""
+    """Check the names of episodes, environments and tools, and the parts that they need."""
     settings = draft.config.rollout.episode
     if not settings.has_turns:
         return
@@ -188,7 +189,7 @@ def episodes(draft: Draft) -> Iterator[Problem]:
 
 
 def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
-    """A cache limit needs an engine with a cache and must allow the longest sequence."""
+    """Check that the engine has a cache limit and that the longest sequence fits."""
     placed = draft.placements()
     name = ROLLOUTS if ROLLOUTS in placed else "actor"
     if settings.cache_bytes is None or name not in placed:
@@ -205,7 +206,7 @@ def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
     tokens = -(-lengths.longest // PAGE_TOKENS) * PAGE_TOKENS
     needed = tokens * kv_bytes_per_token(shape, allocation, model.dtype)
     if settings.cache_bytes < needed:
-        reason = f": the longest sequence, {lengths.longest} tokens, needs {needed / GIB:.3g} GiB"
+        reason = f": the longest sequence ({lengths.longest} tokens) needs {needed / GIB:.3g} GiB"
         yield draft.reject(where, reason, settings.cache_gib)
 
 
@@ -220,11 +221,11 @@ def _unknown_names(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]
     for where, name, table in named:
         known = sorted(resolve(f"{TABLES}:{table}"))
         if name not in known and not OWN.fullmatch(name):
-            yield draft.reject(where, f"; {near(name, known)}, or module:name of your own", name)
+            yield draft.reject(where, f"; {near(name, known)}, or your own module:name", name)
 
 
 def votes(draft: Draft) -> Iterator[Problem]:
-    """maj@k counts votes for correct answers."""
+    """Check that the evaluation can tell which votes are correct."""
     for suite, own in draft.config.evaluations.items():
         evaluation, key = own.evaluation, evaluation_key(suite)
         if evaluation is None or evaluation.vote_pattern is None:
@@ -235,7 +236,7 @@ def votes(draft: Draft) -> Iterator[Problem]:
 
 
 def useless_pattern(pattern: str, key: str) -> str:
-    """``key`` is the setting that the pattern needs."""
+    """Return the message about a vote pattern that needs the setting ``key``."""
     return (
         f"'{pattern}' is not allowed without {key}: maj@k needs the minimum score of a correct "
         f"completion"
@@ -243,7 +244,7 @@ def useless_pattern(pattern: str, key: str) -> str:
 
 
 def no_rates(config: Config, key: str) -> str:
-    """``key`` is the setting that adds them."""
+    """Return the note that pass@k and maj@k are missing; the setting ``key`` adds them."""
     scorer = f"reward '{config.reward.title}'" if config.reward is not None else "the episode"
     return (
         f"no pass@k or maj@k: {scorer} can return scores other than 0 and 1; set {key} to the "

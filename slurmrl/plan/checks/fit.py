@@ -1,7 +1,7 @@
 """Check if an architecture fits a layout, and if the models of the fullest GPU fit its memory.
 
-The checks have every rule that can be checked before anything runs. Each rule of a layout is a
-function that yields misfits. To add one, write the function and list it in RULES.
+Each rule of a layout is a function that yields misfits. To add a rule, write the function and list
+it in RULES. A rule belongs here if it can be checked before any process starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slurmrl.plan.placement import ROLLOUTS
 
 @dataclass(frozen=True)
 class Fit:
-    """One model on one layout. ``minibatches`` are a step's optimizer steps; 0 if not trained."""
+    """A model and a layout to check; ``minibatches`` is 0 for a model that is not trained."""
 
     model: Model
     allocation: Allocation
@@ -55,10 +55,10 @@ class Misfit:
     """A size that does not fit the architecture, the data or the other sizes."""
 
     axis: str
-    """``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``dp``, ``length``, or a field of ``model``."""
+    """Name of an axis (such as ``tp`` or ``etp``), ``length``, or a field of ``model``."""
     reason: str
     value: str = ""
-    """Value that is not allowed; empty: the layout as a whole."""
+    """Value that is not allowed; empty if the layout as a whole is not allowed."""
 
 
 Found: TypeAlias = Iterator[Misfit]
@@ -66,9 +66,9 @@ Rule: TypeAlias = Callable[[Fit], Found]
 
 
 def check(fit: Fit) -> Found:
-    """Return everything that does not fit.
+    """Yield the first misfit of each axis.
 
-    Only the first misfit of an axis counts, because another size may solve all.
+    Another size of the axis may remove all its misfits.
     """
     reported = set()
     for rule in RULES:
@@ -84,7 +84,7 @@ def divisors(number: int) -> str:
 
 
 def _divisions(fit: Fit) -> Found:
-    """Sizes divide the numbers that they split."""
+    """Yield sizes that do not divide the numbers of heads, layers or experts that they split."""
     allocation, shape = fit.allocation, fit.shape
     if shape is None:
         return
@@ -98,7 +98,7 @@ def _divisions(fit: Fit) -> Found:
     if shape.expert_layers < shape.layers:
         split.append(("tp", f"t{tp}", tp, "intermediate_size", shape.inner))
     served = BACKENDS[allocation.backend].serves
-    # With transformers, each rank has some experts, which are whole. Servers split each expert.
+    # Models of transformers have whole experts on each rank. Servers split each expert.
     shares = fit.model.implementation == HF and not served
     if shape.shared_inner and not shares:
         split.append(("tp", f"t{tp}", tp, "the inner size of shared experts", shape.shared_inner))
@@ -116,20 +116,20 @@ def _divisions(fit: Fit) -> Found:
 
 
 def _copied_heads(fit: Fit) -> Found:
-    """Heads of keys and values are divided, or replicated as a whole."""
+    """Yield a tensor size that neither divides nor evenly replicates the heads of keys."""
     shape, tp = fit.shape, fit.allocation.sizes["tp"]
     if shape is None or shape.heads % tp:
         return
     if shape.kv_heads % tp and tp % shape.kv_heads:
         yield Misfit(
             "tp",
-            f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it "
-            "(heads are divided, or replicated as a whole)",
+            f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it; "
+            "ranks must divide the heads or hold whole copies",
         )
 
 
 def padded_vocabulary(fit: Fit) -> int | None:
-    """Rows of the embedding, including the padding that makes it divisible."""
+    """Return the rows of the embedding with padding; None if the architecture is unknown."""
     if fit.shape is None:
         return None
     tp = fit.allocation.sizes["tp"]
@@ -139,7 +139,7 @@ def padded_vocabulary(fit: Fit) -> int | None:
 
 
 def _vocabulary(fit: Fit) -> Found:
-    """Padding makes every size divisible, but each rank must hold at least one real token."""
+    """Yield a padded vocabulary that leaves a rank without a real token."""
     padded, tp = padded_vocabulary(fit), fit.allocation.sizes["tp"]
     if padded is None or fit.shape is None or tp == 1:
         return
@@ -153,11 +153,12 @@ def _vocabulary(fit: Fit) -> Found:
     if padded // tp == 1 or most is None or most >= multiple:
         yield Misfit("tp", reason)
         return
-    yield Misfit("make_vocab_size_divisible_by", f"{reason}; set it to {most}, it is {multiple}")
+    name = "make_vocab_size_divisible_by"
+    yield Misfit(name, f"{reason}; set {name} to {most} instead of {multiple}")
 
 
 def _is_spread(vocabulary: int, tp: int, multiple: int) -> bool:
-    """Return whether each rank holds a token if the rows are padded to a multiple."""
+    """Return whether each rank holds a token if the rows are padded to ``multiple``."""
     rows = -(-vocabulary // (tp * multiple)) * multiple
     return rows * (tp - 1) < vocabulary
 
@@ -167,7 +168,7 @@ def _layers(fit: Fit) -> Found:
     if virtual > 1 and pp == 1:
         yield Misfit(
             "virtual_pipeline_model_parallel_size",
-            "it needs more than one pipeline stage (p above 1)",
+            "virtual stages need more than one pipeline stage (p above 1)",
             f"{virtual}",
         )
     elif fit.shape is not None and fit.shape.layers % (pp * virtual):
@@ -218,7 +219,7 @@ def _experts(fit: Fit) -> Found:
 
 
 def _microbatches(fit: Fit) -> Found:
-    """Each optimizer step needs at least one micro-batch for each pipeline stage."""
+    """Yield a layout that leaves a pipeline stage without a micro-batch in an optimizer step."""
     pp = fit.allocation.sizes["pp"]
     if fit.lengths is None or not fit.minibatches:
         return
@@ -233,7 +234,7 @@ def _microbatches(fit: Fit) -> Found:
     elif each < pp:
         yield Misfit(
             "pp",
-            f"p{pp} stages need at least as many micro-batches, but d{dp} and {fit.minibatches} "
+            f"p{pp} needs at least {pp} micro-batches, but d{dp} and {fit.minibatches} "
             f"minibatches of {fit.lengths.sequences} sequences leave {each}",
         )
     elif fit.virtual > 1 and each % pp:
@@ -249,7 +250,7 @@ PART_OF: Final = {
     "make_vocab_size_divisible_by": "tp",
     "virtual_pipeline_model_parallel_size": "pp",
 }
-"""Fields that are valid or invalid together with an axis."""
+"""Axis to whose misfits the misfits of a field belong."""
 RULES: Final[tuple[Rule, ...]] = (
     _divisions,
     _copied_heads,
@@ -264,11 +265,11 @@ RULES: Final[tuple[Rule, ...]] = (
 
 
 STRONGER: Final = {"off": ("selective", "full"), "selective": ("full",), "full": ()}
-"""Modes of activation checkpointing that keep less than another one."""
+"""Modes of activation checkpointing that keep fewer activations than a mode."""
 
 
 def memory(draft: Draft) -> Iterator[Problem]:
-    """The estimate for the fullest GPU, with a margin, fits into its memory."""
+    """Check that the estimate for the fullest GPU, with a margin, fits into its memory."""
     limit = call_costs.memory_bytes(draft.config.cluster)
     if limit is None or draft.config.cluster.gpus_per_worker == 0:
         return
@@ -286,7 +287,7 @@ def memory(draft: Draft) -> Iterator[Problem]:
 
 
 def hardware(draft: Draft) -> Iterator[Problem]:
-    """The hardware profile can be read and describes the hardware of the ranks."""
+    """Check that the hardware profile can be read and describes the hardware of the ranks."""
     try:
         hardware_of(draft.config.cluster)
     except ConfigError as error:
@@ -298,8 +299,8 @@ def hardware(draft: Draft) -> Iterator[Problem]:
 def task_rejection(checked: Checked, limit: int, *, certain: bool = False) -> str | None:
     """Return why the model of rollout tasks does not fit into GPUs of ``limit`` bytes.
 
-    Return None if it may fit, or without such tasks. If ``certain``, assumed lengths of sequences
-    do not count.
+    Return None if the model may fit, or without such tasks. With ``certain``, ignore assumed
+    lengths of sequences.
     """
     rollout = placed_models(checked).get(ROLLOUTS)
     estimate = memories(checked, certain=certain).get(ROLLOUTS)
@@ -315,7 +316,7 @@ def task_rejection(checked: Checked, limit: int, *, certain: bool = False) -> st
                 f"({_gib(estimate.weights)} of weights, {_gib(estimate.sequence)} for the longest "
                 f"sequence, and memory to compute with) and gets {_gib(share)}; {advice}"
             )
-    elif estimate.weights >= limit:  # the rest is for keys and values; with less, requests wait
+    elif estimate.weights >= limit:  # The rest holds keys and values, for which requests can wait.
         return (
             f"'{rollout.allocation}' is not allowed: each GPU would hold {_gib(estimate.weights)} "
             f"of weights but has {_gib(limit)}; {advice}"
@@ -324,10 +325,9 @@ def task_rejection(checked: Checked, limit: int, *, certain: bool = False) -> st
 
 
 def rejection(checked: Checked, name: str, total_bytes: int) -> str | None:
-    """Return why models do not fit into a real GPU; None if they may.
+    """Return why models do not fit into the GPU of a worker; None if they may fit.
 
-    Assumed lengths of sequences do not count, and a ``cluster.gpu_memory`` was compared at
-    submission.
+    Ignore assumed lengths of sequences. A submission has already checked ``cluster.gpu_memory``.
     """
     if checked.config.cluster.gpu_memory is not None:
         return None
@@ -342,7 +342,7 @@ def rejection(checked: Checked, name: str, total_bytes: int) -> str | None:
 
 
 def rejection_in_task(checked: Checked, name: str, total_bytes: int) -> str | None:
-    """Do the same as `rejection` for a GPU of a rollout task."""
+    """Return why a model does not fit into the GPU of a rollout task; None if it may fit."""
     if checked.config.cluster.gpu_memory is not None:
         return None
     reason = task_rejection(checked, total_bytes, certain=True)
@@ -356,7 +356,7 @@ def _needs(fullest: Fullest, spare: str = "") -> str:
 
 
 def advice(checked: Checked, limit: int) -> str:
-    """Return changes with which the models fit, the cheapest first."""
+    """Return advice about changes with which the models fit, the cheapest change first."""
     remedies = [
         *_beside_servers(checked),
         *_checkpointing(checked, limit),
@@ -370,10 +370,10 @@ def advice(checked: Checked, limit: int) -> str:
 
 
 def _split(checked: Checked, limit: int) -> str:
-    """Return the smallest fsdp layout, in powers of two, with which the models fit.
+    """Return advice about the smallest fsdp layout, in powers of two, with which the models fit.
 
-    The actor and all models with its layout get it. Empty if there is none that a batch can be
-    split over.
+    The layout is for the actor and all models with the actor's layout. Return an empty string if
+    no layout fits that the batch can be split over.
     """
     actor = checked.config.actor
     backend = parse(actor.backend)
@@ -408,7 +408,7 @@ def _beside_servers(checked: Checked) -> Iterator[str]:
 
 
 def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
-    """The weakest activation checkpointing with which the models fit, if one does."""
+    """Yield advice about the weakest activation checkpointing with which the models fit."""
     trained = [use.role for use in checked.algorithm.roles() if use.trained]
     for mode in ("selective", "full"):
         stronger: dict[str, Model] = {}
@@ -431,10 +431,7 @@ def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
 
 
 def _allowed(model: Model, mode: str) -> bool:
-    """Return whether a model allows a checkpointing mode.
-
-    ``transformers``' models have no selective checkpointing.
-    """
+    """Return whether a model allows a mode; models of transformers have no selective mode."""
     return model.implementation != "hf" or mode == "full"
 
 

@@ -1,11 +1,8 @@
-"""Checks of the jobs and servers that generate next to the trainers.
+"""Checks of rollout tasks, evaluations in separate trials, servers, and FP8.
 
-These are rollout tasks, evaluations in separate trials, the run's own servers, and servers that run
-already.
-Checks of FP8, in servers and in training, are here too.
-
-Nobody watches when an evaluation in a separate trial is submitted, so its problems are reported
-with the trial's problems.
+Servers may be started by the run or already running. Nobody watches when the run submits a separate
+evaluation trial, so the problems of such a trial are reported at the submission of the trained
+trial.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from slurmrl.plan.precision import DTYPE, SERVER_ARGS, generating
 from slurmrl.run.paths import EVALUATED
 
 OF_TRAINERS: Final = ("offload", "servers")
-"""Settings of generation by the trainers, or by running servers."""
+"""Settings that apply only if the trainers or running servers generate."""
 OF_OURS: Final = ("python", "server_args", "quantization", "kv_cache_dtype")
 """Settings of ``rollout`` that only the run's own servers use."""
 OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
@@ -46,19 +43,19 @@ OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
 OF_ALL: Final = ("server_start_s", "server_silence_s")
 TASKS: Final = ("evaluation", "tasks")
 LONGEST_SUITE: Final = 40
-"""Maximum length of a suite's name: ``-step-123456789-`` takes the others of 64 characters."""
+"""Maximum length of a suite's name. ``-step-123456789-`` uses the rest of 64 characters."""
 LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
-"""Types of dataset on which `evaluate` measures any model."""
+"""Types of dataset on which the algorithm `evaluate` measures any model."""
 
 
 def tasks(draft: Draft) -> Iterator[Problem]:
-    """Tasks generate for an algorithm that trains on completions, and no other engine does."""
+    """Check that rollout tasks generate for training, and that their settings agree."""
     rollout, algorithm = draft.config.rollout, draft.algorithm
     settings = rollout.tasks
     if settings is None:
         if rollout.slurm != type(rollout.slurm)():
-            reason = " without rollout.tasks: it configures their jobs"
+            reason = " without rollout.tasks, whose jobs it configures"
             yield draft.reject((ROLLOUTS, "slurm"), reason)
         return
     yield from _wrong_slurm(draft, rollout.slurm, (ROLLOUTS, "slurm"))
@@ -87,7 +84,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
         return
     copies = allocation.sizes["dp"]
     if settings.max is not None and copies not in (1, settings.max):
-        reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; leave out one of them"
+        reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; set only one of both"
         yield draft.reject((ROLLOUTS, "tasks", "max"), reason, settings.max)
     if settings.min > (most := settings.max or copies):
         reason = f": at most {most} tasks run (rollout.tasks.max)"
@@ -95,7 +92,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
 
 
 def _inside(draft: Draft) -> Iterator[Problem]:
-    """Tasks in the trainers' job have the GPUs after the GPUs of its models."""
+    """Check that tasks in the trainers' job use the GPUs after the GPUs of the models."""
     rollout, placed = draft.config.rollout, draft.placements()
     workers, (number, size) = trainers(placed.values()), tasks_inside(draft.config, placed)
     if not workers or not number:
@@ -103,7 +100,7 @@ def _inside(draft: Draft) -> Iterator[Problem]:
     try:
         listed = parse_gpus(rollout.gpus)
     except AllocationError:
-        return  # already reported
+        return  # Another check reports the error.
     behind = tuple(range(workers, workers + number * size))
     if len(listed) == len(behind) and listed != behind:
         reason = (
@@ -112,12 +109,12 @@ def _inside(draft: Draft) -> Iterator[Problem]:
         )
         yield draft.reject((ROLLOUTS, "gpus"), reason, rollout.gpus)
     if rollout.slurm != type(rollout.slurm)():
-        reason = " with rollout.gpus: the tasks are in the trainers' job"
+        reason = " with rollout.gpus: the tasks run in the trainers' job"
         yield draft.reject((ROLLOUTS, "slurm"), reason)
 
 
 def _wrong_slurm(draft: Draft, own: JobOptions, where: KeyPath) -> Iterator[Problem]:
-    """Each option is allowed by itself; together with the trainers' options they may not be."""
+    """Check that the options of a group agree with the trainers' options."""
     try:
         own.over(draft.config.cluster.slurm)
     except ValidationError as error:
@@ -126,13 +123,13 @@ def _wrong_slurm(draft: Draft, own: JobOptions, where: KeyPath) -> Iterator[Prob
 
 
 def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
-    """Separate trials can evaluate the trained actor on the held-out data."""
+    """Check that separate trials can evaluate the trained actor on the held-out data."""
     config, algorithm = draft.config, draft.algorithm
     settings = config.evaluation.tasks if config.evaluation is not None else None
     if settings is None:
         return
     if "actor" not in draft.trained:
-        reason = f": {algorithm.name} trains no actor whose checkpoints could be evaluated"
+        reason = f": {algorithm.name} does not train the actor, so no checkpoint can be evaluated"
         yield draft.reject(TASKS, reason)
     kinds = ("preference",) if algorithm.name == REWARD_MODEL else MEASURED
     for suite, own in config.evaluations.items():
@@ -165,13 +162,10 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
 
 
 def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterator[Problem]:
-    """Check the layout of the actor in evaluations.
-
-    The actor also generates unless ``rollout`` has an engine.
-    """
+    """Check the actor's layout in evaluation trials, where the actor may also generate."""
     own = draft.allocations().get("actor")
     if not text and own is None:
-        return  # a problem of the actor's layout is reported at the actor
+        return  # Another check reports the actor's invalid layout.
     where = (*TASKS, "backend")
     try:
         allocation = parse(text) if text else own
@@ -201,7 +195,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
 
 
 def servers(draft: Draft) -> Iterator[Problem]:
-    """Servers must have their requirements, and only servers may have settings of servers."""
+    """Check the settings of servers, which are allowed only if servers generate."""
     rollout = draft.config.rollout
     allocation = draft.allocations().get(ROLLOUTS)
     backend = allocation.backend if allocation else ""
@@ -213,7 +207,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
         yield from _running(draft, allocation)
     else:
         if (draft.source.values.get(ROLLOUTS) or {}).get("servers"):
-            return  # another check reports the invalid addresses
+            return  # Another check reports the invalid addresses.
         yield from _rejected(draft, OF_RUNNING, " without rollout.servers")
         yield from _own(draft, backend)
         yield from _flags(draft, backend)
@@ -221,19 +215,19 @@ def servers(draft: Draft) -> Iterator[Problem]:
     shape, reason = shape_of(draft.config.actor), draft.lacks(ROLLOUTS, "dense_layers")
     if reason and shape is not None and shape.experts and shape.dense_layers:
         if text_config(config_values(draft.config.actor)).get("first_k_dense_replace"):
-            return  # SGLang reads this field of DeepSeek's and other families
+            return  # SGLang reads this field, which DeepSeek's and other families have.
         layers = f"{shape.dense_layers} of {shape.layers} layers of this actor are dense"
         yield draft.reject((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
 
 
 def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Servers sample at the temperatures that training and evaluations ask for."""
+    """Check that servers can sample at the temperatures of training and evaluations."""
     config, least = draft.config, SERVER_KINDS[backend].least_temperature
     key: KeyPath = (ROLLOUTS, "temperature")
     if config.rollout.greedy and config.rollout.temperature != 1.0:
         reason = (
-            f" with greedy and {backend}: it reports log-probabilities of greedy tokens at "
-            f"temperature 1"
+            f" with greedy and {backend}, which reports log-probabilities of greedy tokens at "
+            "temperature 1"
         )
         yield draft.reject(key, reason, config.rollout.temperature)
     asked = {key: config.rollout.temperature}
@@ -244,23 +238,21 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
             asked[*evaluation_key(suite), "temperature"] = own.evaluation.temperature
     for key, temperature in asked.items():
         if temperature < least:
-            reason = (
-                f" with {backend}, which would sample at another temperature; at least {least:g}"
-            )
+            reason = f" with {backend}, which cannot sample at it; allowed: at least {least:g}"
             yield draft.reject(key, reason, temperature)
 
 
 def _rejected(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Problem]:
-    """Refuse each of the fields that is set."""
+    """Reject each of the fields that has no default value."""
     rollout = draft.config.rollout
     for field in fields:
         default = type(rollout).model_fields[field].get_default(call_default_factory=True)
-        if getattr(rollout, field) != default:  # (a resumed trial states its defaults)
+        if getattr(rollout, field) != default:  # The file of a resumed trial has all defaults.
             yield draft.reject((ROLLOUTS, field), reason)
 
 
 def _own(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Servers that the run starts need a place and a Python."""
+    """Check that servers that the run starts have GPUs or tasks, and a Python."""
     rollout = draft.config.rollout
     if not rollout.gpus.strip() and rollout.tasks is None:
         message = (
@@ -275,7 +267,7 @@ def _own(draft: Draft, backend: str) -> Iterator[Problem]:
 
 
 def _unusable(python: str | None, *, contained: bool) -> str:
-    """Return why an interpreter cannot be used. One inside a container cannot be seen from here."""
+    """Return why an interpreter cannot be used; do not look for a file inside a container."""
     if python is None:
         return "is required"
     if not Path(python).is_absolute():
@@ -286,7 +278,7 @@ def _unusable(python: str | None, *, contained: bool) -> str:
 
 
 def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
-    """Running servers are addresses and, if need be, keys and a folder for weights."""
+    """Check the settings of running servers: addresses, keys and the folder for weights."""
     rollout, backend = draft.config.rollout, allocation.backend
     reason = " with rollout.servers, which slurmrl does not start"
     yield from _rejected(draft, OF_OURS, reason)
@@ -310,7 +302,7 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
             yield draft.problem((ROLLOUTS, "server_keys"), str(error))
     folder = rollout.server_weights
     if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-        reason = ": there is no such folder, or it cannot be written to"
+        reason = ": this folder does not exist or cannot be written to"
         yield draft.reject((ROLLOUTS, "server_weights"), reason, folder)
 
 
@@ -335,17 +327,17 @@ FLAGS: Final = {
     "quantization": ("--quantization", "-q", "--quantization-config"),
     "kv_cache_dtype": ("--kv-cache-dtype",),
 }
-"""Flags in ``rollout.server_args`` that conflict with a setting."""
+"""Flags in ``rollout.server_args`` that conflict with a setting of ``rollout``."""
 ONLINE: Final = "--quantization"
 COMPUTES: Final = ("bfloat16", "float16")
 
 
 def fp8(draft: Draft) -> Iterator[Problem]:
-    """The run's own servers can compute with FP8 matrices of this actor."""
+    """Check that the run's own servers can compute with FP8 matrices of this actor."""
     rollout = draft.config.rollout
     allocation = draft.allocations().get(ROLLOUTS)
     if allocation is None or not BACKENDS[allocation.backend].serves or rollout.servers:
-        return  # another check rejects the settings
+        return  # Another check rejects the settings.
     yield from _twice(draft)
     if rollout.quantization is None:
         if allocation.backend == "sglang":
@@ -358,7 +350,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(key, reason, value)
         return
     if rollout.kv_cache_dtype is not None:
-        reason = " with rollout.quantization: random weights would set the scales of the cache"
+        reason = " with rollout.quantization: the server would scale the cache for random weights"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The default is float32 only without GPUs, which another check rejects.
     given, found = last_value(rollout.server_args, DTYPE) is not None, generating(draft.config)
@@ -369,7 +361,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
     try:
         family = config_values(actor).get("model_type")
     except UsageError:
-        return  # reported by the check of the weights
+        return  # The check of weights reports the error.
     if family not in FP8_FAMILIES:
         reason = f" with {family}; allowed families: {', '.join(FP8_FAMILIES)}"
         yield draft.reject(key, reason, value)
@@ -378,20 +370,20 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         return
     for name, size in unequal_sizes(shape, allocation.sizes["tp"], BLOCK):
         reason = (
-            f" with '{allocation}': {name} is {size:g}, must be a multiple of {BLOCK} (blocks of "
-            f"{BLOCK} x {BLOCK} elements share a factor)"
+            f" with '{allocation}': {name} is {size:g}, must be a multiple of {BLOCK}, because "
+            f"blocks of {BLOCK} x {BLOCK} elements share a factor"
         )
         yield draft.reject(key, reason, value)
         return
 
 
 def fp8_training(draft: Draft) -> Iterator[Problem]:
-    """TransformerEngine can compute the matrices of a role in FP8."""
+    """Check that TransformerEngine can compute the matrices of each role in FP8."""
     told: set[tuple[str, str]] = set()
     for role, model in draft.models():
         allocation = draft.allocations().get(role)
         if model.fp8 is None or allocation is None or draft.lacks(role, "fp8"):
-            continue  # another check rejects other engines
+            continue  # Another check rejects other engines.
         shape, where = shape_of(model), role if draft.writes(role, "fp8") else "actor"
         reason = ""
         if model.transformer_engine is False:
@@ -407,35 +399,35 @@ def fp8_training(draft: Draft) -> Iterator[Problem]:
                 wrong = f"{name} is {size:g}, must be a multiple of {ALIGNMENT}"
                 reason = f" with '{allocation}': {wrong}"
         if reason and (where, reason) not in told:
-            told.add((where, reason))  # roles inherit the setting
+            told.add((where, reason))  # Several roles may inherit the setting.
             yield draft.reject((where, "fp8"), reason, model.fp8)
 
 
 def _twice(draft: Draft) -> Iterator[Problem]:
-    """Only one setting chooses a precision."""
+    """Check that arguments of servers do not repeat a setting of the precision."""
     rollout = draft.config.rollout
     for name, flags in FLAGS.items():
         if getattr(rollout, name) is None:
             continue
         if last_value(rollout.server_args, flags) is not None:
-            reason = f" {flags[0]} with rollout.{name}, which sets the precision of the server"
-            yield draft.problem((ROLLOUTS, "server_args"), f"must not have{reason}")
+            reason = f"{flags[0]} with rollout.{name}, which sets the precision of the server"
+            yield draft.problem((ROLLOUTS, "server_args"), f"must not have {reason}")
 
 
 def _online(draft: Draft) -> Iterator[Problem]:
-    """SGLang quantizes weights only when it starts, and cannot load others afterwards."""
+    """Check that SGLang does not quantize weights, because it could not load new weights."""
     if last_value(draft.config.rollout.server_args, (ONLINE,)) is not None:
         message = (
-            f"must not have {ONLINE}: SGLang cannot load new weights after it has quantized the "
-            "first ones; use vllm with rollout.quantization: fp8"
+            f"must not have {ONLINE}: SGLang cannot load new weights after it has quantized "
+            "weights; use vllm with rollout.quantization: fp8"
         )
         yield draft.problem((ROLLOUTS, "server_args"), message)
 
 
 def fp8_without_gpus(config: Config, source: Source, cause: str) -> Iterator[Problem]:
-    """Yield a problem for each setting that servers without GPUs do not support.
+    """Yield a problem for each FP8 setting, which servers without GPUs do not support.
 
-    ``cause``: why the workers of generation have no GPUs.
+    ``cause`` says why the workers that generate have no GPUs.
     """
     for name in FLAGS:
         if (value := getattr(config.rollout, name)) is not None:

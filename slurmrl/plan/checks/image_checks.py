@@ -1,4 +1,4 @@
-"""Checks of datasets with images or videos: their readers, trainers and generators."""
+"""Checks of the datasets, models, algorithms and servers that read images or videos."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from slurmrl.registry import resolve
 REFUSAL: Final = "slurmrl.models.families:picture_refusal"
 VIDEO_REFUSAL: Final = "slurmrl.models.families:video_refusal"
 SERVED_REFUSAL: Final = "slurmrl.models.families:served_refusal"
-"""Functions of a layer above the plan's, so they are resolved by name."""
+"""Functions that ``plan`` may import by name only."""
 ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
 PATCHES: Final = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
 FORM: Final = ("model_type", *PATCHES)
-"""Fields of models and of their image encoders on which the form of pixels depends."""
+"""Fields of a model and of its image encoder that determine the form of the pixels."""
 TYPES: Final = ("prompt", "prompt_answer", "messages")
 
 
 def images(draft: Draft) -> Iterator[Problem]:
-    """Only some models, algorithms and engines read images and videos."""
+    """Check that models, algorithm and engines can read the images and videos of datasets."""
     yield from _towers(draft)
     sections = {w: each for w, each in draft.config.datasets().items() if each.media_keys}
     if not sections:
@@ -57,7 +57,7 @@ def images(draft: Draft) -> Iterator[Problem]:
 
 
 def pillow(draft: Draft) -> Iterator[Problem]:
-    """Pillow reads images and the frames of videos."""
+    """Check that Pillow is installed, which reads images and the frames of videos."""
     for where, dataset in draft.config.datasets().items():
         for medium, key in dataset.media_keys.items():
             if find_spec("PIL") is None:
@@ -77,9 +77,10 @@ def _towers(draft: Draft) -> Iterator[Problem]:
             reason = " with lora, whose adapters are in the language model only"
             yield draft.reject(key, reason, value=True)
         else:
-            with suppress(UsageError):  # the check of weights reports errors of the folder
+            with suppress(UsageError):  # The check of weights reports errors of the folder.
                 if (values := config_values(model)) and resolve(REFUSAL)(values):
-                    reason = f": {values.get('model_type')} models have no image encoder here"
+                    family = values.get("model_type")
+                    reason = f": slurmrl builds no image encoder for {family} models"
                     yield draft.reject(key, reason, value=True)
 
 
@@ -100,7 +101,7 @@ def _models(draft: Draft, refusal: str) -> Iterator[Problem]:
             reason = f": the built-in decoder reads no images; allowed: {HF}"
             yield draft.reject((where, "implementation"), reason, model.implementation)
             return
-        with suppress(UsageError):  # the check of weights reports errors of the folder
+        with suppress(UsageError):  # The check of weights reports errors of the folder.
             if (values := config_values(model)) and (reason := resolve(refusal)(values)):
                 source = "path" if model.path is not None else "architecture"
                 yield draft.reject((role, source), f": {reason}")
@@ -108,7 +109,7 @@ def _models(draft: Draft, refusal: str) -> Iterator[Problem]:
 
 
 def _forms(draft: Draft) -> Iterator[Problem]:
-    """All models read the pixels that one processor has made."""
+    """Check that all models read pixels of the same form, because one processor makes them."""
     (first, known), *others = ((role, _form(model)) for role, model in draft.models())
     for role, form in others:
         for name in [n for n in form if n in known and form[n] != known[n]][:1]:
@@ -118,8 +119,8 @@ def _forms(draft: Draft) -> Iterator[Problem]:
 
 
 def _form(model: Model) -> dict[str, object]:
-    """Return what is known about the pixels that a model reads."""
-    with suppress(UsageError):  # the check of weights reports errors of the folder
+    """Return the known fields in `FORM` of a model, by name."""
+    with suppress(UsageError):  # The check of weights reports errors of the folder.
         values = config_values(model)
         tower = values.get("vision_config")
         parts = [part for part in (tower, values) if isinstance(part, Mapping)]
@@ -128,22 +129,22 @@ def _form(model: Model) -> dict[str, object]:
 
 
 def _side(value: Any) -> Any:
-    """Return the number that a list of equal sides repeats; other values as they are."""
+    """Return the number that a list of equal numbers repeats; return other values unchanged."""
     equal = isinstance(value, list) and value and value == value[:1] * len(value)
     return value[0] if equal else value
 
 
 def _servers(draft: Draft) -> Iterator[Problem]:
-    """Servers that the run starts get the images of some families."""
-    config, remedy = draft.config, "leave it out: the model generates with transformers then"
+    """Check that slurmrl starts the servers, and that they read the media of the actor's family."""
+    config, remedy = draft.config, "leave out the key, so that transformers generates"
     videos = any(each.videos_key for each in config.datasets().values())
     if config.rollout.servers:
-        reason = " with images: only servers that slurmrl starts get them; set rollout.python"
+        reason = " with images: slurmrl must start the servers; set rollout.python instead"
         yield draft.reject((ROLLOUTS, "servers"), reason)
     tasks = config.evaluation.tasks if config.evaluation is not None else None
     own = (ROLLOUTS, "backend"), config.rollout.backend if served(draft) else None
     for key, text in (own, (("evaluation", "tasks", "backend"), tasks and tasks.backend)):
-        with suppress(AllocationError, UsageError):  # reported by other checks
+        with suppress(AllocationError, UsageError):  # Other checks report these errors.
             backend = parse(text).backend if text else ""
             serves = backend and BACKENDS[backend].serves
             values = config_values(config.actor) if serves and not videos else {}

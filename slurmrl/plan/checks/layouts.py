@@ -1,4 +1,4 @@
-"""Checks of the layouts: strings, GPUs, hosts, batches, architectures."""
+"""Checks of the layouts: strings, GPUs, hosts, batches and architectures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slurmrl.run.reports import TRAINERS
 
 
 def backends(draft: Draft) -> Iterator[Problem]:
-    """Invalid strings. One that others inherit is reported once, at the role that wrote it."""
+    """Check the backend strings. An inherited string is reported once, where the user wrote it."""
     for role, text in _written(draft):
         try:
             allocation = parse(text)
@@ -43,9 +43,9 @@ def _written(draft: Draft) -> Iterator[tuple[str, str]]:
 
 
 def spellings(draft: Draft) -> Iterator[str]:
-    """Notes on the engines of layouts that name ``archon``."""
+    """Yield notes on the engines that run layouts of ``archon``."""
     for role, text in _written(draft):
-        with suppress(AllocationError):  # reported where strings are checked
+        with suppress(AllocationError):  # The check of strings reports the error.
             allocation = parse(text)
             if not text.strip().startswith(ARCHON):
                 continue
@@ -54,12 +54,12 @@ def spellings(draft: Draft) -> Iterator[str]:
 
 
 def runnable(draft: Draft) -> Iterator[Problem]:
-    """Layouts that the engines of this version cannot run yet."""
+    """Check that the engines of this version can run the layouts."""
     for role, text in _written(draft):
         try:
             allocation = parse(text)
         except AllocationError:
-            continue  # already reported
+            continue  # The check of strings reports the error.
         try:
             rules_of(allocation)
         except AllocationError as error:
@@ -67,12 +67,12 @@ def runnable(draft: Draft) -> Iterator[Problem]:
 
 
 def generation(draft: Draft) -> Iterator[Problem]:
-    """If a call generates, the actor's own engine or ``rollout.backend`` does so."""
+    """Check that an engine generates if a call generates: the actor's or ``rollout.backend``."""
     allocation = draft.allocations().get("actor")
     config, algorithm = draft.config, draft.algorithm
     generating = generates([*all_calls(config, algorithm)])
     if config.rollout.tasks is not None:
-        generating = config.trainers_evaluate  # the rollout tasks generate the rest
+        generating = config.trainers_evaluate  # Rollout tasks generate for training.
     elif config.rollout.backend:
         if not generating:
             reason = ": no call of this trial generates"
@@ -95,7 +95,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
 
 
 def gpus(draft: Draft) -> Iterator[Problem]:
-    """Lists of GPUs are valid, and every GPU of the trainers' job holds a model."""
+    """Check that lists of GPUs are valid, and that every GPU of the trainers' job holds a model."""
     sections = dict(draft.models()) | {ROLLOUTS: draft.config.rollout}
     for role, section in sections.items():
         if not draft.writes(role, "gpus") or not section.backend:
@@ -121,7 +121,7 @@ def gpus(draft: Draft) -> Iterator[Problem]:
 
 
 def _list_beyond(draft: Draft, gpu: int) -> KeyPath:
-    """The key where the user placed a model on a GPU with a number above ``gpu``."""
+    """Return the key by which the user placed a model on a GPU with a number above ``gpu``."""
     for role, place in draft.placements().items():
         if draft.writes(role, "gpus") and place.group == TRAINERS and max(place.ranks) > gpu:
             return (role, "gpus")
@@ -129,7 +129,7 @@ def _list_beyond(draft: Draft, gpu: int) -> KeyPath:
 
 
 def batches(draft: Draft) -> Iterator[Problem]:
-    """Every data-parallel rank gets the same number of items, and at least one."""
+    """Check that all data-parallel ranks get equally many items, and at least one."""
     reported = set()
     for role, placed in draft.placements().items():
         size = placed.allocation.sizes["dp"]
@@ -152,9 +152,9 @@ def batches(draft: Draft) -> Iterator[Problem]:
 
 
 def hosts(draft: Draft) -> Iterator[Problem]:
-    """Workers fill their hosts, and there are enough hosts.
+    """Check that workers fill their hosts, and that there are enough hosts.
 
-    (The local scheduler ignores these settings: it has one host.)
+    The local scheduler ignores the settings of hosts, because it has a single host.
     """
     cluster = draft.config.cluster
     placed = draft.placements()
@@ -180,7 +180,7 @@ def _tensor_sizes(placed: dict[str, Placement]) -> list[int]:
 
 
 def rollout_instances(draft: Draft) -> Iterator[Problem]:
-    """One copy of a serving engine fits on a host."""
+    """Check that one copy of a serving engine fits on a host."""
     servers = draft.placements().get(ROLLOUTS)
     if servers is None or not BACKENDS[servers.allocation.backend].serves:
         return
@@ -190,14 +190,14 @@ def rollout_instances(draft: Draft) -> Iterator[Problem]:
     largest = draft.config.cluster.workers_per_host or LARGEST_HOST
     needed = servers.allocation.instance_size
     if needed > largest:
-        reason = f": one copy needs {needed} GPUs (t*p), a host has {largest}"
+        reason = f": one copy needs {needed} GPUs (t*p), but a host has {largest}"
         yield draft.reject((ROLLOUTS, "backend"), reason, str(servers.allocation))
 
 
 def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
-    """A server in the trainers' job has the GPUs of one host.
+    """Check that the GPUs of each server in the trainers' job are on one host.
 
-    (Of running servers, only the weights are there.)
+    Skip running servers, for which these GPUs only gather the weights.
     """
     placed, size = draft.placements(), servers.allocation.instance_size
     per_host = draft.config.cluster.workers_per_host or placement.workers_per_host(
@@ -215,7 +215,7 @@ def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
 
 
 def architectures(draft: Draft) -> Iterator[Problem]:
-    """Sizes that do not fit the architecture.
+    """Check that the sizes of layouts fit the architectures.
 
     A role that inherits layout and weights has the actor's problems, which are reported once.
     """
@@ -241,7 +241,7 @@ def architectures(draft: Draft) -> Iterator[Problem]:
 
 
 def _model_on(draft: Draft, role: str) -> Model:
-    """The model of a role; generation runs the actor's, without its training layout."""
+    """Return the model of a role; generation has the actor's model without its layout."""
     if role != ROLLOUTS:
         return draft.config.model(role)
     return draft.config.actor.model_copy(update={"model": None})
@@ -259,7 +259,7 @@ def _rejection(misfit: fit.Misfit, placed: Placement) -> str:
 
 
 def _key(draft: Draft, role: str, axis: str) -> KeyPath:
-    """The key where the user wrote the size that does not fit."""
+    """Return the key by which the user set a size that does not fit."""
     if axis == "length":
         prompts = draft.config.dataset.kind == "prompt"
         return ("rollout", "max_new_tokens") if prompts else ("dataset", "max_tokens")

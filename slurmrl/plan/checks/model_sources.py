@@ -27,11 +27,11 @@ REFUSAL: Final = "slurmrl.models.adapters:refusal"
 HF_REFUSAL: Final = "slurmrl.models.hf_adapters:refusal"
 TENSOR_REFUSAL: Final = "slurmrl.models.hf_tensor:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
-"""These are resolved by name, as schemas are, because their layer is above the plan's."""
+"""Functions and classes that ``plan`` may import by name only."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:
-    """Each role has weights to start from, and an engine that can run them."""
+    """Check that each role has weights or an architecture, which its engine can run."""
     actor = draft.config.actor
     for role, model in draft.models():
         inherited = (model.path, model.architecture) == (actor.path, actor.architecture)
@@ -54,16 +54,16 @@ def _of_role(draft: Draft, role: str, model: Model) -> Iterator[Problem]:
 
 
 def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
-    """The problem with a folder in Hugging Face form; None if there is none."""
+    """Return the problem with a folder in Hugging Face format; None for a valid folder."""
     if folder.is_file():
-        return "it is a file, and a model is a folder"
+        return "it is a file, but a model is a folder"
     if not folder.is_dir():
         return "there is no such folder"
     config = folder / shape.CONFIG
     if not config.exists() and (folder / ADAPTER).exists():
         return (
-            f"it holds adapters of PEFT ({ADAPTER}) and no model: merge them with their base model "
-            "(merge_and_unload and save_pretrained of PEFT) and name the result"
+            f"it has adapters of PEFT ({ADAPTER}) and no model: merge the adapters into their base "
+            "model (merge_and_unload and save_pretrained of PEFT) and set the resulting folder"
         )
     try:
         values = inputs.read_json(config)
@@ -75,7 +75,7 @@ def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
 def _rejection(
     draft: Draft, role: str, model: Model, values: Mapping[str, Any], *, strict: bool
 ) -> str | None:
-    """Return why the role's engine cannot run an architecture."""
+    """Return why the role's engine cannot run an architecture; None if it can."""
     allocation = draft.allocations().get(role)
     if allocation is None:
         return None
@@ -89,7 +89,7 @@ def _rejection(
 
 
 def implementations(draft: Draft) -> Iterator[Problem]:
-    """Only tensor ranks share a model of transformers, and only of some families."""
+    """Check that the layouts of models of transformers have only allowed axes."""
     for role, model in draft.models():
         allocation = draft.allocations().get(role)
         if model.implementation != "hf" or allocation is None:
@@ -112,8 +112,8 @@ def implementations(draft: Draft) -> Iterator[Problem]:
 def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
     """Return why a model of transformers cannot run on an allocation.
 
-    ``split``: whether its tensor ranks share the model by transformers' plan. Servers have their
-    own way for every family that they know.
+    With ``split``, tensor ranks share the model by the plan of transformers. Servers split every
+    family that they know in another way.
     """
     if reason := lacking(allocation.backend, "transformers"):
         return [reason]
@@ -125,18 +125,18 @@ def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> 
             f"'{allocation}' uses {', '.join(others)}; models of transformers can only use {names}"
         )
     elif split and (ranks := allocation.sizes["tp"]) > 1:
-        with suppress(UsageError):  # a config that cannot be read: reported by the check of weights
+        with suppress(UsageError):  # The check of weights reports an unreadable config.json.
             if reason := resolve(TENSOR_REFUSAL)(shape.config_values(model), "lm", ranks):
                 found.append(reason)
         if model.model is not None and model.model.sequence_parallel:
-            found.append("transformers models cannot use sequence_parallel")
+            found.append("models of transformers cannot use sequence_parallel")
     if model.recompute == "selective":
-        found.append("gradient_checkpointing must be off or full for transformers models")
+        found.append("gradient_checkpointing must be off or full for models of transformers")
     return found
 
 
 def adapters(draft: Draft) -> Iterator[Problem]:
-    """Adapters belong to trained models that start from weights."""
+    """Check that only trained models that start from weights have adapters."""
     for role, model in draft.models():
         if model.lora is None:
             continue
@@ -161,16 +161,16 @@ def _adapter_rejection(draft: Draft, role: str, model: Model, lora: Lora) -> str
         values = shape.config_values(model)
         config = resolve(HF_ARCHITECTURES if hf else MODEL_CONFIG).from_hf(values)
     except (UsageError, ValueError, TypeError):
-        return None  # reported by the check of weights
+        return None  # The check of weights reports the error.
     try:
         reason = resolve(HF_REFUSAL)(values, "lm", lora) if hf else resolve(REFUSAL)(config, lora)
-    except UsageError as error:  # transformers cannot build the model
+    except UsageError as error:  # transformers cannot build the model.
         reason = str(error)
     return reason
 
 
 def base_reference(draft: Draft) -> Iterator[Problem]:
-    """A reference that is the actor's base has no separate memory to offload."""
+    """Check that a reference that shares the actor's weights is not offloaded."""
     if REFERENCE not in dict(draft.models()) or not uses_base(draft.config, REFERENCE):
         return
     for field in ("offload", "cpu_offload"):
@@ -183,9 +183,9 @@ def base_reference(draft: Draft) -> Iterator[Problem]:
 
 
 def lengths(draft: Draft) -> Iterator[Problem]:
-    """Check that sequences are not longer than any model supports.
+    """Check that every model supports the longest sequences.
 
-    They must not be so long either that a model's results would depend on the rest of the batch.
+    Some models support longer sequences only with results that depend on the rest of the batch.
     """
     limits = [limit for _, model in draft.models() if (limit := _length_limit(model))]
     if not limits:
@@ -202,23 +202,26 @@ def lengths(draft: Draft) -> Iterator[Problem]:
 
 
 def _length_limit(model: Model) -> Any | None:
-    """Return a model's ``LengthLimit``; the built-in decoder never exceeds one silently."""
+    """Return a model's ``LengthLimit``; None without a limit.
+
+    Ignore silent limits of the built-in decoder, whose results never depend on the batch.
+    """
     try:
         values = shape.config_values(model)
     except UsageError:
-        return None  # reported by the check of weights
+        return None  # The check of weights reports the error.
     limit = resolve(LENGTH_LIMIT)(values)
     builtin = model.implementation == "builtin"
     return None if limit is None or (builtin and limit.silent) else limit
 
 
 def stop_tokens(draft: Draft) -> Iterator[Problem]:
-    """The tokens that end completions are readable and in the actor's vocabulary."""
+    """Check that the tokens that end completions can be read and are in the vocabulary."""
     actor = draft.config.actor
     try:
         size = shape.vocabulary(shape.config_values(actor))
     except UsageError:
-        return  # reported by the check of weights
+        return  # The check of weights reports the error.
     try:
         shape.stop_tokens(draft.config)
     except UsageError as error:
@@ -231,7 +234,7 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
 
 
 def tokenizer(draft: Draft) -> Iterator[Problem]:
-    """The actor needs a tokenizer, which all models of the run share."""
+    """Check that the actor has a tokenizer, which all models of the run share."""
     folder = draft.config.actor.tokenizer
     if folder is None:
         if not draft.writes("actor", "tokenizer") and not draft.writes("actor", "path"):

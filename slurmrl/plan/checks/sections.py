@@ -1,7 +1,4 @@
-"""Checks and notes of the configuration's sections.
-
-The sections are datasets, reward, roles, optimizers, steps, evaluation and graph.
-"""
+"""Checks of datasets, rewards, roles, optimizers, steps, evaluations and graphs, and notes."""
 
 from __future__ import annotations
 
@@ -29,10 +26,10 @@ from slurmrl.registry import near, resolve
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
 NO_DATASET: Final = "slurmrl.data.source_files:no_dataset"
-"""The table of rewards, and the check of folders of datasets. They are in layers above the
-plan, so they are resolved by name."""
+"""The table of rewards, and the check of folders of datasets, which ``plan`` may import by name
+only."""
 OF_ENGINES: Final = ("cpu_offload", "transformer_engine", "fp8")
-"""Settings of a model that not every engine supports."""
+"""Settings of a model that some engines do not support."""
 
 
 def folder_of_runs(draft: Draft) -> Iterator[Problem]:
@@ -45,7 +42,7 @@ def folder_of_runs(draft: Draft) -> Iterator[Problem]:
         )
         yield draft.reject(("root",), reason, root)
     if not is_text(root):
-        reason = ": its name is not UTF-8 text, and files of the run name it; choose another folder"
+        reason = ": its name is not UTF-8, and files of the run contain it; choose another folder"
         yield draft.reject(("root",), reason, root)
 
 
@@ -61,7 +58,7 @@ def dataset_types(draft: Draft) -> Iterator[Problem]:
 
 
 def _sources(draft: Draft) -> Iterator[tuple[KeyPath, Dataset]]:
-    """The sources of all datasets with their keys."""
+    """Yield the sources of all datasets, with the keys of their sections."""
     for where, dataset in draft.config.datasets().items():
         for name, part in dataset.parts.items():
             yield (*where, "sources", name) if name else where, part
@@ -73,7 +70,7 @@ def dataset_files(draft: Draft) -> Iterator[Problem]:
             yield draft.reject((*where, "path"), f": {reason}", dataset.path)
         template = dataset.chat_template
         if isinstance(template, str) and not Path(template).is_file():
-            reason = ": there is no such file (true: the tokenizer's)"
+            reason = ": there is no such file; true selects the tokenizer's template"
             yield draft.reject((*where, "chat_template"), reason, template)
 
 
@@ -91,14 +88,14 @@ def _no_file(path: Path) -> str:
     if path.is_symlink():
         return f"it is a broken link to {path.readlink()}"
     names: list[str] = []
-    with suppress(OSError):  # the folder is missing or cannot be listed
+    with suppress(OSError):  # The folder may be missing or unreadable.
         names = os.listdir(path.parent) if "*" not in path.name else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"there is no such file or folder{f'; did you mean {close[0]}?' if close else ''}"
 
 
 def dataset_chats(draft: Draft) -> Iterator[Problem]:
-    """Settings that only a chat template uses."""
+    """Check that datasets without a chat template set nothing that only a template uses."""
     for where, dataset in _sources(draft):
         if dataset.is_chat or dataset.chat_template is None:
             continue
@@ -109,13 +106,13 @@ def dataset_chats(draft: Draft) -> Iterator[Problem]:
 
 
 def conflicts(draft: Draft) -> Iterator[Problem]:
-    """Settings that exclude each other with the algorithm."""
+    """Check the settings that the algorithm does not allow together."""
     for where, message in draft.algorithm.conflicts(draft.config):
         yield draft.problem(where, message)
 
 
 def reward(draft: Draft) -> Iterator[Problem]:
-    """Completions need a reward that scores them, and its name must be known."""
+    """Check that a reward scores the completions, and that its name is known."""
     config = draft.config
     users = {draft.algorithm.name: (config, draft.algorithm.calls(config))}
     for suite, own in config.evaluations.items():
@@ -141,30 +138,30 @@ def _unknown_functions(draft: Draft, where: KeyPath, settings: Reward) -> Iterat
 
 
 def suite_rewards(draft: Draft) -> Iterator[Problem]:
-    """A reward of a suite scores completions."""
+    """Check that suites with a reward generate completions."""
     for suite, own in draft.config.evaluations.items():
         key = (*evaluation_key(suite), "reward")
         calls = draft.algorithm.evaluation_calls(own)
         if key in draft.config.rewards() and not makes_rewards(calls):
             reason = (
                 f": the evaluation of a dataset of type {own.held_out.type} generates no "
-                f"completions that it could score"
+                "completions to score"
             )
             yield draft.reject(key, reason)
 
 
 def unused_tools(draft: Draft) -> Iterator[Problem]:
-    """Tools of an episode that has its own tools."""
+    """Check that an episode with its own tools sets no tools."""
     episode = draft.config.rollout.episode
     if episode.name == VERIFIERS and episode.tools:
-        reason = f" with name: {VERIFIERS}, whose environments have their own tools; remove it"
+        reason = f" with name: {VERIFIERS}, whose environments have their own tools; remove tools"
         yield draft.reject(("rollout", "episode", "tools"), reason)
 
 
 def unused_roles(draft: Draft) -> Iterator[Problem]:
-    """Sections of models that no call uses: nothing would execute their settings."""
+    """Check that a call uses each model that has a section."""
     used = {role for role, _ in draft.models()}
-    for own in draft.config.evaluations.values():  # This includes evaluations in separate trials.
+    for own in draft.config.evaluations.values():  # Evaluations in separate trials count too.
         used |= {call.role for call in draft.algorithm.evaluation_calls(own) if call.role}
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:
@@ -173,19 +170,19 @@ def unused_roles(draft: Draft) -> Iterator[Problem]:
 
 
 def engine_options(draft: Draft) -> Iterator[Problem]:
-    """Settings that not every engine supports."""
+    """Check that the engines support the settings in `OF_ENGINES`."""
     for role, model in draft.models():
         for field in OF_ENGINES:
             reason, shape = draft.lacks(role, field), shape_of(model)
             if field == "transformer_engine" and shape is not None and shape.biased_experts:
-                reason = reason or "TransformerEngine has no clamped experts; leave it out"
+                reason = reason or "TransformerEngine has no clamped experts; leave out the key"
             value = getattr(model, field)
             if reason and value and draft.writes(role, field):
                 yield draft.reject((role, field), f": {reason}", value)
 
 
 def averages(draft: Draft) -> Iterator[Problem]:
-    """Only a frozen model on an engine with float32 shards can follow the actor's weights."""
+    """Check that a model that follows the actor is frozen and has the actor's architecture."""
     actor = draft.config.actor
     for role, model in draft.models():
         if model.ema is None:
@@ -200,16 +197,16 @@ def averages(draft: Draft) -> Iterator[Problem]:
 
 
 def optimizers(draft: Draft) -> Iterator[Problem]:
-    """Settings that the chosen optimizer does not use."""
+    """Check that trained roles set only settings that their optimizer uses."""
     for role, model in draft.models():
         options = model.optimizer
         for field in options.unused if role in draft.trained else ():
-            reason = f" with {field}, which it does not use; allowed: {', '.join(USERS[field])}"
+            reason = f", because it does not use {field}; allowed: {', '.join(USERS[field])}"
             yield draft.reject((role, "optimizer", "name"), reason, options.name)
 
 
 def untrained_steps(draft: Draft) -> Iterator[Problem]:
-    """Each trained model has steps in which it is trained."""
+    """Check that the run trains each trained model in at least one step."""
     total = draft.config.total_steps
     for use in draft.algorithm.roles():
         steps = draft.algorithm.untrained_steps(use.role) if use.trained else 0
@@ -219,13 +216,13 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
 
 
 def length_of_run(draft: Draft) -> Iterator[Problem]:
-    """Check that training has a number of steps, on which learning rates depend.
+    """Check that training has a number of steps, and that a single pass has none of its settings.
 
-    A single pass ends with its dataset.
+    Learning rates depend on the number of steps. A single pass ends with its dataset.
     """
     config, name, one_pass = draft.config, draft.algorithm.name, draft.algorithm.one_pass
     if config.total_steps is None and (draft.trained or not one_pass):
-        message = f"is required: the steps after which {name} is finished"
+        message = f"is required: the number of steps of {name}"
         yield draft.problem(("total_steps",), message)
     if not one_pass:
         return
@@ -240,7 +237,7 @@ def length_of_run(draft: Draft) -> Iterator[Problem]:
 
 
 def something_to_do(draft: Draft) -> Iterator[Problem]:
-    """A trial without steps evaluates."""
+    """Check that a trial without steps evaluates."""
     evaluation = draft.config.evaluation
     evaluates = evaluation is not None and evaluation.tasks is None and evaluation.at_start
     if draft.config.total_steps == 0 and not evaluates:
@@ -263,11 +260,11 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
 
 
 def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
-    """Return why no evaluation gives a metric to the trainers in time."""
+    """Yield reasons why no evaluation reports a metric to the trainers in time."""
     evaluation = draft.config.evaluation
     if evaluation is None:
         if not draft.writes("evaluation"):
-            yield "it needs an evaluation section"
+            yield "the metric needs an evaluation section"
     elif evaluation.tasks is not None:
         yield "results of evaluation.tasks arrive too late to end training"
     elif not (evaluation.every_steps or evaluation.every_seconds or evaluation.every_epochs):
@@ -277,17 +274,14 @@ def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
             rate = metric.removeprefix(evaluation_metric(suite))
             if rate.startswith(("pass@", "maj@")) and not own.rates:
                 key = dotted((*evaluation_key(suite), "n" if own.n == 1 else "pass_score"))
-                yield f"it needs {key} above 1" if own.n == 1 else f"it needs {key}"
+                yield f"the metric needs {key}{' above 1' if own.n == 1 else ''}"
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:
-    """The calls fit together.
-
-    The calls of a new algorithm may not. Settings that exclude each other are reported elsewhere.
-    """
+    """Check that the calls of the algorithm form a graph, which a new algorithm's may not."""
     config, algorithm = draft.config, draft.algorithm
     if any(conflicts(draft)):
-        return
+        return  # The check of conflicts explains them better.
     if config.dataset.kind in algorithm.dataset_types:
         yield from _graph(draft, algorithm.calls(config), config.dataset, ("algorithm",))
     for suite, own in config.evaluations.items():
@@ -307,12 +301,12 @@ def _graph(
 
 
 def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Notes on learning rates, and on metrics and prompts of evaluations."""
+    """Yield notes on learning rates, and on metrics and prompts of evaluations."""
     for place, dataset in config.datasets().items():
         if config.dataset.is_chat and not dataset.is_chat:
             yield (
                 f"{dotted(place)}: its prompts get no chat template, but the training prompts do; "
-                f"set {dotted((*place, 'chat_template'))}: true to apply it here as well"
+                f"set {dotted((*place, 'chat_template'))}: true to apply the template here too"
             )
     for suite, own in config.evaluations.items():
         evaluation = own.evaluation
@@ -324,7 +318,7 @@ def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _unfinished_warmups(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Notes on learning rates that the run is too short to reach."""
+    """Yield notes on learning rates that the run is too short to reach."""
     steps = (config.total_steps or 0) * algorithm.minibatches * algorithm.epochs
     for role in (use.role for use in uses_of(config, algorithm) if use.trained):
         warmup = config.model(role).optimizer.warmup_steps

@@ -1,8 +1,8 @@
 """Sizes that adapters and recorded experts add, and the parameters that a role trains.
 
-With ``rollout.replay_experts`` each token also has the numbers of its experts in each layer that
-has some: in samples, on GPUs that replay them, and in servers. Engines need further forms of these
-records while they compute a micro-batch.
+With ``rollout.replay_experts``, each token has a record of its experts in each layer with experts.
+Samples, GPUs that replay the experts, and servers hold these records. Engines need copies in other
+forms while they compute a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from slurmrl.plan.estimates.shape import ModelShape, config_values, copies_of, s
 from slurmrl.registry import resolve
 
 ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
-"""The function is resolved by name, because its layer is above the plan's."""
+"""Function that ``plan`` may import by name only."""
 
 
 def adapter_parameters(
     model: Model, shape: ModelShape, allocation: Allocation, head: Head
 ) -> float:
-    """Elements of a tensor rank's adapters, and of a value head.
+    """Return the number of elements of a tensor rank's adapters and value head.
 
-    The number is exact for a model of transformers, whose layers transformers lists. Where tensor
-    ranks split a weight by rows, each has a copy of A; where they split it by columns, a copy of B.
+    The number is exact for a model of transformers. If tensor ranks split a weight by rows, each
+    rank has a copy of A; if they split it by columns, each rank has a copy of B.
     """
     lora, hidden = model.lora, shape.hidden
     assert lora is not None, "a model with adapters"
@@ -40,7 +40,7 @@ def adapter_parameters(
 
 
 def adapted_parameters(model: Model, shape: ModelShape) -> float:
-    """Elements of the whole weights that have adapters."""
+    """Return the number of elements of the complete weights that have adapters."""
     lora = model.lora
     assert lora is not None, "a model with adapters"
     if model.implementation == HF:
@@ -49,19 +49,19 @@ def adapted_parameters(model: Model, shape: ModelShape) -> float:
 
 
 def _adapted(model: Model, lora: Lora) -> list[tuple[int, int]]:
-    """Shapes of the weights with adapters of a model of transformers."""
+    """Return the shapes of the weights with adapters in a model of transformers."""
     try:
         shapes = resolve(ADAPTED_SHAPES)(config_values(model), "lm", lora)
     except UsageError:
-        return []  # reported by the check of weights
+        return []  # The check of weights reports the error.
     return list(shapes.values())
 
 
 def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float, float]]:
-    """Return the number of layers and the sides of each kind of weight with an adapter.
+    """Return the number of layers and both sides of each kind of weight with an adapter.
 
-    The number counts the layers that have the kind of weight. The last side is a tensor rank's part
-    of the side that tensor ranks split.
+    Only layers with this kind of weight count. Tensor ranks split the second side, which is a
+    rank's part.
     """
     queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
     hidden = float(shape.hidden)
@@ -79,7 +79,7 @@ def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, floa
 
 
 def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head: Head) -> float:
-    """Trained elements of a model in one rank's shard."""
+    """Return the number of a model's trained elements in one rank's shard."""
     if model.lora is None:
         still = 0 if model.train_vision else shape.tower
         return shard_parameters(shape, allocation, head) - still / copies_of(allocation)[0]
@@ -87,29 +87,29 @@ def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head:
 
 
 NUMBER: Final = 2
-"""Bytes of the number of an expert in a sample and in the built-in engine's cache: int16."""
+"""Bytes of an expert's number in a sample and in the built-in engine's cache (int16)."""
 REPLAYED: Final = 8
-"""Bytes of the number of an expert that the built-in decoder replays: int64."""
+"""Bytes of an expert's number that the built-in decoder replays (int64)."""
 SERVED: Final = 4
-"""Bytes of the number of an expert in SGLang's host memory: int32."""
+"""Bytes of an expert's number in SGLang's host memory (int32)."""
 
 
 def numbers(shape: ModelShape) -> int:
-    """Experts of a token in all layers."""
+    """Return the number of recorded experts of a token in all layers."""
     return shape.expert_layers * shape.experts_per_token
 
 
 def replayed(
     shape: ModelShape, allocation: Allocation, *, batch: int, micro: int, layers: float
 ) -> int:
-    """Return the bytes on a GPU of replayed experts while a model computes.
+    """Return the bytes of replayed experts on a GPU while a model computes.
 
-    They hold records of ``batch`` tokens, a copy of the records of a micro-batch, and the engine's
-    own form of it. ``micro`` is the tokens of a micro-batch on one context rank; each rank has the
-    record of all of them. ``layers`` is the layers of a stage times the micro-batches that are on
-    their way through it.
+    The GPU holds the records of ``batch`` tokens, a copy of a micro-batch's records, and the
+    engine's own form of this copy. Megatron's form is a mask with a byte for each token, layer and
+    expert.
 
-    megatron's routers have a mask with a byte for each token, layer and expert.
+    A micro-batch has ``micro`` tokens on each context rank, but every rank has the records of all
+    its tokens. ``layers`` is the number of layers in a stage times the micro-batches in flight.
     """
     whole = micro * allocation.sizes["cp"]
     size: float = NUMBER * numbers(shape) * (max(batch, whole) + whole)
@@ -120,14 +120,14 @@ def replayed(
 
 
 def beside_cache(shape: ModelShape) -> int:
-    """Return the bytes of a token in the cache of the built-in engine."""
+    """Return the bytes of a token's recorded experts in the cache of the built-in engine."""
     return NUMBER * numbers(shape)
 
 
 def on_host_of_server(shape: ModelShape, tokens: float) -> int:
-    """Return the page-locked host memory in bytes of each tensor rank of an SGLang server.
+    """Return the bytes of page-locked host memory that a tensor rank of SGLang needs for experts.
 
-    It holds the experts of all layers, dense ones included, for each of the ``tokens`` that the
-    server's cache of keys and values takes.
+    The memory has the experts of all layers, including dense layers, for each of the ``tokens`` in
+    the server's cache of keys and values.
     """
     return round(SERVED * shape.layers * shape.experts_per_token * tokens)

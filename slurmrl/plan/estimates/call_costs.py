@@ -1,7 +1,7 @@
 """Memory, floating-point operations and seconds of calls.
 
-A multiply-add counts as two operations. Only matrix products count; attention counts the pairs of
-tokens that the causal mask keeps. Sources: docs/allocation.md.
+A multiply-add counts as two operations. Only matrix products count. Attention counts the pairs of
+tokens that the causal mask keeps. docs/allocation.md has the sources of the formulas.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from slurmrl.plan.placement import (
 )
 
 PROCESS: Final = 640 * 2**20
-"""Resident memory of a worker without GPUs, in addition to its tensors: Python, torch, the
+"""Bytes of resident memory of a worker without GPUs, in addition to its tensors: Python, torch, the
 tokenizer, and memory that the allocator does not return."""
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def memory_bytes(cluster: Cluster) -> int | None:
-    """Memory of one GPU from ``gpu_memory`` or the type's name; None if neither gives it."""
+    """Return the bytes of one GPU's memory from ``gpu_memory`` or the GPU type; None if unknown."""
     if cluster.gpu_memory is not None:
         return memory_of(cluster.gpu_memory)
     size = re.search(r"(\d+)gb?(?![a-z])", (cluster.slurm.gpu_type or "").lower())
@@ -75,21 +75,21 @@ def memory_bytes(cluster: Cluster) -> int | None:
 
 
 def margin(needed: int) -> int:
-    """Return the bytes to leave free in addition to an estimate.
+    """Return the bytes that must stay free in addition to an estimate.
 
-    About 3 GiB are for the CUDA context and NCCL's buffers, and 10 % for fragmentation.
+    3 GiB are for the CUDA context and NCCL's buffers, and 10 % are for fragmentation.
     """
     return 3 * GIB + needed // 10
 
 
 def memory_of(text: str) -> int:
-    """Bytes of a memory size in Slurm's notation; a number without a unit is in mebibytes."""
+    """Return the bytes of a size in Slurm's notation; a number without a unit is in mebibytes."""
     unit = text[-1] if text[-1] in _UNITS else "M"
     return int(text.rstrip("KMGT")) * _UNITS[unit]
 
 
 def binary_size(number: int) -> str:
-    """Bytes to three digits, in binary units."""
+    """Return a number of bytes with three digits and a binary unit: ``1.5 GiB``."""
     for unit, factor in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= factor:
             return f"{number / factor:.3g} {unit}"
@@ -97,7 +97,7 @@ def binary_size(number: int) -> str:
 
 
 class Checked(Protocol):
-    """Settings or a draft of them."""
+    """Settings, a draft of settings, or a variant."""
 
     @property
     def config(self) -> Config: ...
@@ -114,17 +114,18 @@ class Variant:
 
 
 class MeanTokens(NamedTuple):
-    """Mean lengths, where a configuration states only the largest."""
+    """Mean lengths of prompts and completions in tokens; a configuration has only maxima."""
 
     prompt: float
     response: float
 
 
 class CallCost(NamedTuple):
-    """Floating-point operations of a call, and its seconds by cause; None for an unknown GPU."""
+    """Floating-point operations of a call, and its seconds by cause."""
 
     flops: int
     parts: Seconds | None
+    """Seconds by cause; None for unknown hardware."""
 
     @property
     def seconds(self) -> float | None:
@@ -132,16 +133,16 @@ class CallCost(NamedTuple):
 
 
 def placed_models(checked: Checked) -> dict[str, Placement]:
-    """Return the placements of a configuration's models and of its generation (`placements`)."""
+    """Return the valid placements of a configuration's models and of its generation, by name."""
     return placements(
         checked.config, [use.role for use in uses_of(checked.config, checked.algorithm)]
     )
 
 
 def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
-    """The memory of each model whose architecture is known.
+    """Return the memory of each model whose architecture is known, by name.
 
-    ``certain`` leaves out costs that depend on an assumed length of sequences.
+    With ``certain``, leave out memory that depends on an assumed length of sequences.
     """
     estimates = {}
     for name, placement in placed_models(checked).items():
@@ -169,7 +170,7 @@ def _of_server(config: Config, demand: MemoryDemand, memory: Memory) -> Memory:
 
 
 def demand_of(checked: Checked, name: str, placement: Placement) -> MemoryDemand | None:
-    """The model, layout and use that determine the memory of a model of the plan.
+    """Return the facts that determine the memory of the plan's model ``name``.
 
     Return None if its architecture is unknown.
     """
@@ -202,7 +203,7 @@ def demand_of(checked: Checked, name: str, placement: Placement) -> MemoryDemand
 
 
 def replays_experts(checked: Checked) -> bool:
-    """Whether generation records experts, which the actor's calls replay."""
+    """Return whether generation records experts, which the actor's calls replay."""
     return checked.config.rollout.replay_experts and checked.algorithm.replays
 
 
@@ -211,8 +212,8 @@ def cost(
 ) -> CallCost | None:
     """Return the cost of a call over all sequences of a step.
 
-    Sequences have full length without their ``mean``. Return None for a call without a model, or if
-    the architecture or the lengths are unknown.
+    Without ``mean``, sequences have their maximum length. Return None for a call without a model,
+    or if the architecture or the lengths are unknown.
     """
     name = layout_of(call, list(placed))
     if name is None or name not in placed:
@@ -230,7 +231,7 @@ def cost_in(
     allocation: Allocation,
     mean: MeanTokens | None = None,
 ) -> CallCost | None:
-    """Return the cost for a model of the plan with other settings and another layout."""
+    """Return the cost of a call for ``model`` on ``allocation`` in place of the plan's settings."""
     config, algorithm = checked.config, checked.algorithm
     shape = shape_of(model)
     most = lengths_of(config, algorithm, shape)
@@ -268,10 +269,9 @@ class Generating(NamedTuple):
 
 
 def generating(checked: Checked, name: str, mean: MeanTokens | None = None) -> Generating | None:
-    """Return the sequences that a model of the plan generates in a step.
+    """Return the sequences that the plan's model ``name`` generates in a step.
 
-    Return None if it is not in the plan, or if its architecture, its GPUs or the lengths are
-    unknown.
+    Return None if the plan has no such model, or if architecture, hardware or lengths are unknown.
     """
     config, placed = checked.config, placed_models(checked).get(name)
     hardware, shape = hardware_of(config.cluster), shape_of(model_of(config, name))
@@ -293,7 +293,7 @@ def _machine(cluster: Cluster, hardware: Hardware, allocation: Allocation) -> Ma
 
 
 def _typical(most: Lengths, mean: MeanTokens | None) -> Lengths:
-    """The lengths of a step whose sequences all have the mean length."""
+    """Return the lengths of a step in which all sequences have the mean length."""
     if mean is None:
         return most
     response = min(round(mean.response), most.new_tokens)
@@ -331,10 +331,10 @@ def _pass_job(
 
 
 def _optimizer_bytes(model: Model) -> float:
-    """Bytes of an element that an optimizer step moves.
+    """Return the bytes that an optimizer step moves for an element.
 
-    It reads the gradient, reads and writes weight and moments in float32, and writes the weight
-    with which the model computes.
+    The step reads the gradient, reads and writes weight and moments in float32, and writes the
+    weight with which the model computes.
     """
     return FLOAT32 + 2 * FLOAT32 * (1 + len(model.optimizer.moments)) + BYTES[model.dtype]
 
@@ -363,10 +363,10 @@ def _decode_job(
 def _cache_tokens(
     checked: Checked, shape: ModelShape, model: Model, allocation: Allocation
 ) -> float:
-    """Return the tokens that fit into the cache of one copy of the model.
+    """Return the number of tokens that fit into the cache of one copy of the model.
 
-    A built-in engine holds all sequences, if ``cache_bytes`` does not limit it. A server's cache
-    has what weights and a tenth leave of a GPU.
+    The cache of a built-in engine holds all sequences unless ``cache_bytes`` limits it. A server's
+    cache uses 90 % of the GPU without weights and the CUDA context.
     """
     narrower = narrower_types(checked.config, shape, allocation, model.dtype)
     each = kv_bytes_per_token(shape, allocation, model.dtype) * narrower.cache
@@ -380,11 +380,11 @@ def _cache_tokens(
 
 
 BACKWARD: Final = 2
-"""Cost of a backward pass in forward passes."""
+"""Cost of a backward pass, in forward passes."""
 
 
 def attention_flops(shape: ModelShape, length: int) -> int:
-    """Operations of the scores and the weighted sums of one sequence."""
+    """Return the operations of attention scores and weighted sums for one sequence."""
     sizes = 2 * shape.queries
     if shape.latent is not None:
         sizes = shape.heads * (shape.latent.key + shape.latent.value)
@@ -400,13 +400,13 @@ def call_flops(
     *,
     frozen: bool = False,
 ) -> int:
-    """Return the operations for all sequences of a step at full length.
+    """Return the operations for all sequences of a step at their maximum length.
 
-    A train_step makes ``passes`` passes over them. Weights that are ``frozen`` under adapters need
-    no gradients.
+    A train_step makes ``passes`` passes over the sequences. ``frozen`` weights have adapters and
+    need no gradients.
     """
     total = lengths.sequences * forward_flops(shape, head, lengths.longest)
-    if method is Method.GENERATE:  # an item's prompt is read once
+    if method is Method.GENERATE:  # Generation prefills an item's prompt once.
         prompt = lengths.longest - lengths.new_tokens
         total -= (lengths.sequences - lengths.sequences // lengths.group) * forward_flops(
             shape, head, prompt
@@ -419,5 +419,5 @@ def call_flops(
 
 
 def forward_flops(shape: ModelShape, head: Head, length: int) -> int:
-    """Operations of a forward pass over one sequence."""
+    """Return the operations of a forward pass over one sequence."""
     return length * round(forward_flops_per_token(shape, head)) + attention_flops(shape, length)

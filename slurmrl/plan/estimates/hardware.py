@@ -1,8 +1,8 @@
 """Rates of GPUs and their links, and the shares of these rates that runs reach.
 
-The numbers come from hardware profiles. The package has one for each GPU that clusters name.
-``slurmrl profile-cluster`` measures others, which take precedence: ``cluster.hardware``, then
-``hardware/NAME.yaml`` next to the site profiles. The shares of the shipped ones are fitted to half
+The numbers come from hardware profiles. The package has a profile for each usual GPU. Profiles that
+``slurmrl profile-cluster`` has measured take precedence: first ``cluster.hardware``, then
+``hardware/NAME.yaml`` next to the site profiles. The shares in shipped profiles are fitted to half
 of the published measurements in docs/benchmarks.md ("Predicted seconds") and compared with the
 other half.
 """
@@ -28,10 +28,10 @@ from slurmrl.config.source import Builder, Source, compose, read
 from slurmrl.errors import ConfigError, Problem, UsageError
 
 FOLDER: Final = "hardware"
-"""Folder of a user's own files, next to the site profiles."""
+"""Folder of the user's own profiles, next to the site profiles."""
 SHIPPED: Final = "plan/estimates/gpus"
 FITTED_GPU: Final = "h100"
-"""The GPU whose published runs the shares were fitted to."""
+"""Name of the GPU to whose published runs the shares were fitted."""
 CPU: Final = "cpu"
 """Name of the profile of ranks without GPUs."""
 SOURCES: Final[Mapping[str, str]] = {
@@ -40,13 +40,13 @@ SOURCES: Final[Mapping[str, str]] = {
     "measured": "measured",
     "guessed": "guessed",
 }
-"""Sections of a file, and the origin of their numbers in words."""
+"""Origin of the numbers in each section of a profile, in words."""
 _Share: TypeAlias = Annotated[float, Field(gt=0, le=1.5)]
-"""A share of a rate; a processor's boost may exceed the rate."""
+"""A share of a rate, which may exceed 1 because processors boost their clocks."""
 
 
 class Numbers(Section):
-    """Numbers of one source."""
+    """The numbers of a profile that have the same origin (`Efficiency` explains them)."""
 
     memory_gib: PositiveFloat | None = None
     flops_per_s: PositiveFloat | None = None
@@ -79,11 +79,11 @@ class Numbers(Section):
 
 
 class HardwareFile(Section):
-    """The content of a file."""
+    """The content of a hardware profile's file."""
 
     hardware: Name
     like: Name = FITTED_GPU
-    """Shipped profile with the numbers that this file lacks."""
+    """Name of the shipped profile with the numbers that this file lacks."""
     made: Word | None = None
     """Time, hosts and program of a measurement."""
     vendor: Numbers = Numbers()
@@ -92,7 +92,7 @@ class HardwareFile(Section):
     guessed: Numbers = Numbers()
 
     def numbers(self) -> dict[str, tuple[float, str]]:
-        """Return each number with its source."""
+        """Return each number with its origin, by name."""
         return {
             name: (value, source)
             for source in SOURCES
@@ -102,14 +102,14 @@ class HardwareFile(Section):
 
 @cache
 def shipped_names() -> list[str]:
-    """Return the names of the profiles that the package has."""
+    """Return the sorted names of the shipped profiles."""
     files = package.names(SHIPPED)
     return sorted(name.rpartition("/")[2].removesuffix(".yaml") for name in files)
 
 
 @cache
 def shipped_file(name: str) -> HardwareFile:
-    """Return a profile of the package. Raises OSError without one."""
+    """Return a shipped profile. Raises OSError for an unknown name."""
     path = Path(f"{SHIPPED}/{name}.yaml")
     source = Source(path)
     node = compose(package.read(str(path)).decode(), str(path))
@@ -121,19 +121,19 @@ def read_file(path: Path) -> HardwareFile:
     """Return the profile in a file. Raises ConfigError and UnreadableInputError."""
     try:
         found = path.stat()
-    except OSError:  # `read` reports the reason
+    except OSError:  # `read` raises an error with the reason.
         return checked(read(path))
     return _read(path, found.st_mtime_ns, found.st_size)
 
 
 @lru_cache(maxsize=16)
 def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
-    """Read a file that has changed; a search asks for its numbers thousands of times."""
+    """Return the profile in a file from a cache, because a search needs it thousands of times."""
     return checked(read(path))
 
 
 def checked(source: Source) -> HardwareFile:
-    """Return a profile from its values. Raises ConfigError with all problems."""
+    """Return the profile with the values of ``source``. Raises ConfigError with all problems."""
     found, problems = validate(HardwareFile, source)
     problems = [*source.problems, *problems]
     if not problems and found is not None:
@@ -147,33 +147,36 @@ def checked(source: Source) -> HardwareFile:
 
 
 def _twice(found: HardwareFile, source: Source) -> list[Problem]:
-    """Return problems of numbers that are in two sections."""
+    """Return a problem for each number that is in two sections."""
     first: dict[str, str] = {}
     problems = []
     for section in SOURCES:
         for name in getattr(found, section).model_dump(exclude_none=True):
             if name in first:
-                message = f"is a number of section {first[name]}, too: keep one"
+                message = f"is also a number of section {first[name]}: remove one of both"
                 problems.append(source.problem((section, name), message))
             first.setdefault(name, section)
     return problems
 
 
 def own_folder() -> Path:
-    """Return the folder of the user's own files."""
+    """Return the folder of the user's own profiles."""
     return profiles.folder() / FOLDER
 
 
 def own_file(name: str) -> Path | None:
-    """Return the user's own profile of this name; None without one or with ``--profile none``."""
+    """Return the path of the user's profile with a name; None without one.
+
+    ``--profile none`` also disables these profiles.
+    """
     path = own_folder() / f"{name}.yaml"
     return path if env.PROFILE.get() != profiles.NONE and path.is_file() else None
 
 
 def name_of(cluster: Cluster) -> str | None:
-    """Return the name of the profile of a configuration's ranks; None if it does not tell.
+    """Return the name of the profile of a configuration's ranks; None if the hardware is unknown.
 
-    ``nvidia_h100_80gb_hbm3`` and ``h100`` have the same name.
+    The GPU types ``nvidia_h100_80gb_hbm3`` and ``h100`` have the same profile.
     """
     if cluster.gpus_per_worker == 0:
         return CPU
@@ -183,10 +186,10 @@ def name_of(cluster: Cluster) -> str | None:
 
 
 def new_name(text: str) -> str | None:
-    """Return the name of a new profile for a GPU, or None if the GPU's name has no word.
+    """Return the name of a new profile for a GPU; None if the GPU's name ``text`` has no word.
 
-    It is a word of the GPU's name, because `name_of` searches these: a known word, or else the
-    first one with a digit.
+    The result is a word of the GPU's name, because `name_of` searches these words: a known word, or
+    else the first word with a digit.
     """
     words, known = _words(text), shipped_names()
     with_digit = (word for word in words if re.search(r"\d", word))
@@ -210,63 +213,63 @@ UNKNOWN_ERROR: Final = f"not known for this hardware; with the H100's profile {F
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates of a GPU, or of the processor cores of a rank without one."""
+    """The rates of a GPU, or of the processor cores of a rank without GPU."""
 
     memory_bytes: int | None
-    """None if GPUs of this name differ in size."""
+    """Bytes of the GPU's memory; None if GPUs of this name differ in size."""
     flops_per_s: float
-    """Dense bfloat16 operations."""
+    """Dense bfloat16 operations per second."""
     float32_flops_per_s: float
     bytes_per_s: float
-    """Bandwidth of its memory."""
+    """Bandwidth of the memory."""
     link: float
-    """Bytes per second that it sends to other GPUs of its host."""
+    """Bytes per second that a GPU sends to other GPUs of its host."""
     network: float
-    """Bytes per second that it sends to other hosts: its share of the host's adapters."""
+    """Bytes per second that a GPU sends to other hosts: its share of the host's adapters."""
     asynchronous: bool = True
-    """Whether the host only starts operations. A processor computes them itself."""
+    """Whether the host only starts operations, which is false for processors."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of peak rates, and fixed costs."""
+    """The shares of peak rates that operations reach, and fixed costs."""
 
     products: float
-    """Share of the peak in products of large matrices."""
+    """Share of the peak rate in products of large matrices."""
     grouped: float
-    """Share of the peak in products of experts, whose tokens are sorted first."""
+    """Share of the peak rate in products of experts, including the sorting of their tokens."""
     half_side: float
-    """Smallest side of a product that reaches half of these shares."""
+    """Smallest side of a product that reaches half of ``products`` or ``grouped``."""
     attention: float
     traffic: float
-    """Elements that elementwise operations of a layer move for each hidden unit of a token."""
+    """Elements that a layer's elementwise operations move for each hidden unit of a token."""
     stream: float
-    """Share of the memory's bandwidth in elementwise operations."""
+    """Share of the memory bandwidth in elementwise operations."""
     decoding: float
-    """Share of the bandwidth in an engine that samples one token of each sequence at a time."""
+    """Share of the memory bandwidth in decoding, one token of each sequence at a time."""
     links: float
     """Share of the rates of links and adapters."""
     overlap: float
-    """Share of the traffic of sharded weights that products hide."""
+    """Share of the traffic of sharded weights that overlaps with products."""
     launches: float
     """Seconds to start all kernels of a layer's forward pass."""
     host_link: float
     """Bytes per second between a GPU and the memory of its host."""
     latency: float
-    """Seconds of a sum over the GPUs of a host, without its data."""
+    """Seconds of an all-reduce over the GPUs of a host, without its data."""
     network_latency: float
-    """Seconds of latency between hosts."""
+    """Seconds of latency of a collective between hosts."""
     token: float
-    """Seconds for which the GPU waits for the host, per token of a batch in the built-in engine."""
+    """Seconds for which the built-in engine's GPU waits for the host, per decoding step."""
     row: float
-    """Seconds for which the GPU waits for the host, per sequence of the batch."""
+    """Seconds for which the GPU waits for the host, per sequence and decoding step."""
     rest: float
     """Seconds of a step outside its calls, as a share of the seconds of its calls."""
     gathers: float = 0.0
-    """Seconds of the host to gather or reduce the sharded weights of a layer; 0 if not measured."""
+    """Seconds of the host to gather or reduce a layer's sharded weights; 0 if not measured."""
 
     def of_product(self, *sides: float) -> float:
-        """Return the share of the peak of products with these sides."""
+        """Return the share of the peak rate for products of matrices with these sides."""
         side = min(sides)
         return self.products * side / (side + self.half_side)
 
@@ -280,19 +283,19 @@ class Hardware:
     efficiency: Efficiency
     """Efficiency of torch's own operations."""
     fused: Efficiency
-    """Efficiency of engines that fuse elementwise operations and run a newer attention kernel:
-    megatron-core with TransformerEngine, SGLang and vLLM."""
+    """Efficiency of megatron-core with TransformerEngine, SGLang and vLLM, which fuse elementwise
+    operations and have a newer attention kernel."""
     numbers: Mapping[str, tuple[float, str]]
-    """All numbers with their sources (`SOURCES`)."""
+    """All numbers with their origins (`SOURCES`), by name."""
     origin: str
-    """The file, or the words for a shipped one; for a measured one, also time and hosts."""
+    """Origin of the profile in words: its file, and time and hosts of a measurement."""
 
     error: str
     """Known error of predictions, in words."""
 
     @property
     def source(self) -> str:
-        """The origin of the numbers, in one line."""
+        """Origin of the profile and of its numbers, on one line."""
         counts = Counter(source for _, source in self.numbers.values())
         parts = [
             f"{counts[name]} numbers {words}" for name, words in SOURCES.items() if counts[name]
@@ -301,9 +304,9 @@ class Hardware:
 
 
 def hardware_of(cluster: Cluster) -> Hardware | None:
-    """Return the hardware of a configuration's ranks; None if it is unknown.
+    """Return the hardware of a configuration's ranks; None for unknown hardware.
 
-    Raises UsageError for an invalid file or a file of other hardware, UnreadableInputError.
+    Raises UsageError for an invalid profile or a profile of other hardware, UnreadableInputError.
     """
     name = name_of(cluster)
     if cluster.hardware is not None:
@@ -314,7 +317,7 @@ def hardware_of(cluster: Cluster) -> Hardware | None:
             raise UsageError(f"{path} is a profile of {found.hardware}, but the ranks have {ranks}")
         if name != found.hardware and {name, found.hardware} <= {*shipped_names()}:
             raise UsageError(
-                f"{path} is a profile of {found.hardware}, but cluster.slurm.gpu_type is a {name}"
+                f"{path} is a profile of {found.hardware}, but cluster.slurm.gpu_type is {name}"
             )
         return made(found, str(path))
     if name is None:
@@ -328,20 +331,20 @@ def hardware_of(cluster: Cluster) -> Hardware | None:
 
 
 def shipped_gpu(cluster: Cluster) -> Gpu | None:
-    """Return the GPU that ``slurm.gpu_type`` names, without a user's own files."""
+    """Return the GPU of the shipped profile for ``slurm.gpu_type``; None without one."""
     name = name_of(cluster)
     return shipped(name).gpu if name in shipped_names() else None
 
 
 @cache
 def shipped(name: str) -> Hardware:
-    """Return the hardware of a profile that the package has."""
+    """Return the hardware of a shipped profile."""
     return made(shipped_file(name), "shipped with slurmrl")
 
 
 @lru_cache(maxsize=32)
 def made(file: HardwareFile, origin: str) -> Hardware:
-    """Return the hardware of a profile; ``origin`` names its file."""
+    """Return the hardware of a profile; ``origin`` describes its file."""
     numbers = _numbers(file)
     values = {name: value for name, (value, _) in numbers.items()}
     memory = values.get("memory_gib")
@@ -364,10 +367,10 @@ def made(file: HardwareFile, origin: str) -> Hardware:
 
 
 def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
-    """Return the numbers of a profile and of the profiles that it is like, with their sources."""
+    """Return the numbers of a profile with their origins; profile ``like`` has missing numbers."""
     like = shipped_file(file.like)
     numbers = {} if like == file else _numbers(like)
-    if file.hardware != file.like:  # numbers of other hardware are guesses; its memory is unknown
+    if file.hardware != file.like:  # Numbers of other hardware are guesses, except the memory.
         numbers.pop("memory_gib", None)
         numbers = {name: (value, "guessed") for name, (value, _) in numbers.items()}
     return numbers | file.numbers()
@@ -375,27 +378,27 @@ def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs in hosts of equal size."""
+    """A cluster of hosts with equally many GPUs."""
 
     gpu: Gpu
     gpus_per_host: int
     efficiency: Efficiency
 
     def flops(self, share: float, width: int) -> float:
-        """Operations per second at a share of the peak, of elements with ``width`` bytes."""
+        """Return the operations per second at a share of the peak for elements of this width."""
         gpu = self.gpu
         return share * (gpu.flops_per_s if width == HALF else gpu.float32_flops_per_s)
 
     @property
     def streamed(self) -> float:
-        """Bytes per second of elementwise operations."""
+        """Bytes per second that elementwise operations move."""
         return self.gpu.bytes_per_s * self.efficiency.stream
 
     def ring(self, size: int, stride: int) -> float:
         """Return the bytes per second that each rank of a group sends in a ring.
 
-        The ``size`` ranks are ``stride`` GPUs apart. A ring that leaves the host uses the adapters
-        of all its members there.
+        The ``size`` ranks are ``stride`` GPUs apart. A ring over several hosts uses the adapters of
+        all its ranks on a host.
         """
         inside = self._inside(size, stride)
         network = inside * self.gpu.network if inside < size else self.gpu.link
@@ -408,12 +411,12 @@ class Machine:
         return min(self.gpu.link, network) * self.efficiency.links
 
     def latency(self, size: int, stride: int) -> float:
-        """Return the seconds of a collective of a group, without its data."""
+        """Return the seconds of a group's collective, without its data."""
         remote = self._inside(size, stride) < size
         return self.efficiency.network_latency if remote else self.efficiency.latency
 
     def _inside(self, size: int, stride: int) -> int:
-        """Members of a group on one host."""
+        """Return the number of a group's ranks on one host."""
         return max(1, min(size, self.gpus_per_host // stride))
 
 

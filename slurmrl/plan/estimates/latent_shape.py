@@ -9,17 +9,17 @@ from typing import Any, Final
 SIZES: Final = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 QUERY_RANK: Final = "q_lora_rank"
 LARGEST: Final = 10**9
-"""Larger sizes are errors, which the check of the weights reports."""
+"""Largest valid size. The check of weights reports larger sizes as errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """The sizes of an attention block whose keys and values come from a latent vector."""
+    """The sizes of an attention block that computes keys and values from a latent vector."""
 
     hidden: int
     heads: int
     query_rank: int
-    """Size of the latent vector of queries; 0 if they come from hidden states."""
+    """Size of the latent vector of queries; 0 if queries come from hidden states."""
     rank: int
     """Size of the latent vector of keys and values."""
     plain: int
@@ -33,21 +33,24 @@ class LatentShape:
 
     @property
     def head(self) -> int:
-        """Size of queries, keys and values in attention, which fills up the shorter ones."""
+        """Size of queries, keys and values in attention, which pads the shorter vectors."""
         return max(self.key, self.value)
 
     @property
     def cached(self) -> int:
-        """Elements per token and layer that servers cache, on every tensor rank."""
+        """Number of elements per token and layer in the cache of each tensor rank of a server."""
         return self.rank + self.rotated
 
     @property
     def norms(self) -> int:
-        """Elements of the norms of latent vectors."""
+        """Number of elements of the norms of latent vectors."""
         return self.query_rank + self.rank
 
     def matrices(self, ranks: int) -> dict[str, tuple[float, float]]:
-        """Sides of each matrix on one of ``ranks`` tensor ranks; the second side may be split."""
+        """Return both sides of each matrix on one of ``ranks`` tensor ranks, by name.
+
+        Tensor ranks split only the second side.
+        """
         heads, found = self.heads / ranks, {}
         if self.query_rank:
             found["q_a_proj"] = (float(self.hidden), float(self.query_rank))
@@ -60,19 +63,19 @@ class LatentShape:
         return found
 
     def elements(self, ranks: int) -> float:
-        """Elements of the matrices on one of ``ranks`` tensor ranks."""
+        """Return the number of elements of the matrices on one of ``ranks`` tensor ranks."""
         return sum(rows * columns for rows, columns in self.matrices(ranks).values())
 
 
 def latent_shape(full: Mapping[str, Any], hidden: int, heads: int) -> LatentShape | None:
-    """Read the sizes; return None for a model without latent attention."""
-    rank, plain, rotated, value = (_size(full, name) for name in SIZES)
+    """Return the sizes in a ``config.json`` object; None for a model without latent attention."""
+    rank, plain, rotated, value = (size_in(full, name) for name in SIZES)
     if not (rank and plain and rotated and value):
         return None
     return LatentShape(
         hidden=hidden,
         heads=heads,
-        query_rank=_size(full, QUERY_RANK),
+        query_rank=size_in(full, QUERY_RANK),
         rank=rank,
         plain=plain,
         rotated=rotated,
@@ -80,8 +83,8 @@ def latent_shape(full: Mapping[str, Any], hidden: int, heads: int) -> LatentShap
     )
 
 
-def _size(full: Mapping[str, Any], name: str) -> int:
-    """A size that a field states; 0 if there is none."""
+def size_in(full: Mapping[str, Any], name: str) -> int:
+    """Return the size in a field of a ``config.json`` object; 0 for other values."""
     value = full.get(name)
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
         return value

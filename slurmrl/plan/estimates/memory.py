@@ -1,7 +1,7 @@
-"""Estimates of the bytes that a model needs on its fullest GPU. Sources: docs/engine-internals.md.
+"""Estimates of the bytes that a model needs on its fullest GPU.
 
 `tensors` lists the tensors that a rank keeps of a model, and their places. Estimates of GPUs, hosts
-and checkpoints are sums over such lists.
+and checkpoints are sums over such lists. docs/engine-internals.md has the sources.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ SHARDED: Final = FSDP
 (ZeRO stage 3)."""
 FLOAT32: Final = 4
 UNSHARDED_LAYERS: Final = 2
-"""Layers that are gathered at a time: the current and the prefetched one."""
+"""Number of layers that are gathered at a time: the current and the prefetched layer."""
 LOGITS: Final = 2**22
+"""Number of elements in a chunk of logits."""
 LOGIT_TOKENS: Final = 1024
-"""Logits are computed ``LOGITS`` elements at a time, but for at least ``LOGIT_TOKENS`` tokens."""
+"""Minimum number of tokens in a chunk of logits."""
 FINAL_HIDDEN: Final = 3
-"""Hidden states that are kept at the end of the forward pass."""
+"""Number of hidden states per token that the end of the forward pass keeps."""
 REDUCED: Final = 4
-"""Bytes per element of a gradient that is being reduced: float32."""
+"""Bytes per element of a gradient during its reduction (float32)."""
 PAGE_TOKENS: Final = 16
-"""Tokens of a page of the native engine's key-value cache."""
+"""Number of tokens in a page of the native engine's key-value cache."""
 DRAWING_BYTES: Final = 20
-"""To sample a token, each of its logits is held in float32 and its probability twice in 64 bits."""
+"""Bytes to sample a token, per vocabulary entry: a float32 logit and two float64 probabilities."""
 PACKED_BYTES: Final = 2**30
-"""Largest model of which generation on CPUs copies the matrices (`models.inference`)."""
+"""Maximum bytes of a model whose matrices generation on CPUs copies (`models.inference`)."""
 GPU: Final = "gpu"
 LOCKED: Final = "locked"
 """Page-locked host memory, which torch may round up."""
@@ -54,51 +55,53 @@ WEIGHTS: Final = "weights"
 GRADIENTS: Final = "gradients"
 OPTIMIZER: Final = "optimizer"
 COPIES: Final = "copies"
-"""Copies that checkpoints save of a model."""
+"""Kind of the copies from which checkpoints are written."""
 STANDING: Final = (WEIGHTS, GRADIENTS, OPTIMIZER)
 PASSING: Final = ("activations", "kv_cache")
 EXPERTS: Final = "experts"
-"""Data that passes with activations if recorded experts are replayed."""
+"""Name of the records of experts that exist during a call."""
 
 
 class Tensors(NamedTuple):
     """Tensors of one kind that a rank keeps of a model, in one place."""
 
     kind: str
-    """One of `STANDING`, or ``copies``."""
+    """Kind of the tensors: one of `STANDING`, or `COPIES`."""
     where: str
+    """Place of the tensors: `GPU`, `LOCKED` or `HOST`."""
     elements: float
     width: int
-    """Bytes of an element, or of all tensors of this kind that belong to it."""
+    """Total bytes per element in all tensors of this kind."""
 
 
 def total_bytes(tensors: Iterable[Tensors], *, kind: str = "", where: str = "") -> int:
-    """Return the bytes of the tensors of a kind in a place; an empty text selects all."""
+    """Return the bytes of the tensors of a kind in a place; an empty string selects all."""
     chosen = (one for one in tensors if kind in ("", one.kind) and where in ("", one.where))
     return round(sum(one.elements * one.width for one in chosen))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU: of `STANDING` all the time, of `PASSING` one at a time.
+    """The bytes that a model needs on one GPU.
 
-    Sharded engines free gradients after each optimizer step.
+    `STANDING` parts exist all the time, and `PASSING` parts one at a time. Sharded engines free
+    gradients after each optimizer step.
     """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    """Activations and gathered weights of the largest micro-batch: in training, or in a forward
-    pass of a role that is not trained."""
+    """Bytes of activations and gathered weights for the largest micro-batch, in training or in a
+    forward pass of a role that is not trained."""
     kv_cache: int
-    """Keys and values of all sequences of a rank at full length, and the other needs of generation:
-    the gathered weights, and memory to prefill a micro-batch of prompts or to sample tokens."""
+    """Bytes for generation: keys and values of all sequences of a rank at full length, gathered
+    weights, and memory to prefill a micro-batch of prompts or to sample tokens."""
 
     experts: int = 0
-    """Recorded experts, while it computes."""
+    """Bytes of recorded experts during a call that replays them."""
     sequence: int = 0
-    """Keys and values of one sequence of the longest length."""
+    """Bytes of keys and values for one sequence of the maximum length."""
     frees_gradients: bool = False
     locked: int = 0
     """Bytes of page-locked host memory."""
@@ -111,7 +114,7 @@ class Memory:
 
     @property
     def computing(self) -> int:
-        """Bytes of the largest micro-batch, with gradients that exist only then."""
+        """Bytes for the largest micro-batch, with gradients that exist only during the call."""
         return self.activations + self.experts + (self.gradients if self.frees_gradients else 0)
 
     @property
@@ -126,7 +129,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """A model, its layout and its use."""
+    """The facts that determine a model's memory: the model, its layout and its use."""
 
     model: Model
     shape: ModelShape
@@ -134,27 +137,28 @@ class MemoryDemand:
     head: Head
     trained: bool
     computes: bool
-    """Whether it executes calls other than generation."""
+    """Whether the model executes calls other than generation."""
     generates: bool
     lengths: Lengths | None
     minibatches: int = 1
-    """Optimizer steps of a step."""
+    """Number of optimizer steps in a step."""
     replays_experts: bool = False
-    """Whether it records experts as it generates, and replays them as it computes."""
+    """Whether generation records experts, which the model's other calls replay."""
     cache_bytes: int | None = None
-    """Limit of the key-value cache, beyond which sequences wait."""
+    """Maximum bytes of the key-value cache, beyond which sequences wait."""
     copies: bool = False
-    """Whether it keeps copies for checkpoints, which are written while it computes."""
+    """Whether the rank keeps copies for checkpoints that are written during training."""
     on_cpus: bool = False
-    """Whether it runs on CPUs."""
+    """Whether the model runs on CPUs."""
 
 
 def adapts(job: MemoryDemand) -> bool:
-    """Whether it trains adapters of frozen weights."""
+    """Return whether the model trains adapters of frozen weights."""
     return job.trained and job.model.lora is not None
 
 
 def estimate(job: MemoryDemand) -> Memory:
+    """Return the estimated memory of a model."""
     kept = list(tensors(job))
     gradients = total_bytes(kept, kind=GRADIENTS, where=GPU)
     return Memory(
@@ -174,8 +178,8 @@ def estimate(job: MemoryDemand) -> Memory:
 def tensors(job: MemoryDemand) -> Iterator[Tensors]:
     """Yield the tensors that a rank keeps of a model.
 
-    Sharded engines keep float32 shards of weights that change, of gradients and of moments, which
-    ``cpu_offload`` moves to the host. megatron with its distributed optimizer keeps float32
+    Sharded engines keep float32 shards of trained weights, of gradients and of moments;
+    ``cpu_offload`` moves these shards to the host. Megatron's distributed optimizer keeps float32
     gradients on every replica, and shards of moments and of float32 copies of bfloat16 weights.
     """
     width, moments = BYTES[job.model.dtype], len(job.model.optimizer.moments)
@@ -204,9 +208,9 @@ def tensors(job: MemoryDemand) -> Iterator[Tensors]:
 def saved(
     model: Model, shape: ModelShape, allocation: Allocation, head: Head, *, trained: bool
 ) -> Iterator[Tensors]:
-    """Yield the tensors that checkpoints have of one rank's shard.
+    """Yield the tensors of one rank's shard that checkpoints contain.
 
-    They are the trained weights with their moments, or the weights of an average, in float32.
+    These are float32 tensors: trained weights with their moments, or the weights of an average.
     """
     if trained:
         width = FLOAT32 * (1 + len(model.optimizer.moments))
@@ -216,20 +220,20 @@ def saved(
 
 
 def _layer_total(job: MemoryDemand) -> float:
-    """Elements of the largest layer on one rank."""
+    """Return the number of elements of the largest layer on one rank."""
     moe = job.shape.expert_layers > 0
     return layer_parameters(job.shape, job.allocation, moe=moe).total
 
 
 def _gathered_layers(job: MemoryDemand) -> float:
-    """Bytes of the gathered weights, with an image encoder, while one layer computes."""
+    """Return the bytes of gathered weights, with an image encoder, while one layer computes."""
     if job.allocation.backend not in SHARDED:
         return 0
     return (UNSHARDED_LAYERS * _layer_total(job) + job.shape.tower) * BYTES[job.model.dtype]
 
 
 def tokens_of_microbatch(job: MemoryDemand) -> int:
-    """Tokens of a micro-batch on one rank; context-parallel ranks share each sequence."""
+    """Return the tokens of a micro-batch on one rank; context ranks share each sequence."""
     most = job.model.max_tokens_per_microbatch
     if job.lengths is not None:
         most = max(min(most, _tokens_of_rank(job, job.lengths)), job.lengths.longest)
@@ -239,7 +243,7 @@ def tokens_of_microbatch(job: MemoryDemand) -> int:
 def _tokens_of_rank(job: MemoryDemand, lengths: Lengths, *, whole: bool = False) -> int:
     """Return the tokens of one optimizer step on one data-parallel rank.
 
-    Without training, or if ``whole``, return the tokens of one step.
+    Without training, or with ``whole``, return the tokens of a whole step.
     """
     parts = 1 if whole else job.minibatches
     return -(-lengths.sequences // (job.allocation.sizes["dp"] * parts)) * lengths.longest
@@ -248,8 +252,8 @@ def _tokens_of_rank(job: MemoryDemand, lengths: Lengths, *, whole: bool = False)
 def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
     """Return the elements per token that one layer keeps for its backward pass.
 
-    These are all activations, or with ``selective`` checkpointing the inputs of its halves,
-    queries, keys, values and the result of attention.
+    With ``selective`` checkpointing, a layer keeps only the inputs of its two blocks, queries,
+    keys, values and the result of attention.
     """
     shape, tp = job.shape, job.allocation.sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
@@ -261,11 +265,11 @@ def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
 
 
 def _inner(job: MemoryDemand) -> float:
-    """Inner units of a feed-forward block that are active for a token on one rank."""
+    """Return the inner units of a feed-forward block that are active for a token on one rank."""
     shape = job.shape
     inner = shape.inner / job.allocation.sizes["tp"]
     if shape.expert_layers:
-        # transformers allocates a row for each of a token's experts, on this rank or on another.
+        # transformers allocates a row for each of a token's experts, even on another rank.
         shared = 1 if job.model.implementation == "hf" else expert_tp(job.allocation)
         routed = shape.experts_per_token * shape.expert_inner / shared
         inner = routed + shape.shared_inner / job.allocation.sizes["tp"]
@@ -273,11 +277,11 @@ def _inner(job: MemoryDemand) -> float:
 
 
 def _inner_tensors(job: MemoryDemand) -> int:
-    """Return the number of tensors of that size that a feed-forward block keeps.
+    """Return the number of tensors with `_inner` units that a feed-forward block keeps.
 
-    The built-in dense block keeps its gate and its other half. Experts, megatron's blocks and
-    blocks with an adapter of their output also keep their product. transformers' blocks keep the
-    activated gate as well.
+    The built-in dense block keeps its gate and its up-projection. Experts, blocks of Megatron and
+    blocks with an adapter of their output also keep the product of both. Blocks of transformers
+    also keep the activated gate.
     """
     gated = job.shape.mlp_matrices == 3
     if job.model.implementation == "hf":
@@ -290,10 +294,10 @@ def _inner_tensors(job: MemoryDemand) -> int:
 
 
 def _activations(job: MemoryDemand, gradients: int) -> int:
-    """Bytes in addition to weights, optimizer state and ``gradients``.
+    """Return the bytes in addition to weights, optimizer state and ``gradients``.
 
-    With one micro-batch per optimizer step gradients grow only while activations are freed, so
-    these bytes do not add up.
+    With one micro-batch per optimizer step, gradients grow only while activations shrink, so both
+    maxima do not add up.
     """
     tokens, width = tokens_of_microbatch(job), BYTES[job.model.dtype]
     if not job.trained:
@@ -309,7 +313,7 @@ def _activations(job: MemoryDemand, gradients: int) -> int:
 
 def _experts(job: MemoryDemand) -> int:
     batch = 0
-    if job.lengths is not None:  # an optimizer step holds a copy of its minibatch
+    if job.lengths is not None:  # An optimizer step holds a copy of its minibatch.
         batch = _tokens_of_rank(job, job.lengths, whole=True)
         batch += _tokens_of_rank(job, job.lengths) if job.trained else 0
     return replayed(
@@ -322,11 +326,7 @@ def _experts(job: MemoryDemand) -> int:
 
 
 def _kept(job: MemoryDemand, tokens: int) -> float:
-    """Return the bytes that the forward pass keeps.
-
-    They are activations of all layers, and the inputs and outputs of the final norm and of the
-    head.
-    """
+    """Return the bytes that the forward pass keeps, in all layers, the final norm and the head."""
     layers, hidden = _layers_in_flight(job), job.shape.hidden
     each: float = hidden
     if job.model.recompute != "full":
@@ -335,10 +335,10 @@ def _kept(job: MemoryDemand, tokens: int) -> float:
 
 
 def _head_backward(job: MemoryDemand, tokens: int) -> float:
-    """Return the bytes at the start of the backward pass.
+    """Return the bytes at the start of the backward pass: logits and a sharded engine's head.
 
-    They are logits, and for a sharded engine the gathered projection and its gradient in float32,
-    which is converted once the logits are freed.
+    The head is the gathered projection and its float32 gradient, which is converted once the
+    logits are freed.
     """
     if job.allocation.backend not in SHARDED:
         return _logits(job, tokens)
@@ -351,8 +351,8 @@ def _head_backward(job: MemoryDemand, tokens: int) -> float:
 def _layer_backward(job: MemoryDemand, tokens: int) -> float:
     """Return the bytes of the backward pass of one layer.
 
-    They are recomputed tensors, gradients of the layer's activations, and for a sharded engine
-    gathered weights and the gradient that is being reduced.
+    It needs recomputed tensors and gradients of the layer's activations. A sharded engine also
+    needs gathered weights and the gradient during its reduction.
     """
     width = BYTES[job.model.dtype]
     elements = 4 * _inner(job) + 2 * job.shape.hidden
@@ -371,8 +371,8 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
 def _ring_backward(job: MemoryDemand, tokens: int) -> float:
     """Return the bytes of ring attention's backward pass in addition to its inputs and result.
 
-    They are keys and values of this rank, of the one whose keys it uses and of the next one, their
-    gradients on this rank, two on their way and one that returns, and gradients of queries.
+    A rank holds keys and values of three ranks (its own, the current and the next), four gradients
+    of keys and values (its own, two in flight, one that returns), and gradients of queries.
     """
     if not passes_keys(job.shape, job.allocation):
         return 0
@@ -384,15 +384,15 @@ def _ring_backward(job: MemoryDemand, tokens: int) -> float:
 
 
 def _tied_projection(job: MemoryDemand) -> float:
-    """Return the elements of a head's matrix that is also the embedding.
+    """Return the elements of the head's matrix if it is also the embedding, else 0.
 
-    The matrix and its gradient stay whole until the end of the backward pass.
+    This matrix and its gradient stay gathered until the end of the backward pass.
     """
     return _projection(job) if job.shape.tied and job.head == "lm" else 0
 
 
 def _embedding_backward(job: MemoryDemand) -> float:
-    """Bytes at the end of the backward pass: the embedding's gradient that is being reduced."""
+    """Return the bytes of the embedding's gradient at the end of the backward pass."""
     if job.allocation.backend not in SHARDED or adapts(job):
         return 0
     embedding = job.shape.vocabulary_of_rank(job.allocation.sizes["tp"]) * job.shape.hidden
@@ -401,34 +401,34 @@ def _embedding_backward(job: MemoryDemand) -> float:
 
 
 def _logits(job: MemoryDemand, tokens: int) -> float:
-    """Bytes of the logits of a chunk of tokens, in float32, and of their gradient."""
+    """Return the bytes of a chunk's logits in float32, and of their gradient."""
     vocabulary = _vocabulary(job)
     chunk = min(tokens * vocabulary, max(LOGITS, LOGIT_TOKENS * vocabulary))
     return chunk * (4 + BYTES[job.model.dtype])
 
 
 def _vocabulary(job: MemoryDemand) -> float:
-    """Outputs of the head on one rank."""
+    """Return the number of outputs of the head on one rank."""
     return job.shape.vocabulary_of_rank(job.allocation.sizes["tp"]) if job.head == "lm" else 1
 
 
 def _projection(job: MemoryDemand) -> float:
-    """Elements of the head's matrix on one rank."""
+    """Return the number of elements of the head's matrix on one rank."""
     return _vocabulary(job) * job.shape.hidden
 
 
 def _accumulates(job: MemoryDemand) -> bool:
-    """Whether an optimizer step may have several micro-batches."""
+    """Return whether an optimizer step may have several micro-batches."""
     return job.lengths is None or _tokens_of_rank(job, job.lengths) > (
         job.model.max_tokens_per_microbatch
     )
 
 
 def _layers_in_flight(job: MemoryDemand) -> float:
-    """Return the layers times micro-batches whose activations the first stage keeps.
+    """Return layers times micro-batches whose activations the first pipeline stage keeps.
 
-    It keeps p micro-batches of L / p layers with the 1F1B schedule, more with the interleaved one
-    (Korthikanti et al. 2022).
+    The stage keeps p micro-batches of L / p layers with the 1F1B schedule, and more with the
+    interleaved schedule (Korthikanti et al. 2022).
     """
     pp, sizes = job.allocation.sizes["pp"], job.model.model
     virtual = (sizes.virtual_pipeline_model_parallel_size if sizes else None) or 1
@@ -436,7 +436,7 @@ def _layers_in_flight(job: MemoryDemand) -> float:
 
 
 def kv_bytes_per_token(shape: ModelShape, allocation: Allocation, dtype: str) -> float:
-    """Bytes per token on one rank: a key and a value for each of its heads and layers."""
+    """Return the bytes per token of a rank's cache: keys and values of its heads and layers."""
     elements = shape.cache_elements(allocation)
     return elements * shape.layers / allocation.sizes["pp"] * BYTES[dtype]
 
@@ -456,7 +456,7 @@ def _generation(job: MemoryDemand) -> int:
 
 
 def packed_bytes(job: MemoryDemand) -> float:
-    """Bytes of the copies of matrices with which the built-in engine generates on CPUs."""
+    """Return the bytes of copied matrices with which the built-in engine generates on CPUs."""
     own, model = parameters(job.shape, job.allocation, "lm"), job.model
     copied = job.on_cpus and (model.dtype, model.implementation) == ("float32", "builtin")
     if not copied or own.total * FLOAT32 > PACKED_BYTES:
@@ -465,15 +465,12 @@ def packed_bytes(job: MemoryDemand) -> float:
     layers = own.dense - (head if job.shape.tied else 2 * head)
     sparse = job.shape.expert_layers or uses_sequence_parallel(model, job.allocation)
     if adapts(job) or (sparse and job.allocation.sizes["tp"] > 1):
-        layers = 0  # short_forward does not copy them
+        layers = 0  # short_forward does not copy these layers.
     return (layers + head) * FLOAT32
 
 
 def _cache(job: MemoryDemand, sequences: int) -> int:
-    """Return the bytes of keys and values of sequences at full length.
-
-    They include the experts of the sequences if the built-in engine keeps these next to them.
-    """
+    """Return the bytes of keys, values and recorded experts in the cache for full sequences."""
     tokens = sequences * job.lengths.longest if job.lengths is not None else 0
     each = kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
     if job.replays_experts and job.allocation.backend in BUILT_IN:
@@ -482,12 +479,12 @@ def _cache(job: MemoryDemand, sequences: int) -> int:
 
 
 def whole_weights(shape: ModelShape, allocation: Allocation, dtype: str) -> float:
-    """Bytes of a language model's weights on one rank, all shards gathered."""
+    """Return the bytes of a language model's weights on one rank with all shards gathered."""
     return parameters(shape, allocation, "lm").total * BYTES[dtype]
 
 
 def _prefill(job: MemoryDemand, lengths: Lengths) -> float:
-    """Bytes of one layer's activations for the prompts that are read at a time."""
+    """Return the bytes of one layer's activations for the prompts in a prefill batch."""
     prompt = lengths.longest - lengths.new_tokens
     prompts = -(-lengths.sequences // (lengths.group * job.allocation.sizes["dp"]))
     tokens = max(min(job.model.max_tokens_per_microbatch, prompts * prompt), prompt)
@@ -495,5 +492,5 @@ def _prefill(job: MemoryDemand, lengths: Lengths) -> float:
 
 
 def _drawing(job: MemoryDemand, sequences: int) -> float:
-    """Bytes to sample a token of each sequence."""
+    """Return the bytes to sample a token of each sequence."""
     return sequences * job.shape.vocabulary * (BYTES[job.model.dtype] + DRAWING_BYTES)

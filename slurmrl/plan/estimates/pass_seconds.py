@@ -1,12 +1,13 @@
 """Seconds of forward passes and optimizer steps in a layout.
 
-They are sums of lower bounds, each divided by the share of the peak that runs reach: matrix
-products, attention, elementwise operations, communication of each axis, pipeline bubbles, and the
-optimizer. Formulas: Narayanan et al. 2021 (pipelines and tensor parallelism), Korthikanti et al.
-2022 (recomputation and sequence parallelism), Rajbhandari et al. 2020 (sharded parameters).
+The seconds are a sum of lower bounds, each divided by the share of the peak rate that runs reach:
+matrix products, attention, elementwise operations, communication of each axis, pipeline bubbles,
+and the optimizer. Sources of the formulas: Narayanan et al. 2021 (pipelines and tensor
+parallelism), Korthikanti et al. 2022 (recomputation and sequence parallelism), Rajbhandari et al.
+2020 (sharded parameters).
 
-Generation: an engine decodes all sequences that its cache holds, one token each at a time; others
-wait. The last few sequences are slow, because each token reads all weights.
+In generation, an engine decodes all sequences that its cache holds, one token of each at a time.
+Other sequences wait. The last few sequences are slow, because each token reads all weights.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class PassJob:
     allocation: Allocation
     head: Head
     tokens: float
-    """Tokens of an optimizer step or of an inference."""
+    """Tokens of an optimizer step or of an inference call."""
     length: float
-    """Mean tokens of a sequence."""
+    """Mean length of a sequence in tokens."""
     microbatch: float
-    """Most tokens of a micro-batch."""
+    """Maximum tokens of a micro-batch."""
     width: int = HALF
     """Bytes of an element."""
     sharded: bool
@@ -61,20 +62,20 @@ class PassJob:
     frozen: bool = False
     """Whether only adapters are trained."""
     optimizer_bytes: float = 28
-    """Bytes that the optimizer moves for each element that a rank has."""
+    """Bytes that the optimizer moves for each element of a rank's shard."""
     rate: float = 1.0
-    """Operations per second of matrix products, as a multiple of those of ``width``."""
+    """Rate of matrix products, as a multiple of the rate for elements of ``width`` bytes."""
     offloaded: bool = False
     """Whether weights and optimizer state are in the host's memory."""
     small: bool = False
-    """Whether sharded weights are gathered and reduced as one unit, once for an optimizer step."""
+    """Whether sharded weights are one unit, which is gathered and reduced once in a step."""
 
 
 SMALL_BYTES: Final = 256 * 2**20
-"""Most bytes in float32 of a model whose sharded weights are one unit: holding all parameters and
-gradients costs less than the collectives and hooks of many units."""
+"""Maximum float32 bytes of a model whose sharded weights are one unit. For small models, holding
+all parameters and gradients costs less than the collectives and hooks of many units."""
 REPEATED: Final[Mapping[str, float]] = {"off": 0.0, "selective": 0.5, "full": 1.0}
-"""Share of a layer's forward pass that activation checkpointing repeats."""
+"""Share of a layer's forward pass that activation checkpointing repeats, by mode."""
 
 
 def inference(job: PassJob, machine: Machine) -> Seconds:
@@ -93,7 +94,7 @@ def training(job: PassJob, machine: Machine) -> Seconds:
     found["optimizer"] = moved / rate
     sizes = job.allocation.sizes
     copies = sizes["dp"] * sizes["cp"]
-    if not job.sharded and copies > 1:  # gradients are reduced and weights gathered once a step
+    if not job.sharded and copies > 1:  # Each step reduces gradients and gathers weights once.
         stage = parameters(job.shape, job.allocation, job.head).dense
         sent = stage * 3 * job.width * (copies - 1) / copies / machine.ring(copies, sizes["tp"])
         found["weights"] += sent * (1 - machine.efficiency.overlap)
@@ -118,7 +119,7 @@ def _passes(job: PassJob, machine: Machine, *, trained: bool) -> dict[str, float
 
 
 def _whole(job: PassJob, machine: Machine, *, trained: bool) -> float:
-    """Seconds to gather all weights at once and to reduce their gradients, which nothing hides."""
+    """Return the seconds to gather all weights at once and reduce their gradients, unoverlapped."""
     units = 2 if trained and not job.frozen else 1
     sent = 1 + (FLOAT32 / job.width if units > 1 else 0.0)
     weights = parameters(job.shape, job.allocation, job.head)
@@ -127,7 +128,7 @@ def _whole(job: PassJob, machine: Machine, *, trained: bool) -> float:
 
 
 def _head(job: PassJob, machine: Machine, tokens: float, *, trained: bool) -> dict[str, float]:
-    """Seconds of the output layer and its log-probabilities, which are float32."""
+    """Return the seconds of the output layer and its float32 log-probabilities."""
     shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
     outputs = shape.vocabulary_of_rank(sizes["tp"]) if job.head == "lm" else 1 / sizes["tp"]
     own = tokens / sizes["cp"]
@@ -141,10 +142,10 @@ def _head(job: PassJob, machine: Machine, tokens: float, *, trained: bool) -> di
 def _layer(
     job: PassJob, machine: Machine, tokens: float, *, moe: bool, trained: bool
 ) -> dict[str, float]:
-    """Seconds of all passes of a micro-batch through one layer.
+    """Return the seconds of all passes of a micro-batch through one layer.
 
-    A backward pass has the products of two forward passes, of one for frozen weights, and 2.5 times
-    the attention (Dao 2023).
+    A backward pass has the products of two forward passes (of one pass for frozen weights) and 2.5
+    times the attention (Dao 2023).
     """
     own, rates = tokens / job.allocation.sizes["cp"], machine.efficiency
     forward = 1 + (job.repeated if trained else 0.0)
@@ -177,21 +178,21 @@ def _layer(
 
 
 def _gathers(job: PassJob, *, trained: bool) -> float:
-    """Times that a layer's weights move: for each pass, and in float32 as gradients."""
+    """Return how often a layer's weights move: once for each pass, and as float32 gradients."""
     if not trained:
         return 1
     return 2 if job.frozen else 2 + FLOAT32 / job.width
 
 
 def _copies(job: PassJob) -> int:
-    """Ranks over which weights are sharded."""
+    """Return the number of ranks over which weights are sharded."""
     return job.allocation.sizes["dp"] * job.allocation.sizes["cp"]
 
 
 def forward_flops_per_token(shape: ModelShape, head: Head, tp: int = 1) -> float:
-    """Operations of the matrix products with the parameters that are active for a token.
+    """Return the operations of matrix products with the parameters that are active for a token.
 
-    The embedding lookup is free. With ``tp`` tensor ranks, it is the mean of a rank.
+    The embedding lookup is free. With ``tp`` tensor ranks, the result is the mean of a rank.
     """
     attention = shape.attention_elements(tp)
     dense = shape.mlp_matrices * shape.hidden * shape.inner
@@ -204,9 +205,9 @@ def forward_flops_per_token(shape: ModelShape, head: Head, tp: int = 1) -> float
 
 
 def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
-    """Seconds of the matrix products of a forward pass over ``own`` tokens.
+    """Return the seconds of the matrix products of a forward pass over ``own`` tokens.
 
-    They take at least as long as to read the weights.
+    Reading the weights is a lower bound.
     """
     shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
     tp, etp = sizes["tp"], expert_tp(job.allocation)
@@ -229,14 +230,14 @@ def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float
 
 
 def _attention(job: PassJob, machine: Machine, own: float) -> float:
-    """Seconds of scores and weighted sums: a token attends to half of its sequence on average."""
+    """Return the seconds of attention; on average a token attends to half of its sequence."""
     shape, tp = job.shape, job.allocation.sizes["tp"]
     flops = 4 * own * shape.queries / shape.attention_ranks(tp) * job.length / 2
     return flops / machine.flops(machine.efficiency.attention, job.width)
 
 
 def _elementwise(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
-    """Seconds of norms, rotations, activations and residual sums in a forward pass."""
+    """Return the seconds of norms, rotations, activations and residual sums of a forward pass."""
     shape, tp = job.shape, job.allocation.sizes["tp"]
     inner = (shape.shared_inner if moe else shape.inner) / tp
     repeated = 0.0 if job.sequence_parallel else _repeated(shape)
@@ -250,10 +251,10 @@ def _elementwise(job: PassJob, machine: Machine, own: float, *, moe: bool) -> fl
 
 
 def _repeated(shape: ModelShape) -> float:
-    """Return the share of a layer's elementwise work that each tensor rank does as a whole.
+    """Return the share of a layer's elementwise work that every tensor rank repeats.
 
-    Two norms and two residual sums move 4 and 3 hidden values each. Ranks that share heads split
-    the work on them: rotations (6 values for each query and key) and copies of queries, keys,
+    Every rank computes two norms (4 hidden values each) and two residual sums (3 each). Ranks split
+    the work on heads: rotations (6 values for each query and key) and copies of queries, keys,
     values and results.
     """
     whole = (2 * 4 + 2 * 3) * shape.hidden
@@ -262,16 +263,16 @@ def _repeated(shape: ModelShape) -> float:
 
 
 def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
-    """Seconds of the communication of tensor, context and expert parallelism in a forward pass."""
+    """Return the seconds of communication in a forward pass, for t, c and e."""
     shape, sizes = job.shape, job.allocation.sizes
     tp, cp, ep, etp = sizes["tp"], sizes["cp"], sizes["ep"], expert_tp(job.allocation)
     seconds = 0.0
     # On GPUs, the measured share of the bandwidth includes the latency.
     waits = not machine.gpu.asynchronous
-    if tp > 1:  # two sums over the ranks; each sends and receives every element
+    if tp > 1:  # Two all-reduces, in which each rank sends and receives every element.
         sent = 4 * own * shape.hidden * job.width * (tp - 1) / tp
         seconds += sent / machine.ring(tp, 1) + 2 * waits * machine.latency(tp, 1)
-    if cp > 1 and not passes_keys(shape, job.allocation):  # exchange q, k, v and the result
+    if cp > 1 and not passes_keys(shape, job.allocation):  # Exchange q, k, v and the result.
         sent = 2 * own * (shape.queries + shape.keys) / tp * job.width * (cp - 1) / cp
         seconds += sent / machine.exchange(cp, tp) + 4 * waits * machine.latency(cp, tp)
     if moe and ep > 1:
@@ -290,7 +291,7 @@ def _passed_on(
     forward: float,
     trained: bool,
 ) -> float:
-    """Seconds of ring attention's transfers that its computation does not hide.
+    """Return the seconds of ring attention's transfers that do not overlap with its computation.
 
     Rank r of c needs 2 c - 2 - r chunks of the others, each of half of its tokens, or about half a
     sequence before each of its two chunks. A backward pass sends keys and values again and returns
@@ -308,7 +309,7 @@ def _passed_on(
 
 
 def _gathered(job: PassJob, machine: Machine, weights: Parameters) -> float:
-    """Seconds to gather the shards of a layer's weights."""
+    """Return the seconds to gather the shards of weights once."""
     copies = _copies(job)
     if not job.sharded or copies == 1:
         return 0.0
@@ -317,17 +318,17 @@ def _gathered(job: PassJob, machine: Machine, weights: Parameters) -> float:
 
 
 POINTS: Final = 64
-"""Lengths at which the number of unfinished sequences is evaluated."""
+"""Number of lengths at which the number of unfinished sequences is evaluated."""
 BISECTIONS: Final = 60
 STEEPEST: Final = 500.0
-"""Rate of a distribution on [0, 1] whose mean is 1/500."""
+"""Maximum rate of a distribution on [0, 1], whose mean is then 1/500."""
 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Lengths of completions from 0 to ``most`` tokens, with this ``mean``.
+    """The lengths of completions from 0 to ``most`` tokens, with a ``mean``.
 
-    It is the truncated exponential distribution, which has the largest entropy of all with these
+    The truncated exponential distribution has the largest entropy of all distributions with these
     bounds and this mean.
     """
 
@@ -344,7 +345,7 @@ class LengthDistribution:
         return math.expm1(-rate * (1 - place)) / math.expm1(-rate) * math.exp(-rate * place)
 
     def exceeded_by(self, share: float) -> float:
-        """Return the tokens that this share of completions exceeds (the inverse of `longer`)."""
+        """Return the length that a share of completions exceeds (the inverse of `longer`)."""
         rate = self._rate
         if abs(rate) < 1e-6:
             return (1 - share) * self.most
@@ -352,7 +353,7 @@ class LengthDistribution:
 
     @cached_property
     def _rate(self) -> float:
-        """Rate of the same distribution on [0, 1]; negative if the mean is above the middle."""
+        """Rate of the distribution scaled to [0, 1]; negative if the mean is above the middle."""
         least = 1 / STEEPEST
         wanted = min(max(self.mean / self.most, least), 1 - least)
         low, high = -STEEPEST, STEEPEST
@@ -363,15 +364,17 @@ class LengthDistribution:
 
 
 def _mean(rate: float) -> float:
-    """Mean of the truncated exponential distribution on [0, 1]."""
+    """Return the mean of the truncated exponential distribution on [0, 1]."""
     return 0.5 if abs(rate) < 1e-6 else 1 / rate - 1 / math.expm1(rate)
 
 
 class EngineCosts(NamedTuple):
-    """Seconds of the host for each token of a batch and of each sequence; the GPU waits."""
+    """The seconds for which the GPU waits for the host in a decoding step of a server."""
 
     batch: float
+    """Seconds per step."""
     row: float = 1e-5
+    """Seconds per sequence."""
 
 
 ENGINES: Final[Mapping[str, EngineCosts]] = {
@@ -381,18 +384,18 @@ ENGINES: Final[Mapping[str, EngineCosts]] = {
 
 
 class Narrower(NamedTuple):
-    """The effect of narrower types of weights and caches, as multiples of the usual numbers."""
+    """The factors by which narrower types of weights and caches change bytes and rates."""
 
     weights: float = 1.0
-    """Bytes of the weights."""
+    """Factor of the bytes of weights."""
     cache: float = 1.0
-    """Bytes of keys and values."""
+    """Factor of the bytes of keys and values."""
     rate: float = 1.0
-    """Operations per second of matrix products."""
+    """Factor of the operations per second of matrix products."""
 
 
 SAME: Final = Narrower()
-"""Weights and caches in the type of training."""
+"""Factors for weights and caches in the type of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,11 +406,11 @@ class DecodeJob:
     allocation: Allocation
     sequences: float
     prompt: float
-    """Mean tokens of a prompt."""
+    """Mean length of a prompt in tokens."""
     group: int
     lengths: LengthDistribution
     cache_tokens: float
-    """Tokens that fit into the cache."""
+    """Number of tokens that fit into the cache."""
     width: int = HALF
     """Bytes of an element."""
     narrower: Narrower = SAME
@@ -428,7 +431,7 @@ def generation(job: DecodeJob, machine: Machine) -> Seconds:
 
 
 def _until_the_last(job: DecodeJob, machine: Machine, rows: float) -> float:
-    """Seconds of a batch of ``rows`` sequences that begin together."""
+    """Return the seconds until the last of ``rows`` sequences has ended that begin together."""
     width, seconds = job.lengths.most / POINTS, 0.0
     for point in range(POINTS):
         reached = (point + 0.5) * width
@@ -442,11 +445,10 @@ def _until_the_last(job: DecodeJob, machine: Machine, rows: float) -> float:
 
 
 def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float) -> float:
-    """Return the seconds of one token of ``rows`` sequences that have ``context`` tokens each."""
+    """Return the seconds to decode one token of ``rows`` sequences with ``context`` tokens each."""
     shape, tp, pp = job.shape, job.allocation.sizes["tp"], job.allocation.sizes["pp"]
     streamed = machine.gpu.bytes_per_s * machine.efficiency.decoding
-    own = rows / min(pp, max(rows, 1.0))
-    """Sequences of one of the parts that the stages decode at a time; each part passes them all."""
+    own = rows / min(pp, max(rows, 1.0))  # Each stage decodes another part of the sequences.
     weights = _read_elements(job, own) * job.width * job.narrower.weights / streamed
     share = machine.efficiency.products * job.narrower.rate
     products = own * forward_flops_per_token(shape, "lm", tp) / machine.flops(share, job.width)
@@ -465,9 +467,10 @@ def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float)
 
 
 def _read_elements(job: DecodeJob, rows: float) -> float:
-    """Elements of the weights that a token of ``rows`` sequences reads on a rank of each stage.
+    """Return the elements of weights that decoding a token of ``rows`` sequences reads.
 
-    It reads only the experts that a token chose, and only some rows of the embedding.
+    The result sums one rank of each stage. Decoding reads only the experts that a token chose, and
+    only some rows of the embedding.
     """
     shape, tp = job.shape, job.allocation.sizes["tp"]
     whole = replace(job.allocation, sizes={**job.allocation.sizes, "pp": 1})
@@ -477,5 +480,5 @@ def _read_elements(job: DecodeJob, rows: float) -> float:
         return dense
     chosen = 1 - math.pow(1 - shape.experts_per_token / shape.experts, rows)
     of_layer = layer_parameters(shape, whole, moe=True).experts
-    split = tp // expert_tp(job.allocation)  # servers split each expert over the tensor ranks
+    split = tp // expert_tp(job.allocation)  # Servers split each expert over the tensor ranks.
     return dense + shape.expert_layers * of_layer * chosen / split

@@ -1,7 +1,7 @@
 """Models on servers: their split, narrower types of weights and caches, FP8, and vLLM on CPUs.
 
-Files have FP8 matrices as DeepSeek V3 introduced them, which SGLang and vLLM read: a matrix of
-float8_e4m3fn, and the factor of each block of 128 x 128 elements in float32.
+Weight files have FP8 matrices in the format of DeepSeek V3, which SGLang and vLLM read: a matrix of
+float8_e4m3fn, and a float32 factor for each block of 128 x 128 elements.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from slurmrl.plan.estimates.pass_seconds import SAME, Narrower
 from slurmrl.plan.estimates.shape import ModelShape, parameters
 
 FP8_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families of which both servers store exactly the matrices of `TARGETS` in FP8."""
+"""Families for which both servers store exactly the matrices in `TARGETS` in FP8."""
 FP8_CAPABILITY: Final = (8, 9)
-"""The least compute capability of GPUs with products of FP8 matrices."""
+"""Minimum compute capability of GPUs with products of FP8 matrices."""
 ALIGNMENT: Final = 16
-"""Number by which TransformerEngine must be able to divide the sizes of FP8 matrices."""
+"""Divisor that the sizes of FP8 matrices must have for TransformerEngine."""
 BLOCK: Final = 128
-"""Rows and columns of a block of elements that share a factor."""
+"""Number of rows and of columns in a block of elements that share a factor."""
 LARGEST: Final = 448.0
 """Largest number of float8_e4m3fn."""
 MATRICES: Final = tuple(f"{name}.weight" for name in TARGETS)
-"""Ends of the names of matrices in FP8."""
+"""Suffixes of the names of matrices in FP8."""
 FACTORS: Final = "_scale_inv"
-"""End of the name of a matrix's factors, after the name of the matrix."""
+"""Suffix of the name of a matrix's factors, after the name of the matrix."""
 
 
 def fp8_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` object of a model whose matrices are in FP8."""
+    """Return the object ``values`` of a ``config.json``, changed to matrices in FP8."""
     gates = [f"model.layers.{n}.mlp.gate" for n in range(values["num_hidden_layers"])]
     kept = ["lm_head", *(gates if "num_experts" in values else ())]
     return {
@@ -52,9 +52,9 @@ def fp8_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unequal_sizes(shape: ModelShape, tp: int, multiple: int) -> Iterator[tuple[str, float]]:
-    """Yield each size of a tensor rank's matrices that is not a multiple of a number.
+    """Yield name and value of each size of a tensor rank's matrices that is no multiple.
 
-    For servers the number is `BLOCK`: they join matrices and split them in whole blocks.
+    Servers need multiples of `BLOCK`, because they join matrices and split them in whole blocks.
     """
     sizes = {
         "hidden_size": shape.hidden,
@@ -69,7 +69,7 @@ def unequal_sizes(shape: ModelShape, tp: int, multiple: int) -> Iterator[tuple[s
 
 
 FP8_BYTES: Final = 1 + FLOAT32 / BLOCK**2
-"""Bytes of an element, with its part of the factor of a block."""
+"""Bytes of an element in FP8, with its part of the block's factor."""
 CACHE_BYTES: Final = 1
 """Bytes of an element of keys and values in FP8."""
 ATTENTION: Final = ("--attention-backend",)
@@ -78,7 +78,7 @@ FASTER: Final = 1.6
 
 
 def unserved_on_cpus(kind: str, shape: ModelShape, arguments: Sequence[str] = ()) -> str:
-    """Return why a server on CPUs cannot serve a model to which a run gives weights; or ""."""
+    """Return why a server on CPUs cannot serve a trained model; empty if it can."""
     if kind == "sglang":
         sinks = shape.biased_experts and last_value(arguments, ATTENTION) is None
         return "SGLang's default attention on CPUs has no sinks" if sinks else ""
@@ -93,7 +93,7 @@ def unserved_on_cpus(kind: str, shape: ModelShape, arguments: Sequence[str] = ()
 
 
 def shape_on(shape: ModelShape, allocation: Allocation) -> ModelShape:
-    """Return a model's shape for the checks of its layout: servers split every layer."""
+    """Return a model's shape for estimates and checks of a layout; servers split every layer."""
     if not BACKENDS[allocation.backend].serves:
         return shape
     return replace(shape, whole_attention=False, equal_vocabulary=False, counted="")
@@ -104,8 +104,8 @@ def narrower_types(
 ) -> Narrower:
     """Return the effect of ``rollout.quantization`` and ``rollout.kv_cache_dtype``.
 
-    ``allocation`` and ``dtype`` belong to a model of the plan. Only the run's own servers have
-    narrower types.
+    ``allocation`` and ``dtype`` are layout and data type of a model. Only servers that the run
+    starts have narrower types.
     """
     rollout, width = config.rollout, BYTES[dtype]
     if not BACKENDS[allocation.backend].serves or rollout.servers:
@@ -122,9 +122,9 @@ def narrower_types(
 
 
 def staged_weights(weights: float, narrower: Narrower, *, versions: int = 1) -> float:
-    """Return the host memory of weights on their way to a server.
+    """Return the bytes of host memory for weights on their way to a server.
 
-    ``weights`` are the bytes of the weights in the type of training. The server's files exist next
-    to the ``versions`` while it loads them, unless they are the same.
+    ``weights`` is the number of bytes in the type of training. While a server loads narrower
+    weights, their files exist in addition to the ``versions``.
     """
     return weights * (versions + (narrower.weights if narrower.weights < 1 else 0))

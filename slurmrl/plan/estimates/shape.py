@@ -1,7 +1,6 @@
 """The files of a model folder, the sizes of its architecture, and the sequence lengths of a step.
 
-The sizes come from a Hugging Face ``config.json``. (The engines' own checks decide whether they can
-run it.)
+The sizes come from a Hugging Face ``config.json``. Only the engines decide if they can run a model.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from slurmrl.fsio import inputs
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.dataflow import Head
 from slurmrl.plan.engine_rules import HF
-from slurmrl.plan.estimates.latent_shape import QUERY_RANK, LatentShape, latent_shape
+from slurmrl.plan.estimates.latent_shape import QUERY_RANK, LatentShape, latent_shape, size_in
 from slurmrl.registry import resolve
 from slurmrl.tensors.parallel.topology import exchanges_heads
 
@@ -30,16 +29,17 @@ CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
 EOS: Final = "eos_token_id"
 SCORE_AT: Final = "slurmrl_score_at"
-"""Key of a reward model's config.json: the token at which it was trained to be read."""
+"""Key of a reward model's ``config.json`` that says at which token the model was trained to score.
+"""
 TURN_END: Final = "turn_end"
-"""The end of the answer's turn. Without the key: the end of the whole rendered conversation, which
-some chat templates put a newline after."""
+"""Value for the end of the answer's turn. Without the key, a model scores at the end of the
+rendered conversation, where some chat templates have a newline."""
 
 
 def config_values(model: Model) -> dict[str, Any]:
-    """The ``config.json`` object of a role: its ``architecture``, or the file of its folder.
+    """Return the ``config.json`` object of a role: its ``architecture``, or the file of its folder.
 
-    It has the mark of `Model.marked`. Raises UsageError.
+    The object has the mark of `Model.marked`. Raises UsageError.
     """
     if model.architecture is not None:
         return model.marked(model.architecture)
@@ -49,7 +49,7 @@ def config_values(model: Model) -> dict[str, Any]:
 
 
 def generation_values(model: Model) -> dict[str, Any]:
-    """The ``generation_config.json`` object of a role's folder; empty where it has none.
+    """Return the ``generation_config.json`` object of a role's folder; empty without the file.
 
     Raises UsageError.
     """
@@ -65,9 +65,9 @@ def generation_values(model: Model) -> dict[str, Any]:
 def stop_tokens(config: Config, ends: Iterable[int] = ()) -> tuple[int, ...]:
     """Return the tokens that end a completion of the actor.
 
-    They are each ``eos_token_id`` of its ``generation_config.json`` and ``config.json``, the
+    The result has each ``eos_token_id`` of ``generation_config.json`` and ``config.json``, the
     ``ends`` of the tokenizer and the chat templates (`data.chat.stop_ids`), and
-    ``rollout.stop_token_ids``. Ids beyond the vocabulary, which some files have, are left out.
+    ``rollout.stop_token_ids``. Omit ids beyond the vocabulary, which some files contain.
 
     Raises UsageError for an ``eos_token_id`` that is neither a number nor a list of numbers.
     """
@@ -86,12 +86,12 @@ def stop_tokens(config: Config, ends: Iterable[int] = ()) -> tuple[int, ...]:
 
 
 def scored_at_turn_end(model: Model) -> bool:
-    """Whether a reward model is read at the end of the answer's turn. Raises UsageError."""
+    """Return whether a reward model scores at the end of the answer's turn. Raises UsageError."""
     return config_values(model).get(SCORE_AT) == TURN_END
 
 
 def vocabulary(values: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding of a ``config.json`` object; None where it is not stated."""
+    """Return the size of the vocabulary in a ``config.json`` object; None without it."""
     for section in (values, text_config(values)):
         size = section.get("vocab_size")
         if isinstance(size, int) and not isinstance(size, bool):
@@ -100,10 +100,7 @@ def vocabulary(values: Mapping[str, Any]) -> int | None:
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part in the ``config.json`` of a multimodal model.
-
-    Return the whole object for all others.
-    """
+    """Return the language model's part of a multimodal ``config.json``; others unchanged."""
     text = values.get("text_config")
     return text if isinstance(text, Mapping) else values
 
@@ -112,25 +109,23 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
     stated = values.get(EOS)
     listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
-        raise UsageError(f"{file}: {EOS} is {stated!r}, must be a token id or a list of them")
+        raise UsageError(f"{file}: {EOS} is {stated!r}, must be a token id or a list of token ids")
     return listed
 
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
-"""The built-in decoder's table of families, for the defaults of absent fields."""
+"""The built-in decoder's table of families, which has the defaults of missing fields."""
 WHOLE_ATTENTION: Final = "slurmrl.models.hf_config:WHOLE_ATTENTION"
 TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
 RANK_ELEMENTS: Final = "slurmrl.models.hf_tensor:rank_elements"
 MOST_LAYERS: Final = 10**5
-LARGEST: Final = 10**9
-"""Larger sizes are errors, which the check of the weights reports."""
 PLAIN_MLP: Final = frozenset({"gpt2", "gpt_neox", "opt", "phi"})
-"""Families whose feed-forward block has two matrices; the others also have a gate."""
+"""Families whose feed-forward block has two matrices; other families also have a gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes are counts of elements, heads or layers."""
+    """The sizes of an architecture, as numbers of elements, heads or layers."""
 
     hidden: int
     inner: int
@@ -143,7 +138,7 @@ class ModelShape:
     tied: bool
     mlp_matrices: int = 3
     experts: int = 0
-    """Experts of a layer; 0 for a dense model."""
+    """Number of experts in a layer; 0 for a dense model."""
     experts_per_token: int = 0
     expert_inner: int = 0
     shared_inner: int = 0
@@ -152,16 +147,16 @@ class ModelShape:
     dense_layers: int = 0
     """Number of layers without experts in a model with experts."""
     equal_vocabulary: bool = False
-    """Whether tensor ranks have a vocabulary whole that t does not divide (transformers)."""
+    """Whether tensor ranks repeat a vocabulary that t does not divide (models of transformers)."""
     whole_attention: bool = False
     """Whether each tensor rank has all heads (some families of transformers)."""
     latent: LatentShape | None = None
-    """Sizes of latent attention; ``head_dim`` then is the size that attention reads."""
+    """Sizes of latent attention; ``head_dim`` is then `LatentShape.head`."""
     tower: int = 0
-    """Elements of an image encoder."""
+    """Number of elements of an image encoder."""
     counted: str = ""
-    """The ``config.json`` object of a model of transformers whose parameters tensor ranks share by
-    the family's plan, as JSON; empty for all other models."""
+    """The ``config.json`` object as JSON, if tensor ranks share a model of transformers by the plan
+    of its family; empty for all other models."""
 
     @property
     def queries(self) -> int:
@@ -172,13 +167,13 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def attention_elements(self, tp: int) -> float:
-        """Elements of an attention block's matrices per tensor rank, without copies of heads."""
+        """Return the elements of an attention block per tensor rank, without copies of heads."""
         if self.latent is not None:
             return self.latent.elements(self.attention_ranks(tp))
         return 2 * self.hidden * (self.queries + self.keys) / self.attention_ranks(tp)
 
     def cache_elements(self, allocation: Allocation) -> int:
-        """Elements per token and layer in a rank's cache. Servers cache latent vectors."""
+        """Return the cached elements per token, layer and rank. Servers cache latent vectors."""
         if self.latent is not None and BACKENDS[allocation.backend].serves:
             return self.latent.cached
         return 2 * self.kv_heads_of_rank(allocation.sizes["tp"]) * self.head_dim
@@ -188,20 +183,20 @@ class ModelShape:
         return self.layers - self.dense_layers if self.experts else 0
 
     def vocabulary_of_rank(self, tp: int) -> float:
-        """Rows of the embedding on one tensor rank."""
+        """Return the number of rows of the embedding on one tensor rank."""
         return self.vocabulary / (1 if self.equal_vocabulary and self.vocabulary % tp else tp)
 
     def attention_ranks(self, tp: int) -> int:
-        """Number of the tensor ranks that share the heads of attention."""
+        """Return the number of tensor ranks that share the heads of attention."""
         return 1 if self.whole_attention else tp
 
     def kv_heads_of_rank(self, tp: int) -> int:
-        """Key-value heads of one tensor rank; with fewer heads than ranks, heads are replicated."""
+        """Return the key-value heads of one tensor rank; ranks copy heads if there are too few."""
         return max(1, -(-self.kv_heads // self.attention_ranks(tp)))
 
 
 def shape_of(model: Model) -> ModelShape | None:
-    """The shape of a role's architecture; None if it is unknown or incomplete."""
+    """Return the shape of a role's architecture; None if it is unknown or incomplete."""
     try:
         values = config_values(model)
     except UsageError:
@@ -218,14 +213,14 @@ def shape_of(model: Model) -> ModelShape | None:
 
 @lru_cache(maxsize=8)
 def _with_tower(values: str) -> ModelShape | None:
-    """The shape of a model that reads images, as transformers would make it."""
+    """Return the shape of a model of transformers that reads images."""
     text, tower = resolve(TOWER)(json.loads(values))
     shape = read(text)
     return shape and replace(shape, tower=tower)
 
 
 def read(values: Mapping[str, Any]) -> ModelShape | None:
-    """The shape in a ``config.json`` object; None if sizes are missing."""
+    """Return the shape in a ``config.json`` object; None if sizes are missing."""
     family = resolve(FAMILIES).get(values.get("model_type"))
     stated = {name: value for name, value in values.items() if value is not None}
     full = {**(family.defaults if family else {}), **stated}
@@ -236,7 +231,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
     if not (hidden and layers and heads and vocabulary) or layers > MOST_LAYERS:
         return None
     inner = _number(full, "intermediate_size", "n_inner") or 4 * hidden
-    # null means that queries come from hidden states
+    # A rank of null in the file means that queries come from hidden states.
     query_rank = {name: values[name] for name in (QUERY_RANK,) if name in values}
     latent = latent_shape({**full, **query_rank}, hidden, heads)
     head_dim = latent.head if latent else _number(full, "head_dim") or max(hidden // heads, 1)
@@ -264,11 +259,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = values.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
-            return value
-    return None
+    return next((size for name in names if (size := size_in(values, name))), None)
 
 
 def _shared(values: Mapping[str, Any]) -> int:
@@ -289,7 +280,7 @@ def _dense_layers(values: Mapping[str, Any], layers: int, *, typed: bool) -> int
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements on one rank before sharding; experts have their own layout."""
+    """Numbers of elements on one rank before sharding; experts have a separate layout."""
 
     dense: float
     experts: float
@@ -300,7 +291,7 @@ class Parameters:
 
 
 def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) -> Parameters:
-    """The parameters of one layer on one tensor rank, without biases."""
+    """Return the parameters of one layer on one tensor rank, without biases."""
     tp = allocation.sizes["tp"]
     if (own := _counted(shape, tp, "lm")) is not None:
         return Parameters(*(own.expert_layer if moe else own.dense_layer))
@@ -318,23 +309,23 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
 
 
 def _counted(shape: ModelShape, tp: int, head: Head) -> Any:
-    """Return the `RankElements` of a tensor rank; None if they follow from the sizes."""
+    """Return the `RankElements` of a tensor rank; None if the sizes determine them."""
     return resolve(RANK_ELEMENTS)(shape.counted, head, tp) if shape.counted and tp > 1 else None
 
 
 def passes_keys(shape: ModelShape, allocation: Allocation) -> bool:
-    """Whether context ranks pass keys and values on in attention, and do not exchange heads."""
+    """Return whether context ranks pass on keys and values instead of exchanging heads."""
     tp, cp = allocation.sizes["tp"], allocation.sizes["cp"]
     return cp > 1 and not exchanges_heads(shape.heads, shape.kv_heads, tp, cp)
 
 
 def expert_tp(allocation: Allocation) -> int:
-    """Tensor-parallel size of the experts; the model's size unless they have their own layout."""
+    """Return the tensor-parallel size of the experts, by default the model's size."""
     return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
 
 
 def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
-    """The role's setting; by default megatron uses it with tensor parallelism."""
+    """Return the role's setting; by default Megatron uses it with tensor parallelism."""
     setting = model.model.sequence_parallel if model.model else None
     if setting is None:
         return allocation.backend == "megatron" and allocation.sizes["tp"] > 1
@@ -342,7 +333,7 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
 
 
 def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Parameters:
-    """The parameters of the fullest pipeline stage."""
+    """Return the parameters of the fullest pipeline stage."""
     pp, tp = allocation.sizes["pp"], allocation.sizes["tp"]
     if (own := _counted(shape, tp, head)) is not None:
         return Parameters(own.dense, own.experts)
@@ -358,43 +349,44 @@ def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Paramet
 
 
 def copies_of(allocation: Allocation) -> tuple[int, int]:
-    """Number of replicas of dense parameters and of experts."""
+    """Return the numbers of replicas of dense parameters and of experts."""
     dense = allocation.sizes["dp"] * allocation.sizes["cp"]
     return dense, allocation.experts.dp if allocation.experts else dense
 
 
 def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> float:
-    """Elements of one rank's shard: parameters are sharded over their replicas."""
+    """Return the elements of one rank's shard; parameters are sharded over their replicas."""
     own = parameters(shape, allocation, head)
     dense, experts = copies_of(allocation)
     return own.dense / dense + own.experts / experts
 
 
 KEPT_BY_SERVERS: Final = 8
-"""Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
+"""Number of tokens in a model's context that a server may reserve; SGLang reserves 5."""
 LONGEST_ROW: Final = "slurmrl.data.records:longest_row"
-"""The function is resolved by name, because its layer is above the plan's."""
+"""Function that ``plan`` may import by name only."""
 TRAINING: Final = ("dataset",)
-"""The key of the training dataset."""
+"""Key of the training dataset."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """``sequences`` counts the sequences of a step on all ranks; ``longest`` is in tokens."""
+    """The number and the maximum length of the sequences in a step."""
 
     sequences: int
+    """Number of sequences on all ranks."""
     longest: int
+    """Maximum length of a sequence in tokens."""
     new_tokens: int
-    """Number of the ``longest`` tokens that are generated."""
+    """Number of generated tokens in the longest sequence."""
     assumed: bool
-    """Whether the configuration sets no bound, so that ``longest`` is the model's number of
-    positions."""
+    """Whether the configuration sets no bound, so that ``longest`` is the model's maximum."""
     group: int = 1
-    """Sequences of an item. A prompt is read once to generate all of its completions."""
+    """Number of sequences of an item. Generation prefills a prompt once for all completions."""
 
 
 def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -> Lengths | None:
-    """The lengths of a step; None if neither the configuration nor the model bounds them."""
+    """Return the lengths of a step; None if neither the configuration nor the model bounds them."""
     new = config.rollout.most_tokens if config.dataset.kind == "prompt" else 0
     group = algorithm.sequences_per_item(config)
     sequences = algorithm.batch_size * group
@@ -409,8 +401,8 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
 def as_long_as_rows(config: Config, algorithm: Algorithm) -> Config:
     """Return the configuration with the longest row of the training data as the length limit.
 
-    The limit changes only if the configuration allows longer rows: no micro-batch holds more than
-    the data can fill.
+    The limit changes only if the configuration allows longer rows, because no micro-batch can be
+    fuller than the data allows.
     """
     dataset = config.dataset
     rows = resolve(LONGEST_ROW)(dataset)
@@ -422,7 +414,7 @@ def as_long_as_rows(config: Config, algorithm: Algorithm) -> Config:
 
 
 def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
-    """The keys of the datasets of training and evaluation, with the most new tokens of each."""
+    """Yield key, dataset and maximum new tokens of training and of each evaluation."""
     new = config.rollout.most_tokens
     yield TRAINING, config.dataset, new
     for suite, own in config.evaluations.items():
@@ -432,11 +424,10 @@ def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
 
 
 def least_context(config: Config, *, assumed: bool = True) -> int:
-    """Return the tokens of a prompt and its completion that a server must take.
+    """Return the maximum tokens of a prompt and its completion that a server must accept.
 
-    Only the datasets for which servers generate count. Return 0 if they are not bounded. If
-    ``assumed``, a dataset that sets no bound needs all that the model takes; else it does not
-    count.
+    Only datasets for which servers generate count. With ``assumed``, a dataset without a bound
+    needs the model's maximum; otherwise it does not count. Return 0 if no bound is known.
     """
     bounds = [
         longest(dataset, new_tokens)
@@ -453,7 +444,7 @@ def least_context(config: Config, *, assumed: bool = True) -> int:
 
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:
-    """Return the tokens of the longest sequence, with a completion of ``new_tokens``.
+    """Return the maximum tokens of a sequence, including a completion of ``new_tokens``.
 
     Return None if the dataset sets no bound.
     """

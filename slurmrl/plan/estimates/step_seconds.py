@@ -1,4 +1,4 @@
-"""Seconds of a whole step: its calls, moves of weights, and other work."""
+"""Predicted seconds of a step: its calls, moves of weights, and other work."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class StepSeconds:
     """Predicted seconds of a step."""
 
     calls: Mapping[str, Seconds]
-    """The seconds of each call, by cause."""
+    """Seconds of each call by cause, by name of the call."""
     moves: float = 0.0
     """Seconds to move weights to the engine that generates, and offloaded models to and from host
     memory."""
     asynchronous: frozenset[str] = field(default_factory=frozenset)
-    """Calls of rollout tasks."""
+    """Names of the calls that rollout tasks execute."""
     rest: float = 0.0
-    """Seconds outside calls and moves, as a share of these."""
+    """Seconds outside calls and moves, as a share of the seconds of calls and moves."""
     overlaps: bool = True
-    """Whether rollout tasks run their calls at the same time as the trainers run the others."""
+    """Whether rollout tasks execute their calls during the trainers' calls."""
 
     @property
     def total(self) -> float:
-        """Seconds from the start of a step to the start of the next."""
+        """Seconds from the start of a step to the start of the next step."""
         tasks, trainers = self._of(apart=True), self._of(apart=False) + self.moves
         return (max(tasks, trainers) if self.overlaps else tasks + trainers) * (1 + self.rest)
 
@@ -47,7 +47,7 @@ class StepSeconds:
 
     @property
     def causes(self) -> Seconds:
-        """Seconds of all calls and moves by cause, the longest first."""
+        """Seconds of all calls and moves by cause, the largest first."""
         found: Counter[str] = Counter({"moves of weights": self.moves})
         for seconds in self.calls.values():
             found.update(seconds)
@@ -64,7 +64,7 @@ class StepSeconds:
 def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSeconds | None:
     """Return the seconds of a step; None if a GPU, an architecture or the lengths are unknown.
 
-    Sequences have full length without their ``mean``. Rewards by rules count nothing.
+    Without ``mean``, sequences have their maximum length. Rule-based rewards take no time.
     """
     config, placed = checked.config, placed_models(checked)
     hardware = hardware_of(config.cluster)
@@ -96,7 +96,7 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
 def tasks_overlap(rollout: Rollout) -> bool:
     """Return whether rollout tasks generate during the trainers' calls.
 
-    Without staleness, each step waits until its weights have generated the completions.
+    Without staleness, each step waits for completions of its own weights.
     """
     return rollout.tasks is None or rollout.tasks.max_staleness > 0
 
@@ -104,7 +104,7 @@ def tasks_overlap(rollout: Rollout) -> bool:
 def moves_to_rollouts(config: Config, placed: Placement) -> float:
     """Return the seconds of a step to move the actor's weights to the engine that generates.
 
-    They count only in the trainers' job; tasks load weights during the other calls.
+    Return 0 for rollout tasks, which load weights during the other calls.
     """
     hardware = hardware_of(config.cluster)
     if hardware is None or placed.group != TRAINERS:
@@ -116,7 +116,7 @@ def moves_to_rollouts(config: Config, placed: Placement) -> float:
 def moved_weights(
     actor: Model, target: Allocation, hardware: Hardware, gpus_per_host: int
 ) -> float:
-    """Return the seconds in which each rank of ``target`` receives its weights of the actor."""
+    """Return the seconds in which each rank of ``target`` receives the actor's weights."""
     shape = shape_of(actor)
     if shape is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""The memory of the trainers' GPUs, call by call, of servers on GPUs, and of a worker's host."""
+"""Estimates of GPU memory in the trainers' job and in servers, and of a worker's host memory."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Fullest:
 
     rank: int = 0
     models: tuple[str, ...] = ()
-    """The models on the GPU."""
+    """Names of the models on the GPU."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by content at that time: weights, gradients, optimizer, a server and, of one
-    model at a time, activations and recorded experts, or kv_cache."""
+    """Bytes by content at the time of the maximum: weights, gradients, optimizer and a server, and
+    for one model activations and recorded experts, or kv_cache."""
 
     @property
     def size(self) -> int:
@@ -65,7 +65,7 @@ class Fullest:
 
     @property
     def margin(self) -> int:
-        """Bytes to leave free next to the parts. A server's share includes its own margin."""
+        """Bytes that must stay free in addition; a server's part includes its own margin."""
         return call_costs.margin(self.size - self.parts.get(SERVER, 0))
 
 
@@ -75,27 +75,27 @@ class _Use(NamedTuple):
     models: tuple[str, ...]
     parts: dict[str, int]
     awake: bool
-    """Whether its server keeps its memory during other calls."""
+    """Whether the server on the GPU keeps its memory during this use."""
 
 
 @dataclass(frozen=True)
 class TrainersGpus:
     """The models on the GPUs of the trainers' job.
 
-    Calls run one after the other, so of the models' transient memory only the largest counts. A
-    model that is offloaded between calls is on the GPU only during its own, and while weights move
-    from or to it. The worker holds the weights of a server only while they move.
+    Calls run one after the other, so only the largest transient memory of a model counts. An
+    offloaded model is on the GPU only during its own calls and during moves of its weights. A
+    worker holds the weights of a server only during their move.
     """
 
     config: Config
     placed: Mapping[str, Placement]
     sizes: Mapping[str, Memory]
     limit: int | None = None
-    """Bytes of a GPU, where that is known."""
+    """Bytes of a GPU's memory; None if unknown."""
 
     @property
     def has_servers(self) -> bool:
-        """Whether the run keeps servers on them."""
+        """Whether the run starts servers on these GPUs."""
         rollout = self.placed.get(ROLLOUTS)
         return self._serves and rollout is not None and not self.config.rollout.servers
 
@@ -115,13 +115,11 @@ class TrainersGpus:
 
     @property
     def server_sleeps(self) -> bool:
-        """Whether servers free their memory while other models compute.
-
-        (Without GPUs, none is freed.)
-        """
+        """Whether servers free their memory while other models compute, which needs GPUs."""
         return ROLLOUTS in self._away and self.config.cluster.gpus_per_worker != 0
 
     def fullest(self) -> Fullest:
+        """Return the GPU with the highest estimate including its margin."""
         best = Fullest()
         share = self.server_bytes() if self.has_servers else 0
         for rank, names in self._first_ranks():
@@ -138,9 +136,9 @@ class TrainersGpus:
     def server_bytes(self) -> int:
         """Return the bytes of each GPU that a server uses.
 
-        This is the share that the user sets, or else all that the other models leave free, and at
-        least the server's minimum. If a GPU's size is unknown: its weights and all sequences of a
-        step.
+        The result is the share that the user sets, or else all memory that the other models leave
+        free, but at least the server's minimum. If a GPU's size is unknown, the result has room for
+        the weights and all sequences of a step.
         """
         memory, limit = self.sizes[ROLLOUTS], self.limit
         if limit is None:
@@ -151,7 +149,7 @@ class TrainersGpus:
         return max(self.left_for_server(limit), least(memory, limit))
 
     def left_for_server(self, limit: int) -> int:
-        """Bytes left by the other models on its fullest GPU, negative if they do not fit."""
+        """Return the bytes that other models leave on the server's fullest GPU; may be negative."""
         sizes = [
             sum(use.parts.values())
             for _, names in self._first_ranks()
@@ -162,7 +160,7 @@ class TrainersGpus:
         return limit - most - call_costs.margin(most)
 
     def _first_ranks(self) -> list[tuple[int, tuple[str, ...]]]:
-        """The first GPU with each set of models, and these models."""
+        """Return the first GPU with each set of models, and the names of these models."""
         on: dict[int, list[str]] = {}
         for name, placement in self.placed.items():
             if placement.group == TRAINERS and name in self.sizes:
@@ -186,13 +184,13 @@ class TrainersGpus:
             yield _Use(tuple(here), _resident(here), awake=True)
 
     def _here(self, models: Collection[str], *used: str) -> dict[str, Memory]:
-        """The models that are on the GPU while some are used."""
+        """Return the models that are on the GPU during a use of the models ``used``."""
         return {name: self.sizes[name] for name in models if name in used or name not in self._away}
 
     def _moving(self, models: Mapping[str, Memory]) -> dict[str, int]:
-        """Return the bytes while weights move to the engine that generates.
+        """Return the bytes during a move of weights to the engine that generates.
 
-        No rank stages more than it holds.
+        No rank needs larger buffers than the weights that it holds.
         """
         moved, parts = _arriving(self.config, self.placed[ROLLOUTS]), _resident(models)
         if ROLLOUTS not in models:
@@ -202,7 +200,7 @@ class TrainersGpus:
 
 
 def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
-    """Bytes during the largest call of a model."""
+    """Return the bytes by content during the largest call of a model."""
     busy, parts = models[name], _resident(models)
     if busy.kv_cache > busy.computing:
         return {**parts, f"kv_cache of {name}": busy.kv_cache}
@@ -213,7 +211,7 @@ def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
 
 
 def _narrower(config: Config, rollout: Placement) -> Narrower:
-    """Return the effect of the types in which servers store the actor."""
+    """Return the factors of the types in which servers store the actor."""
     model = model_of(config, ROLLOUTS)
     shape = shape_of(model)
     if shape is None:
@@ -223,7 +221,7 @@ def _narrower(config: Config, rollout: Placement) -> Narrower:
 
 
 def _arriving(config: Config, rollout: Placement) -> int:
-    """Return the bytes of the weights that arrive on a rank of the engine that generates."""
+    """Return the bytes of weights that a rank of the engine that generates receives."""
     model = model_of(config, ROLLOUTS)
     shape = shape_of(model)
     if shape is None:
@@ -233,7 +231,7 @@ def _arriving(config: Config, rollout: Placement) -> int:
 
 
 def _resident(models: Mapping[str, Memory]) -> dict[str, int]:
-    """Bytes that the models keep between calls."""
+    """Return the bytes by content that models keep between calls."""
     kept = (0 if memory.frees_gradients else memory.gradients for memory in models.values())
     return {
         "weights": sum(memory.weights for memory in models.values()),
@@ -245,9 +243,9 @@ def _resident(models: Mapping[str, Memory]) -> dict[str, int]:
 def trainers_gpus(
     checked: Checked, *, certain: bool = False, limit: int | None = None
 ) -> TrainersGpus:
-    """The GPUs of a configuration; ``certain`` as in `memories`.
+    """Return the trainers' GPUs of a configuration. `memories` explains ``certain``.
 
-    ``limit`` is by default the size of the cluster's GPUs, if it is known.
+    ``limit`` is the size of a GPU in bytes, by default the size of the cluster's GPUs if known.
     """
     placed = placed_models(checked)
     known = call_costs.memory_bytes(checked.config.cluster) if limit is None else limit
@@ -257,15 +255,15 @@ def trainers_gpus(
 
 
 def fullest_gpu(checked: Checked, *, certain: bool = False, limit: int | None = None) -> Fullest:
-    """The trainers' GPU with the highest estimate; arguments as of `trainers_gpus`."""
+    """Return the trainers' GPU with the highest estimate, with `trainers_gpus`' arguments."""
     return trainers_gpus(checked, certain=certain, limit=limit).fullest()
 
 
 def share_of_server(checked: Checked, gpu_bytes: int) -> int | None:
-    """Return the bytes of each GPU for the run's own server.
+    """Return the bytes of each GPU for a server that the run starts.
 
-    Return None if there is none, or if its arguments set the share. Assumed lengths of sequences
-    count only if they leave enough to the server.
+    Return None without such a server, or if its arguments set the share. Assumed lengths of
+    sequences count only if they leave enough memory to the server.
     """
     if own_share(checked.config.rollout.server_args) is not None:
         return None
@@ -280,7 +278,7 @@ def share_of_server(checked: Checked, gpu_bytes: int) -> int | None:
 
 
 SLEEPING: Final = 2 * GIB
-"""Kept on each GPU by a server that sleeps: CUDA contexts, NCCL's buffers, code."""
+"""Bytes on each GPU that a sleeping server keeps: CUDA contexts, NCCL's buffers and code."""
 LEAST_COMPUTING: Final = 2 * GIB
 SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
 """Arguments that set a server's share of a GPU."""
@@ -289,61 +287,61 @@ SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
 def computing(gpu_bytes: int) -> int:
     """Return the bytes that a server needs in addition to weights and caches.
 
-    They hold activations of the prompts that it reads at a time, logits, and CUDA graphs. SGLang
-    and vLLM choose their batches by the GPU's size.
+    They hold activations of a prefill batch, logits and CUDA graphs. SGLang and vLLM choose the
+    size of their batches by the size of the GPU.
     """
     return max(LEAST_COMPUTING, gpu_bytes // 10)
 
 
 def least(memory: Memory, gpu_bytes: int) -> int:
-    """Bytes of a GPU without which a server cannot serve the longest sequence."""
+    """Return the minimum bytes of a GPU with which a server can serve the longest sequence."""
     return memory.weights + memory.sequence + computing(gpu_bytes)
 
 
 def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
     """Return the bytes of each GPU that a server uses if no other process uses the GPU.
 
-    Such a server needs no room for weights that arrive. It uses all but a margin, or the share that
-    the user's arguments set.
+    Such a server needs no room for arriving weights. It uses all memory except a margin, or the
+    share that the user's arguments set.
     """
     own = own_share(arguments)
     return gpu_bytes - margin(0) if own is None else round(own * gpu_bytes)
 
 
 def own_share(arguments: Sequence[str]) -> float | None:
-    """The part of a GPU that the user's arguments give a server; None if they set none."""
+    """Return the share of a GPU that the user's arguments give a server; None without one."""
     value = last_value(arguments, SHARES)
     try:
         return None if value is None else float(value)
     except ValueError:
-        return None  # the server rejects such a value
+        return None  # The server rejects such a value.
 
 
 SGLANG: Final = "sglang"
-"""The only servers that report experts."""
+"""Name of the only servers that report experts."""
 ONE_RANK: Final = parse("fsdp:d1")
-"""The layout of whole weights."""
+"""The layout of unsplit weights."""
 WORKER: Final = 8 * GIB
-"""Host memory of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA
-context, NCCL's buffers, a tokenized dataset, and its part of the host's agent and master."""
+"""Bytes of host memory of a worker with a GPU, without its models: Python, torch and its libraries,
+the CUDA context, NCCL's buffers, a tokenized dataset, and a part of the host's agent and master."""
 ROUNDED: Final = 2
-"""Factor on page-locked weights and gradients of ``cpu_offload`` where torch rounds each up to a
-power of two."""
+"""Factor of page-locked weights and gradients of ``cpu_offload`` if torch rounds each tensor up to
+a power of two."""
 EXACT_FROM: Final = (2, 13)
-"""The first release of torch that can be kept from rounding (``engines/host.py``)."""
+"""First release of torch whose rounding can be disabled (``engines/host.py``)."""
 
 
 VERSIONS: Final = 2
-"""Whole copies of the weights in the host memory of a rank with a server while the server gets a
-new version. (A server that slept has no earlier version.) Also their number on a GPU of a rollout
-task."""
+"""Number of complete copies of the weights in the host memory of a rank with a server while the
+server loads a new version, except after the server slept. Also the number of copies for a GPU of a
+rollout task."""
 
 
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
     """Return the host memory in bytes that jobs of a group need for each worker with a GPU.
 
-    If rollout tasks run next to the trainers, it is for each GPU. Return None if an architecture is
-    unknown.
+    If rollout tasks run in the trainers' job, a GPU counts as a worker. Return None if an
+    architecture is unknown.
     """
     task = task_bytes(checked) if group.elastic or group.tasks_per_host else 0
     if group.elastic:
@@ -395,9 +393,9 @@ def worker_bytes(checked: Checked) -> int | None:
 def task_bytes(checked: Checked) -> int | None:
     """Return the host memory in bytes of the worker of a rollout task with a GPU.
 
-    It holds its copy of the weights, twice while a new version comes. With adapters, only the
-    adapted weights are held twice, in addition to their frozen originals; all other weights have
-    one copy. Return None if the actor's architecture is unknown.
+    The worker holds its copy of the weights, and a second copy while a new version arrives. With
+    adapters, it holds the frozen weights once and the merged versions of adapted weights twice.
+    Return None if the actor's architecture is unknown.
     """
     actor = checked.config.actor
     shape = shape_of(actor)
@@ -414,9 +412,9 @@ def task_bytes(checked: Checked) -> int | None:
 
 
 def server_experts_bytes(checked: Checked) -> int:
-    """Return the host memory in bytes of an SGLang server for recorded experts, for each GPU.
+    """Return the bytes of host memory that an SGLang server needs per GPU for recorded experts.
 
-    Return 0 if none of the run's servers records any.
+    Return 0 if the run's servers record no experts.
     """
     config = checked.config
     rollout, shape = _rollouts(checked), shape_of(config.actor)
@@ -436,15 +434,15 @@ def server_experts_bytes(checked: Checked) -> int:
 
 
 def _rollouts(checked: Checked) -> Placement | None:
-    """Return where completions are made, if not by the trainers' actor."""
+    """Return the placement of a separate engine for generation; None without one."""
     return placed_models(checked).get(ROLLOUTS)
 
 
 def version_size(config: Config) -> float:
     """Return the bytes of a complete weight version.
 
-    It has the actor's weights in the type in which they generate, or only its adapters, which are
-    float32. Return 0 if the actor's architecture is unknown.
+    A version has the actor's weights in the type of generation, or only its adapters in float32.
+    Return 0 if the actor's architecture is unknown.
     """
     actor, shape = config.actor, shape_of(config.actor)
     if shape is None:
@@ -455,16 +453,16 @@ def version_size(config: Config) -> float:
 
 
 def _published_bytes(config: Config) -> float:
-    """Return the bytes of the copies that all ranks keep together for weight versions.
+    """Return the total bytes of the copies that all ranks keep for weight versions.
 
-    They are the newest copy, and the previous one to find the changes since.
+    Deltas need the previous copy in addition to the newest copy.
     """
     publish = config.rollout.publish
     return 0.0 if publish is None else publish.copies * version_size(config)
 
 
 def _rounding(config: Config) -> int:
-    """Return the rounding of the installed torch; a container may have another torch."""
+    """Return the factor by which torch rounds; a container may have another release of torch."""
     try:
         release = tuple(int(part) for part in metadata.version("torch").split(".")[:2])
     except metadata.PackageNotFoundError:
@@ -473,7 +471,7 @@ def _rounding(config: Config) -> int:
 
 
 def _loading_bytes(config: Config, use: RoleUse, placed: Placement) -> int:
-    """A model of transformers is built whole on the CPU before it is sharded."""
+    """Return the bytes to load a model of transformers, which is built on the CPU unsharded."""
     model = model_of(config, use.role)
     shape = shape_of(model)
     if model.implementation != "hf" or shape is None:

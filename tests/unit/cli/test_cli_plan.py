@@ -185,7 +185,7 @@ def test_plan_reports_that_there_are_no_moves(
 ) -> None:
     code, out, _ = moved(capsys, tmp_path)
     assert code == 2  # no tokenizer
-    assert "moves: none, because every call runs on the layout of its model" in out
+    assert "moves: none, because every call uses the layout of its model" in out
 
 
 def test_plan_rejects_moves_of_a_transformers_model(

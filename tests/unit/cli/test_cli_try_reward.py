@@ -271,7 +271,7 @@ BESIDE = "Path(__file__).{}parent.joinpath('words.txt').read_text().split()"
         ("queue.py", {"words": "['0']"}, "'queue' is not allowed: Python's standard library has"),
         ("json/own.py", {"words": "['0']"}, "'json.own' is not allowed: Python's standard library"),
         ("slurmrl.py", {"words": "['0']"}, "the package slurmrl itself has this name; rename the"),
-        ("numpy.py", {"words": "['0']"}, "it would hide the module numpy that is already there"),
+        ("numpy.py", {"words": "['0']"}, "this file would hide the existing module numpy"),
     ],
 )
 def test_reward_runs_with_only_the_files_of_a_job(
@@ -317,7 +317,7 @@ def test_reward_is_named_by_its_file(config: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         load_settings(config, planning=True)
     (config.parent / "elsewhere" / "own.py").write_text("")
-    with pytest.raises(ConfigError, match="another setting names a file of that name in another"):
+    with pytest.raises(ConfigError, match="another setting names a file with the same name"):
         load_settings(config, planning=True)
 
 

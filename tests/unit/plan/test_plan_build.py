@@ -41,9 +41,9 @@ def test_workers_are_placed_on_as_few_hosts_as_possible(
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ([{"name": "rollout", "elastic": True}], "one of them must be 'trainer'"),
-        ([{}, {"name": "rollout"}], "all groups but 'trainer' must be elastic"),
-        ([{}, {}], "none may repeat"),
+        ([{"name": "rollout", "elastic": True}], "must include 'trainer'"),
+        ([{}, {"name": "rollout"}], "all groups except 'trainer' must be elastic"),
+        ([{}, {}], "have different names"),
     ],
 )
 def test_plan_needs_exactly_one_fixed_trainer_group(

@@ -72,7 +72,7 @@ def test_differing_sources_need_an_explicit_setting(load_ppo: Load, folder: Path
         load_ppo(text=text)
     (problem,) = caught.value.problems
     assert problem.key == "dataset.chat_template"
-    assert problem.message.startswith("is required: source 'new' has messages and 'old' has text")
+    assert problem.message.startswith("is required: source 'new' has messages and 'old' has")
     assert load_ppo("dataset.chat_template=true", text=text).config.dataset.is_chat
 
 

@@ -103,7 +103,7 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
         ("quantization", "with sglang, which misread FP8 versions", (*APART, FP8), {}),
         (
             "kv_cache_dtype",
-            "with rollout.quantization: random weights would set the scales",
+            "with rollout.quantization: the server would scale the cache",
             (*VLLM_APART, FP8, CACHE),
             {},
         ),
@@ -147,7 +147,7 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
         ),
         (
             "server_args",
-            "SGLang cannot load new weights after it has quantized the first ones; use "
+            "SGLang cannot load new weights after it has quantized weights; use "
             "vllm with rollout.quantization: fp8",
             (*APART, FLAGS),
             {},

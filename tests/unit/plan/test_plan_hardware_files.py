@@ -109,7 +109,7 @@ def test_own_profile_adds_new_hardware(own_folder: Path) -> None:
         ("measured: {link: fast}", "measured.link: 'fast' is not allowed: must be a number"),
         ("measured: {overlap: 1.5}", "measured.overlap: 1.5 is not allowed"),
         ("measured: {flops_per_s: .inf}", "measured.flops_per_s"),
-        ("vendor: {link: 1}\nmeasured: {link: 1}", "is a number of section vendor, too"),
+        ("vendor: {link: 1}\nmeasured: {link: 1}", "is also a number of section vendor"),
         ("like: h101", "'h101' is not one of a10, a100"),
         ("measured: {", "not valid YAML"),
     ],
@@ -145,9 +145,7 @@ def test_missing_or_mismatched_profile_is_rejected(tmp_path: Path) -> None:
 def test_profile_of_another_known_gpu_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("hardware: a100\n")
-    with pytest.raises(
-        UsageError, match=r"profile of a100, but cluster\.slurm\.gpu_type is a h100"
-    ):
+    with pytest.raises(UsageError, match=r"profile of a100, but cluster\.slurm\.gpu_type is h100"):
         hardware_of(cluster("nvidia_h100_80gb", hardware=str(path)))
     for gpu_type in ("a100_3g.20gb", "ampere"):  # a part of it, and a name that tells nothing
         assert known(hardware_of(cluster(gpu_type, hardware=str(path)))).name == "a100"
@@ -184,6 +182,6 @@ def test_plan_predicts_seconds_with_the_profile_and_names_it(
     assert main([*call, given]) == 0
     shown = capsys.readouterr().out
     assert f"seconds: formulas and hardware profile cpu ({path})" in shown
-    assert "their error: " in shown
+    assert "error of the seconds: " in shown
     assert main([*call, f"cluster.hardware={tmp_path / 'no.yaml'}"]) == 2
     assert "cluster.hardware" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_wrong_setting_is_one_problem_at_its_key(
 
 
 def test_additional_roles_need_a_custom_algorithm(load_ppo: Load) -> None:
-    with pytest.raises(ConfigError, match="only an algorithm of your own has such roles"):
+    with pytest.raises(ConfigError, match="only a custom algorithm has additional roles"):
         load_ppo("models.judge.backend=fsdp:d1")
 
 
@@ -209,7 +209,7 @@ def test_custom_file_must_not_shadow_a_module(load_own: Load, folder: Path) -> N
     for name in ("queue", "click"):
         (folder / f"{name}.py").write_text(CODE)
         (problem,) = problems(load_own, f"algorithm.name={name}.py:Mine")
-        assert f"it would hide the module {name}" in problem.message
+        assert f"this file would hide the existing module {name}" in problem.message
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_custom_file_must_not_shadow_a_module(load_own: Load, folder: Path) -> N
         ('RoleUse("judge"', 'RoleUse("jugde"', "uses the role 'judge', which roles() lacks"),
         ('RoleUse("judge"', 'RoleUse("dataset"', "the role 'dataset' is not allowed"),
         ('RoleUse("actor", trained=True)', 'RoleUse("ref", trained=False)', "lacks the actor"),
-        ('"actor", trained=True', '"actor", trained=False', "does not state as trained"),
+        ('"actor", trained=True', '"actor", trained=False', "does not declare it as trained"),
         ('"judge", trained=False', '"judge", trained=True', "but no call trains it"),
         ('("opinions",)', '("opinion",)', "reads key 'opinions', which nothing produces"),
         ('("opinions",)', '("prompt_ids",)', "key 'prompt_ids' has 2 producers"),
@@ -265,7 +265,7 @@ def test_only_one_call_of_an_algorithm_may_record_results(load_own: Load, code: 
     assert "the calls judge_inf, train record results; at most one" in broken(load_own, code, *both)
     passing = ("strength:", "one_pass: ClassVar = True\n    strength:")
     filtering = ("Method.INFERENCE", "Method.FILTER")
-    assert "with one_pass, a step cannot replace" in broken(load_own, code, passing, filtering)
+    assert "with one_pass no step can replace" in broken(load_own, code, passing, filtering)
 
 
 def test_stop_condition_may_name_custom_evaluation_measures(load_own: Load, code: Path) -> None:

@@ -49,7 +49,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda p: None, "cannot be read: No such file"),
     "adapters": (
         lambda p: p.with_name("adapter_config.json").write_text("{}"),
-        "holds adapters of PEFT",
+        "has adapters of PEFT",
     ),
 }
 
