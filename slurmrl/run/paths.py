@@ -235,15 +235,9 @@ class RunPaths:
         """Return the file through which the trainers' ranks find each other."""
         return self.control / f"{incarnation:08d}.meeting"
 
-    def agent_log(
-        self, incarnation: int, group: str, task: int, attempt: int | None = None
-    ) -> Path:
-        """Return the control log that one agent writes and the master reads.
-
-        ``attempt`` numbers the starts of a task in an incarnation; it is None for the trainers.
-        """
-        started = "" if attempt is None else f".{attempt}"
-        return self.control / f"{incarnation:08d}.{group}.{task}{started}"
+    def agent_log(self, incarnation: int, group: str, task: int) -> Path:
+        """Return the control log that one agent writes and the master reads."""
+        return self.control / f"{incarnation:08d}.{group}.{task}"
 
     def checkpoint(self, step: int, incarnation: int) -> Path:
         return self.checkpoints / f"step-{step:08d}.{incarnation}"

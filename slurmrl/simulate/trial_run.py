@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.config.schema.config import Frequency
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.errors import NameNotFoundError, ReportedError, UsageError
 from slurmrl.fsio import documents
@@ -36,6 +35,7 @@ from slurmrl.simulate.trial_costs import (
     seconds_to_event,
 )
 from slurmrl.workers.master.futility import TIME_LIMIT, futile_start
+from slurmrl.workers.master.progress import frequency
 from slurmrl.workers.polling import PollIntervals
 
 QUEUE: Final = "queue"
@@ -297,8 +297,8 @@ class TrialRun:
         self._of_step = dict.fromkeys(PARTS, 0.0)
         self._record(Kind.BEGIN, {"job": job, "base": base and _directory(base.step)})
         self._step = 0 if base is None else base.step
-        self._commit_times = _frequency(config.checkpoint, self._now)
-        self._evaluation_times = None if evaluation is None else _frequency(evaluation, self._now)
+        self._commit_times = frequency(config.checkpoint, self._now)
+        self._evaluation_times = None if evaluation is None else frequency(evaluation, self._now)
         if base is not None:
             self._commit_times.restore(dict(base.commits))
             if self._evaluation_times is not None:
@@ -484,8 +484,3 @@ class TrialRun:
 
 def _directory(step: int) -> str:
     return f"step{step}"
-
-
-def _frequency(section: Any, now_s: float) -> Frequency:
-    """Return the frequency of a section that has the three ``every_`` settings."""
-    return Frequency(section.every_steps, section.every_seconds, section.every_epochs, now_s=now_s)

@@ -111,13 +111,8 @@ def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
 
     Return False if another failure was published first or the directory did not take this one.
     """
-    value = json.dumps(documents.to_json(failure))
     try:
-        retry(
-            "publish the failure",
-            lambda: names.add(keys.failure(incarnation), value),
-            timeout_s=PUBLISH_TIMEOUT_S,
-        )
+        _add(names, "publish the failure", keys.failure(incarnation), failure, replace=False)
     except NameExistsError:
         logger.info("another failure was published first")
         return False
@@ -133,12 +128,7 @@ def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> N
     Raises EnvironmentFailure if the directory does not answer.
     """
     key = keys.attempt_failure(identity.group, identity.task, identity.attempt)
-    value = json.dumps(documents.to_json(failure))
-    retry(
-        "publish the failure",
-        lambda: names.add(key, value, replace=True),
-        timeout_s=PUBLISH_TIMEOUT_S,
-    )
+    _add(names, "publish the failure", key, failure)
 
 
 def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:
@@ -146,12 +136,15 @@ def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> Non
 
     Raises EnvironmentFailure if the directory does not answer.
     """
-    note = json.dumps(documents.to_json(LostHost(incarnation=incarnation, job=job)))
-    retry(
-        "report a lost host",
-        lambda: names.add(keys.lost(host), note, replace=True),
-        timeout_s=PUBLISH_TIMEOUT_S,
-    )
+    lost = LostHost(incarnation=incarnation, job=job)
+    _add(names, "report a lost host", keys.lost(host), lost)
+
+
+def _add(
+    names: NameStore, what: str, key: str, report: Failure | LostHost, *, replace: bool = True
+) -> None:
+    value = json.dumps(documents.to_json(report))
+    retry(what, lambda: names.add(key, value, replace=replace), timeout_s=PUBLISH_TIMEOUT_S)
 
 
 def publish_hang(

@@ -22,8 +22,9 @@ import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
 from slurmrl import log
 from slurmrl.backoff import Backoff, retry
@@ -37,7 +38,7 @@ from slurmrl.errors import (
     TrialEndedError,
 )
 from slurmrl.fsio import documents
-from slurmrl.fsio.documents import TEXT, FieldType, one_of
+from slurmrl.fsio.documents import FieldType, one_of
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import events, keys
 from slurmrl.run.events import EventWriter
@@ -222,30 +223,20 @@ class Left(StrEnum):
     UNKNOWN = "unknown"
 
 
-_FIELDS = {
-    "start": _START,
-    "element": _ELEMENT,
-    "host": TEXT,
-    "before": TEXT,
-    "left": one_of(*Left),
-    "run": TEXT,
-}
-_REQUIRED = ("start", "element", "host", "before", "left")
-
-
 @dataclass(frozen=True)
 class Turn:
     """The time in which one job has the trial."""
 
-    start: str
+    start: Annotated[str, _START]
     """``JOBID.RESTARTCOUNT``."""
-    element: str
+    element: Annotated[str, _ELEMENT]
     """``41_3``."""
     host: str
     """Host of its batch process."""
-    before: str = ""
+    before: str
     """The previous start."""
-    left: Left = Left.UNKNOWN
+    left: Annotated[str, one_of(*Left)]
+    """The way in which the previous start left the trial (`Left`)."""
     run: str = ""
     """The trial's run directory. A copy of the directory contains this record, too."""
 
@@ -261,12 +252,11 @@ class Turn:
 def read_turn(names: NameStore, number: int) -> Turn | None:
     """Return the turn with a number; None if there is none. Raises CorruptFileError."""
     key = keys.leader_lock(number)
+    where = f"the name {key}"
     try:
-        values = documents.parse(names.get(key), f"the name {key}", _FIELDS, _REQUIRED)
+        return documents.from_json(Turn, documents.parse(names.get(key), where), where)
     except NameNotFoundError:
         return None
-    known = {name: values[name] for name in _FIELDS if name in values}
-    return Turn(**{**known, "left": Left(values["left"])})
 
 
 def read_intact_turn(names: NameStore, number: int) -> Turn | None:
@@ -283,7 +273,7 @@ def starts_put_back(names: NameStore) -> frozenset[str]:
     taken = names.find_subtree(keys.leader_locks())
     numbers = [int(tail) for key in taken if (tail := key.rpartition("/")[2]).isdecimal()]
     turns = [turn for number in numbers if (turn := read_intact_turn(names, number)) is not None]
-    return frozenset(turn.before for turn in turns if turn.left is Left.PUT_BACK)
+    return frozenset(turn.before for turn in turns if turn.left == Left.PUT_BACK)
 
 
 LOOK_S = 15.0
@@ -309,7 +299,7 @@ class LeaderLock:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._paths, self._names, self._link = paths, names, link
-        self._mine = Turn(start, link.element, host, run=str(paths.run))
+        self._mine = Turn(start, link.element, host, "", Left.UNKNOWN, str(paths.run))
         self._scheduler = scheduler
         self._lease_ttl_s = lease_ttl_s
         self._sleep = sleep
@@ -332,7 +322,7 @@ class LeaderLock:
             before = holder.start if holder is not None else ""
             mine = replace(self._mine, before=before, left=left)
             try:
-                value = json.dumps(asdict(mine))
+                value = json.dumps(documents.to_json(mine))
                 self._names.add(keys.leader_lock(number + 1), value)
             except NameExistsError:
                 number, holder = self._newest(number + 1)

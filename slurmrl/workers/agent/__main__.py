@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from slurmrl import env, log
 from slurmrl.backoff import retry
@@ -37,7 +35,6 @@ from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.polling import Presence, make_channels
 
 logger = log.get(__name__)
-T = TypeVar("T")
 
 LOOK_TIMEOUT_S = 60.0
 """Seconds without an answer from the directory after which a host that failed stops trying."""
@@ -136,7 +133,8 @@ class Agent:
     def _verdict(self, failed: Failure | None) -> int | None:
         """Return the exit code after an incarnation that failed, or None to serve another one."""
         try:
-            superseded, first = self._retry("read how the incarnation ended", self._look)
+            what = "read how the incarnation ended"
+            superseded, first = retry(what, self._look, timeout_s=LOOK_TIMEOUT_S)
         except TrialEndedError as end:
             logger.info("%s", end)
             return OK
@@ -186,9 +184,6 @@ class Agent:
             hosts.record_start(self.host.paths, slots, start, identity.host, failed.reason)
         except EnvironmentFailure as error:
             logger.warning("cannot record the failed start: %s", error)
-
-    def _retry(self, what: str, action: Callable[[], T]) -> T:
-        return retry(what, action, timeout_s=LOOK_TIMEOUT_S)
 
     def _take_log(self) -> None:
         """Redirect the output of this process to the task's log."""

@@ -139,14 +139,11 @@ class Incarnation:
 
     def _open_replies(self) -> None:
         host, paths, identity = self.host, self.host.paths, self.host.identity
-        attempt = None if identity.trains else identity.attempt
-        path = paths.agent_log(self.number, identity.group, identity.task, attempt)
+        path = paths.agent_log(self.number, identity.group, identity.task)
         writer = LogWriter(path, nonce=self._nonce)
-        socket = None
-        if host.identity.trains:
-            socket = wakeups.open_wakeups(paths.control, host.cluster.interface, host.group.hosts)
+        socket = wakeups.open_wakeups(paths.control, host.cluster.interface, host.group.hosts)
         self.replies = Replies(writer, host.group.workers_per_host, socket)
-        self.send(Hello(agent=host.identity, wakeups=None if socket is None else socket.address))
+        self.send(Hello(agent=identity, wakeups=None if socket is None else socket.address))
 
     def _form(self, state: TrialState) -> None:
         """Tell each worker which network to use and which commit to load."""
@@ -192,7 +189,7 @@ class Incarnation:
                     case WakeMaster():
                         replies.wake_at(order.wakeups)
                         master.listen_for(order.wakeups.source, 0)
-                    case _ if self._passes_on(order):
+                    case _:
                         waiting.append(order)
             while waiting and host.lease_guard.may_start():
                 order = waiting.popleft()
@@ -202,10 +199,6 @@ class Incarnation:
                     self._let_exit()
                     return
             self._turn_until_news(master, may_stop=bool(waiting))
-
-    def _passes_on(self, order: Order) -> bool:
-        """Whether an order is for the workers of this host."""
-        return True
 
     def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
         """Take turns until the master's log must be read again; with ``may_stop`` only one turn."""
@@ -226,12 +219,10 @@ class Incarnation:
         """Wait until all processes have exited; kill slow ones, because all work is done."""
         self._symptoms.told_to_exit = True
         try:
-            self.wait("its processes to exit", self._all_ended, EXIT_TIMEOUT_S)
+            ended = self.host.children.all_ended
+            self.wait("its processes to exit", lambda: ended() or None, EXIT_TIMEOUT_S)
         except WaitTimeoutError as error:
             logger.warning("%s; killing them", error)
-
-    def _all_ended(self) -> bool | None:
-        return True if self.host.children.all_ended() else None
 
     # -- one turn of the loop ----------------------------------------------------------------
 

@@ -270,8 +270,7 @@ def pin_actor(paths: RunPaths, step: int | None) -> Path:
 
     Raises UsageError (unknown step or no actor), CheckpointError (damaged), EnvironmentFailure.
     """
-    config = load_resolved(paths.config)
-    exporter = Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
+    exporter = _merged_actor(paths)
 
     def pinned(commit: Commit) -> Path:
         folder = paths.pinned(commit.directory)
@@ -284,9 +283,12 @@ def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
     """Pin a commit only for `evaluation.tasks`, until these have ended. Raises as `pin_actor`."""
     folder = paths.checkpoint_to_evaluate(commit.directory)
     if not manifest.is_pinned(folder):
-        config = load_resolved(paths.config)
-        exporter = Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
-        exporter.pin(commit, folder)
+        _merged_actor(paths).pin(commit, folder)
+
+
+def _merged_actor(paths: RunPaths) -> Exporter:
+    config = load_resolved(paths.config)
+    return Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
 
 
 def _of_commit(

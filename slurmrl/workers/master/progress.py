@@ -90,11 +90,9 @@ def ledger_of(state: Mapping[str, Any]) -> LedgerRecord:
     return _read_ledger(state["ledger"])
 
 
-def _frequency(section: Any) -> Frequency:
+def frequency(section: Any, now_s: float) -> Frequency:
     """Return the frequency of a section that has the three ``every_`` settings."""
-    return Frequency(
-        section.every_steps, section.every_seconds, section.every_epochs, now_s=time.monotonic()
-    )
+    return Frequency(section.every_steps, section.every_seconds, section.every_epochs, now_s=now_s)
 
 
 class Progress:
@@ -113,10 +111,11 @@ class Progress:
         self.controller: ScalarController = resolve(settings.algorithm.controller())(
             settings.algorithm
         )
-        self.commits = _frequency(self.config.checkpoint)
+        now_s = time.monotonic()
+        self.commits = frequency(self.config.checkpoint, now_s)
         own = self.config.trainers_evaluate
-        self.evaluations = _frequency(self.config.evaluation) if own else None
-        self.log_lines = _frequency(self.config.logging)
+        self.evaluations = frequency(self.config.evaluation, now_s) if own else None
+        self.log_lines = frequency(self.config.logging, now_s)
         self.step = 0
         self.ledger = ledger or Ledger(None if state is None else ledger_of(state))
         self.dataset: dict[str, Any] | None = None

@@ -183,19 +183,13 @@ def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
     sums and counts over a rank's part and are added up.
     """
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
-    sums = _sums(ranks, rounds)
-    return {name: total / count for name, (total, count) in sums.items() if count}
-
-
-def _sums(ranks: Sequence[int], rounds: Sequence[Answers]) -> dict[str, tuple[float, float]]:
-    """Return sum and count of each metric over ranks and rounds."""
     sums: dict[str, list[float]] = {}
     for answers, rank in product(rounds, ranks):
         for name, (total, count) in answers[rank].stats.items():
             pair = sums.setdefault(name, [0.0, 0.0])
             pair[0] += total
             pair[1] += count
-    return {name: (total, count) for name, (total, count) in sums.items()}
+    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def seconds(*rounds: Answers) -> float:

@@ -11,17 +11,16 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.backoff import READ_S, retry
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema.roles import Model
 from slurmrl.data.chat import stop_ids
-from slurmrl.data.tokenizer import decoding, load_tokenizer
+from slurmrl.data.tokenizer import decoding
 from slurmrl.engines import ENGINES
 from slurmrl.engines.fsdp.parameters import new_model
 from slurmrl.engines.hf_batch import HFRollout
@@ -31,7 +30,6 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
-from slurmrl.plan import precision
 from slurmrl.plan.checks import fit
 from slurmrl.plan.engine_rules import HF
 from slurmrl.plan.estimates.shape import stop_tokens
@@ -48,10 +46,8 @@ from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.channel.wakeups import WakeupSocket, fabric_wakeups
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.parallel import device
 from slurmrl.tensors.parallel.device import Accelerator
 from slurmrl.tensors.parallel.groups import Activity
-from slurmrl.workers import distributed
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.polling import PollIntervals
@@ -59,6 +55,7 @@ from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.task_generation import Generation, TaskRows, scoring_of
 from slurmrl.workers.rollout.task_weights import MergingHost, TaskWeights
 from slurmrl.workers.serving import own_server
+from slurmrl.workers.worker.setup import read_input, set_up_device, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +63,6 @@ if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
 
 
-T = TypeVar("T")
 MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]
 """Function that makes an engine without weights, in a running asyncio loop. Its argument is a
 private folder (mode 0700) in the host's memory."""
@@ -76,23 +72,14 @@ def build_rollout(
     paths: RunPaths, rank: int, start: StartRollout, activity: Activity
 ) -> TaskWorker | FollowingRank:
     """Build a rank of a task. Its engine has no weights yet."""
-    settings = _read("the configuration", partial(load_run_settings, paths))
-    plan = _read("the plan", lambda: Plan.read(paths.plan))
+    settings = read_input("the configuration", partial(load_run_settings, paths))
+    plan = read_input("the plan", lambda: Plan.read(paths.plan))
     group = plan.group(start.agent.group)
-    accelerator = device.choose(group.gpus_per_worker)
-    if group.gpus_per_worker:
-        reject = partial(fit.rejection_in_task, settings)
-        distributed.take_gpus(group, reject, activity, exclusive=start.exclusive)
-    elif rank == 0:
-        precision.log_slow_bfloat16(settings.config, plan, group)
-    device.set_up(
-        accelerator,
-        threads=group.threads_per_worker,
-        deterministic=bool(settings.config.deterministic),
+    reject = partial(fit.rejection_in_task, settings)
+    accelerator = set_up_device(
+        *(settings, plan, group, rank, start, activity, reject), deterministic=False
     )
-    folder = settings.config.actor.tokenizer
-    assert folder is not None, "checked at submission"
-    tokenizer = _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
+    tokenizer = tokenizer_of(settings)
     activity.phase("making the model")
     config: ModelConfig | HFConfig
     (model,) = plan.models_of(group.name).values()
@@ -110,7 +97,7 @@ def build_rollout(
         peers = _peers(paths, start, rank, accelerator, settings.config.step_timeout_s)
         compute: Callable[[], SplitRollout]
         if settings.config.actor.implementation == HF:
-            config = _read("the model", partial(own_config, settings.config.actor))
+            config = read_input("the model", partial(own_config, settings.config.actor))
             compute = transformers_rollout(settings, config, accelerator.device, decode, peers)
         else:
             config = decoder_config(settings.config.actor)
@@ -201,7 +188,7 @@ class TaskWorker:
         self._device = device
         self._tokenizer = tokenizer
         ends = partial(stop_ids, settings.config, tokenizer)
-        self._stops = _read("the stop tokens", lambda: stop_tokens(settings.config, ends()))
+        self._stops = read_input("the stop tokens", lambda: stop_tokens(settings.config, ends()))
 
     def ready(self) -> Ready:
         return Ready(rank=0, size=0, fingerprint="")
@@ -292,7 +279,7 @@ async def _listen(agent: Connection, task: TaskAtWork) -> None:
 def actor_config(model: Model) -> ModelConfig | HFConfig:
     """Return the actor's architecture, as servers need it."""
     source = None if model.path is None else Path(model.path)
-    return _read("the model", lambda: served_config("actor", model, source))
+    return read_input("the model", lambda: served_config("actor", model, source))
 
 
 def decoder_config(model: Model) -> ModelConfig:
@@ -311,11 +298,6 @@ def _cores(trainers: GroupPlan) -> int:
     if not trainers.tasks_per_host:
         return cores
     return max(1, cores * trainers.slots_per_task // trainers.slots_per_host)
-
-
-def _read(what: str, action: Callable[[], T]) -> T:
-    """Read a file that existed when the trial was submitted; a failure may be temporary."""
-    return retry(f"read {what}", action, timeout_s=READ_S)
 
 
 def native(

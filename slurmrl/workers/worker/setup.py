@@ -36,7 +36,7 @@ from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import fit
 from slurmrl.plan.estimates.shape import stop_tokens
 from slurmrl.plan.estimates.worker_memory import share_of_server
-from slurmrl.plan.model import Plan
+from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
@@ -47,9 +47,17 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, RankId, group_of
 from slurmrl.tensors.checkpoint.manifest import is_pinned, until_certain, verify_share
 from slurmrl.tensors.parallel import device, groups
+from slurmrl.tensors.parallel.device import Accelerator
 from slurmrl.tensors.parallel.groups import Activity, ParallelContext
-from slurmrl.workers import distributed
-from slurmrl.workers.distributed import RunStore, collective_timeout, host_group, join, wait_for_all
+from slurmrl.workers.distributed import (
+    Reject,
+    RunStore,
+    collective_timeout,
+    host_group,
+    join,
+    take_gpus,
+    wait_for_all,
+)
 from slurmrl.workers.messages import (
     Answer,
     Done,
@@ -120,7 +128,7 @@ def build_rollout(
 
 
 def _maker(paths: RunPaths, who: RankId) -> Callable[..., Any]:
-    plan = _read("the plan", lambda: Plan.read(paths.plan))
+    plan = read_input("the plan", lambda: Plan.read(paths.plan))
     make: Callable[..., Any] = resolve(plan.group(group_of(who.world)).worker)
     return make
 
@@ -133,28 +141,22 @@ def build_trainer(
     say: Callable[[Preparing], None],
 ) -> Executor:
     """Build a trainer's executor, with the weights of the commit that ``start`` names, if any."""
-    settings = _read("the configuration", lambda: load_run_settings(paths))
-    _read("the models and data", lambda: require_inputs(settings))
-    plan = _read("the plan", lambda: Plan.read(paths.plan))
+    settings = read_input("the configuration", lambda: load_run_settings(paths))
+    read_input("the models and data", lambda: require_inputs(settings))
+    plan = read_input("the plan", lambda: Plan.read(paths.plan))
     group = plan.trainers
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
-    accelerator = device.choose(group.gpus_per_worker)
-    if accelerator.device.type == "cuda":  # models of a checkpoint have already fitted
-        reject = partial(fit.rejection, settings) if start.base is None else _accept
-        distributed.take_gpus(group, reject, activity, exclusive=start.exclusive)
-    elif rank % group.workers_per_host == 0:
-        precision.log_slow_bfloat16(settings.config, plan, group)
-    deterministic = settings.config.deterministic
-    device.set_up(
-        accelerator,
-        threads=group.threads_per_worker,
-        deterministic=accelerator.device.type == "cpu" if deterministic is None else deterministic,
+    # The models of a checkpoint have already fitted into such a GPU.
+    reject = partial(fit.rejection, settings) if start.base is None else _accept
+    accelerator = set_up_device(
+        *(settings, plan, group, rank, start, activity, reject),
+        deterministic=not group.gpus_per_worker,
     )
     torch.manual_seed(settings.config.seed * group.world_size + rank)
     timeout = collective_timeout(settings.config.step_timeout_s)
     activity.phase("joining the other ranks")
     store = join(start, rank, paths.meeting(start.incarnation), accelerator, timeout)
-    tokenizer = _tokenizer(settings)
+    tokenizer = tokenizer_of(settings)
     datasets = Datasets(paths.data, start.incarnation, settings.config, store, activity)
     opened = datasets.provide(tokenizer, rank, say)  # before any rank waits in a collective
     activity.phase("connecting to the other ranks")
@@ -198,13 +200,40 @@ def build_trainer(
         engines,
         opened,
         tokenizer,
-        _read("the stop tokens", lambda: stop_tokens(settings.config, ends())),
+        read_input("the stop tokens", lambda: stop_tokens(settings.config, ends())),
         cores,
         mail,
         reallocations,
         residence,
         *(activity, versions, start.submission, UpdateKept.of(settings, plan, served)),
     )
+
+
+def set_up_device(
+    settings: Settings,
+    plan: Plan,
+    group: GroupPlan,
+    rank: int,
+    start: Start,
+    activity: Activity,
+    reject: Reject,
+    *,
+    deterministic: bool,
+) -> Accelerator:
+    """Take this rank's GPUs, or its CPU threads.
+
+    ``deterministic`` is the default of the setting ``deterministic``. Raises as
+    `distributed.take_gpus`.
+    """
+    accelerator = device.choose(group.gpus_per_worker)
+    if group.gpus_per_worker:
+        take_gpus(group, reject, activity, exclusive=start.exclusive)
+    elif rank % group.workers_per_host == 0:
+        precision.log_slow_bfloat16(settings.config, plan, group)
+    if settings.config.deterministic is not None:
+        deterministic = settings.config.deterministic
+    device.set_up(accelerator, threads=group.threads_per_worker, deterministic=deterministic)
+    return accelerator
 
 
 def _accept(gpu: str, total_bytes: int) -> None:
@@ -226,7 +255,7 @@ def load(
     # a rank that finds damage reports it before any rank loads
     wait_for_others("checkpoint verified")
     for engine in engines:
-        _read("the checkpoint", partial(engine.load, checkpoint))
+        read_input("the checkpoint", partial(engine.load, checkpoint))
 
 
 def verify_pinned(
@@ -248,7 +277,7 @@ def verify_pinned(
 
 def _verify(checkpoint: Path, rank: int, ranks: int) -> None:
     share = partial(verify_share, checkpoint, rank, ranks)
-    _read("the checkpoint", lambda: until_certain(share))
+    read_input("the checkpoint", lambda: until_certain(share))
 
 
 def require_inputs(settings: Settings) -> None:
@@ -271,7 +300,7 @@ def _engines(
         model = model_of(config, role)
         source = Path(model.path) if model.path is not None else None
         if source is not None:  # check here: no other rank waits in a collective yet
-            _read(f"the model of {role}", partial(inputs.check_folder, source))
+            read_input(f"the model of {role}", partial(inputs.check_folder, source))
         steps = (config.total_steps or 0) - algorithm.untrained_steps(role)
         placed = plan.models[role]
         if placed.averaged:  # like a trained model, but without moments
@@ -346,13 +375,13 @@ def _share_of_gpu(settings: Settings, device: torch.device) -> int | None:
     return share_of_server(settings, total)
 
 
-def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+def tokenizer_of(settings: Settings) -> PreTrainedTokenizerBase:
     folder = settings.config.actor.tokenizer
     assert folder is not None, "checked at submission"
-    return _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
+    return read_input("the tokenizer", lambda: load_tokenizer(Path(folder)))
 
 
-def _read(what: str, action: Callable[[], T]) -> T:
+def read_input(what: str, action: Callable[[], T]) -> T:
     """Read a file that existed when the trial was submitted; a failure may be temporary."""
     return retry(f"read {what}", action, timeout_s=READ_S)
 
