@@ -131,7 +131,7 @@ class NameStore:
     def clear_subtree(self, root: str) -> None:
         """Delete the keys of `find_subtree`."""
         for key in self.find_subtree(root):
-            with suppress(NameNotFoundError):  # another process has deleted the key
+            with suppress(NameNotFoundError):  # Another process may delete the key first.
                 self.delete(key)
 
     def delete(self, name: str) -> None:

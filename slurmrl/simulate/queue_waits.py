@@ -171,12 +171,12 @@ def _jobs(path: Path, header: Sequence[str], lines: Sequence[str]) -> Iterator[T
             raise UsageError(f"{path}:{number}: has {len(cells)} columns, the header {len(header)}")
         row = dict(zip(header, cells, strict=True))
         if "." in row.get("JobID", ""):
-            continue  # a step of a job
+            continue  # This line is a step of a job.
         where = f"{path}:{number}"
         start = _time(row["Start"], where, "Start")
         queued = _time(row["Submit"], where, "Submit")
         if start is None or queued is None:
-            continue  # the job has not started
+            continue  # The job has not started.
         eligible = _time(row.get("Eligible", ""), where, "Eligible")
         times = [one for one in (start, queued, eligible) if one is not None]
         if len({one.tzinfo is None for one in times}) > 1:

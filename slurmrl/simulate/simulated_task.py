@@ -82,7 +82,7 @@ class SimulatedTask:
     def first_end(self) -> float | None:
         """Return the tokens per group until the first group ends; None without groups."""
         while self.ends and self.items.get(self.ends[0][2], ("",))[0] != self.ends[0][3]:
-            heapq.heappop(self.ends)  # the master aborted this group
+            heapq.heappop(self.ends)  # The master has aborted this group.
         return max(self.ends[0][0] - self.tokens, 0.0) if self.ends else None
 
     def finish(self, *, interruptible: bool) -> StoredGroup:

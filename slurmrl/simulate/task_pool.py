@@ -105,7 +105,7 @@ class TaskPool:
         self.ledger = SampleLedger(1, Lineage({1: None}))
         self._leases = self._make_leases(Lineage({1: None}))
         self.limit_s = math.inf if costs.slurm.time is None else time_limit_s(costs.slurm.time)
-        if not costs.inside:  # otherwise the failures of the trainers' hosts count
+        if not costs.inside:  # Inside, the failures of the trainers' hosts count.
             for first in range(0, simulated, self._per_host):
                 self._plan_loss(first)
 
@@ -266,7 +266,7 @@ class TaskPool:
         if kind == "begin":
             self._begin(task)
         elif kind == "orphans":
-            if self._orphaned_at <= self._now:  # otherwise a job of the trainers runs again
+            if self._orphaned_at <= self._now:  # Otherwise a job of the trainers runs again.
                 self._end_all()
         elif kind == "host":
             self._lose_host(task.number)
@@ -317,7 +317,7 @@ class TaskPool:
 
     def _begin(self, task: SimulatedTask) -> None:
         if self._orphaned_at < math.inf:
-            self._held.add(task.number)  # queued tasks do not start without trainers
+            self._held.add(task.number)  # Queued tasks do not start without trainers.
             return
         task.begin(self._now)
         place = task.number, task.attempt

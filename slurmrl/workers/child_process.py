@@ -1,17 +1,18 @@
 """Child processes that cannot outlive their parent and that only their parent ends.
 
-Children ignore the signals that Slurm sends to whole steps (their agent handles them). When the
-parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe. They drop
-output that the output file does not accept.
+Children ignore the signals that Slurm sends to whole steps, because their agent handles these
+signals. When the parent dies, the kernel sends SIGKILL to its children, and they read end of file
+from their pipe. Children drop output that the output file does not accept.
 
-They send pulses over their pipe. A process sends none while it is stopped or its interpreter lock
-is held. A process that waits for other ranks does send them; the master's deadline limits waits.
+Children send pulses over their pipe. A process sends no pulses while it is stopped or its
+interpreter lock is held. A process that waits for other ranks still sends pulses; the master's
+deadline limits such waits.
 
-On request, a process writes its stacks, even if it hangs. SIGQUIT makes it write the Python stacks
-of its threads into memory that it shares with its agent. The interpreter's fault handler does this
-inside the signal handler, so it works while the interpreter lock is held or a collective never
-ends. It fails only if the process is stopped or blocked in the kernel. The pulse thread then adds
-the parts that need Python (torch's flight recorder) and the last line.
+On request, a process writes its stacks, even if it hangs. On SIGQUIT, the interpreter's fault
+handler writes the Python stacks of all threads into memory that the process shares with its agent.
+The fault handler runs inside the signal handler, so it works while the interpreter lock is held or
+a collective never ends. It fails only if the process is stopped or blocked in the kernel. The pulse
+thread then adds the parts that need Python (torch's flight recorder) and the last line.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 10.0
-"""Seconds that killed children may take to end. A child that is blocked in the kernel (a file
-system or a GPU does not answer) takes longer, and nothing can shorten that."""
+"""Seconds that killed children may take to end. A child that is blocked in the kernel, because a
+file system or a GPU does not answer, takes longer."""
 
 
 def name_process(name: str) -> None:
@@ -69,17 +70,17 @@ def adopt_orphans() -> None:
 def ignore_signals() -> None:
     """Ignore the signals that Slurm sends to whole steps; the agent handles them.
 
-    Children inherit this. They call it again, because a container runtime may reset it (Apptainer
-    does).
+    Children inherit this setting. They call this function again, because a container runtime such
+    as Apptainer resets it.
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def allow_tracing() -> None:
-    """Let the user's other processes read this process's stacks, as py-spy does.
+    """Let other processes of the user, such as py-spy, read the stacks of this process.
 
-    Yama may restrict that to ancestors. A process does not inherit this permission.
+    Otherwise Yama may allow this only to ancestors. Children do not inherit the permission.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
@@ -101,14 +102,12 @@ def kill_parent() -> None:
 class Child:
     """A child process of this process."""
 
-    def __init__(
-        self, name: str, process: subprocess.Popen[bytes], stacks_fd: int | None = None
-    ) -> None:
-        """``stacks_fd`` is the file for its stacks on request (see `workers.child_process`)."""
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self.name = name
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
-        self.stacks_fd = stacks_fd
+        self.stacks_fd: int | None = None
+        """Descriptor of the file to which the child writes its stacks on request."""
 
     def ended(self) -> int | None:
         """Return the exit code, negative for a signal, or None while it runs."""
@@ -141,7 +140,7 @@ def find_descendant(pid: int, name: str) -> int | None:
             ]
             if (folder / "comm").read_text().rstrip("\n") == name:
                 return int(folder.name)
-        except OSError:  # the process has ended, or this kernel lacks lists of children
+        except OSError:  # The process has ended, or this kernel lacks lists of children.
             continue
         waiting += children
     return None
@@ -150,8 +149,8 @@ def find_descendant(pid: int, name: str) -> int | None:
 def kill_descendant(pid: int, name: str) -> int | None:
     """Send SIGKILL to the descendant of ``pid`` that has this name.
 
-    Return a descriptor that is readable when it has ended and its memory and devices are freed;
-    None if there is no such process.
+    Return a descriptor that is readable when the process has ended and its memory and devices are
+    freed; None if there is no such process.
     """
     descendant = find_descendant(pid, name)
     if descendant is None:
@@ -160,7 +159,7 @@ def kill_descendant(pid: int, name: str) -> int | None:
         pidfd = os.pidfd_open(descendant)
     except ProcessLookupError:
         return None
-    if find_descendant(pid, name) == descendant:  # another process may have got its pid
+    if find_descendant(pid, name) == descendant:  # The kernel may have reused the pid.
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     return pidfd
@@ -180,7 +179,7 @@ def ending(name: str, code: int | None) -> str:
 
 
 def close_all(children: Iterable[Child], timeout_s: float = KILL_TIMEOUT_S) -> None:
-    """Kill children together. Do not wait longer for children that do not end in time."""
+    """Kill children together. Wait at most ``timeout_s`` seconds until all have ended."""
     closed = list(children)
     for child in closed:
         child.kill()
@@ -205,9 +204,9 @@ def spawn(
     interpreter: Sequence[str] = (sys.executable,),
     descriptors: Sequence[int] = (),
 ) -> Child:
-    """Start ``python -P -m module arguments`` with its output in ``output``.
+    """Start ``python -P -m module arguments`` and redirect the output to ``output``.
 
-    ``interpreter`` may begin with a container's command; ``descriptors`` stay open. Raises
+    ``interpreter`` may begin with a container's command. The child inherits ``descriptors``. Raises
     EnvironmentFailure if the command cannot be executed.
     """
     parent = os.getpid()
@@ -215,7 +214,7 @@ def spawn(
 
     def before_exec() -> None:
         ignore_signals()
-        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until the child has a handler
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # The child sets a handler later.
         die_with(parent)
 
     try:
@@ -246,7 +245,7 @@ def spawn_with_pipe(
 ) -> tuple[Child, Connection]:
     """Start a process as `spawn` does, with a pipe and a file for its stacks.
 
-    The child gets the other end of the pipe as ``--pipe-fd``.
+    Return the child and this end of the pipe. ``--pipe-fd`` names the child's end.
     """
     ours, theirs = Connection.pair()
     stacks_fd = new_stacks_file()
@@ -272,9 +271,9 @@ def spawn_with_pipe(
 
 
 class _Forgiving(io.FileIO):
-    """Drops output that the file does not accept (full disk, unreachable server).
+    """File that drops output during errors (full disk, unreachable server).
 
-    It writes a note about the loss as soon as the file accepts output again.
+    It notes the number of dropped bytes as soon as it accepts output again.
     """
 
     _dropped = 0
@@ -325,9 +324,9 @@ def new_stacks_file() -> int:
 
 
 def write_stacks_on_signal(descriptor: int) -> None:
-    """Let this process and its forks answer the signal. Call it in the main thread.
+    """Let this process and its forks write their stacks on SIGQUIT. Call it in the main thread.
 
-    The fault handler then calls Python's handler of the signal, which only wakes `stacks_wakeup`.
+    The fault handler then calls Python's signal handler, which makes `stacks_wakeup` readable.
     """
     signal.signal(STACKS_SIGNAL, _ignore)
     signal.siginterrupt(STACKS_SIGNAL, False)
@@ -335,21 +334,21 @@ def write_stacks_on_signal(descriptor: int) -> None:
 
 
 def stacks_wakeup() -> int:
-    """Return a descriptor that is readable after each signal, even in a blocked thread."""
+    """Return a descriptor that is readable after each signal, even while Python code is blocked."""
     ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     return ours
 
 
 def finish_stacks(descriptor: int, text: str) -> None:
-    """Append the parts that only a running interpreter can provide, and the last line."""
+    """Append ``text``, which only a running interpreter can provide, and the last line."""
     os.write(descriptor, (text + LAST_LINE).encode())
 
 
 def take_stacks(descriptor: int, most_bytes: int) -> tuple[str, bool]:
-    """Return the output of a process since `clear_stacks`, and whether it is complete.
+    """Return the stacks that a process has written, and whether they are complete.
 
-    Text beyond ``most_bytes`` is cut.
+    Cut the stacks after ``most_bytes``.
     """
     data = os.pread(descriptor, most_bytes, 0)
     size = os.fstat(descriptor).st_size
@@ -360,7 +359,7 @@ def take_stacks(descriptor: int, most_bytes: int) -> tuple[str, bool]:
 
 
 def own_stacks(most_bytes: int) -> str:
-    """Return the stacks of this process, with the calling thread in this function."""
+    """Return the stacks of all threads of this process, at most ``most_bytes``."""
     descriptor = new_stacks_file()
     try:
         faulthandler.dump_traceback(descriptor, all_threads=True)
@@ -382,18 +381,18 @@ K = TypeVar("K", bound=Hashable)
 CHUNK_BYTES = 4096
 PULSES_PER_SILENCE = 4
 GAPS_PER_SILENCE = 4
-"""The time between two checks counts as at most the silence limit divided by this: the watcher may
-not have run in between, so it could not receive pulses."""
+"""Divisor of the silence limit. The time between two checks counts at most this fraction, because a
+suspended agent could not receive pulses in between."""
 
 
 def pulse_interval_s(heartbeat_s: float, silence_s: float) -> float:
-    """Return the interval between two pulses; several must be missing before silence counts."""
+    """Return the interval between two pulses, of which ``silence_s`` seconds contain several."""
     return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
 
 
 @dataclass(frozen=True)
 class Errand:
-    """A second task of the pulse thread: call ``run`` whenever ``wakeup`` is readable."""
+    """A second task of the pulse thread: to call ``run`` whenever ``wakeup`` is readable."""
 
     wakeup: int
     run: Callable[[], None]
@@ -407,8 +406,8 @@ def start_pulse(
 ) -> None:
     """Send a pulse at once and then every ``every_s`` seconds, from a thread.
 
-    The thread ends with the process or the pipe. It sends no pulse while earlier messages are
-    unread, because these show that the process is alive too.
+    The thread ends with the process or the pipe. It sends no pulse while the pipe still holds
+    unread messages, because these also show that the process is alive.
     """
 
     def beat() -> None:
@@ -427,7 +426,7 @@ def start_pulse(
 class SilenceWatch(Generic[K]):
     """Tracks how long each of several processes has been silent.
 
-    The time before its first sign of life does not count.
+    The time before the first sign of life of a process does not count.
     """
 
     def __init__(self, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:

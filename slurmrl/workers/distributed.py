@@ -1,15 +1,15 @@
 """The process group of a worker's world, the worker's GPUs, and its current collective.
 
-The ranks find each other by a store in the run directory, which belongs to the user. torch's
-TCPStore listens on a port without authentication: any user of the network could change the
-addresses to which ranks connect, and other values that they read. The store has one file per key.
-While the group forms, each rank writes its keys once and reads the other ranks' keys once.
+The ranks find each other through a store in the run directory, which only the user can change.
+torch's TCPStore would listen on a port without authentication, so any user of the network could
+change the addresses to which ranks connect. The store has one file per key. While the group forms,
+each rank writes its keys once and reads the other ranks' keys once.
 
-torch's flight recorder shows the current collective of a rank. It records every collective of NCCL
-and gloo anyway (TORCH_FR_BUFFER_SIZE entries, 2000 by default), so this adds no cost to a
-collective. For each group, torch also keeps the numbers of the newest collective that has begun and
-of the newest that has ended, which are cheap to read. Reading the entries takes milliseconds, so
-this module does it only for a collective that does not end.
+torch's flight recorder shows the current collective of a rank. It records all collectives of NCCL
+and gloo in any case (TORCH_FR_BUFFER_SIZE entries, 2000 by default). For each group, torch also
+keeps the number of the newest collective that has begun and of the newest that has ended. These
+numbers are cheap to read. Reading the entries takes milliseconds, so this module reads them only
+when a collective does not end.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.messages import Start
 
 SHORTEST_TIMEOUT = timedelta(minutes=30)
-"""Minimum time-out, because no call of the master limits the time in which models are loaded."""
+"""Minimum time-out, because ranks may load models for longer than a call may last."""
 MARGIN = timedelta(minutes=5)
 T = TypeVar("T")
 SHORTEST_POLL_S = 0.02
 POLL_S_PER_RANK = 0.0005
-"""Poll interval per rank: all ranks together list the directory at most 2000 times a second."""
+"""Poll interval per rank: all ranks together list the directory at most 2000 times per second."""
 Reject = Callable[[str, int], str | None]
-"""Returns why models cannot fit into a GPU with this name and bytes; None if they may."""
+"""Returns why models cannot fit into a GPU with this name and memory in bytes; None if they may."""
 
 
 def collective_timeout(step_timeout_s: float) -> timedelta:
     """Return the time-out of one collective.
 
-    Ranks may wait for each other as long as a call may last, and the master's deadline, which
-    reports the wait, must come first.
+    Ranks may wait for each other as long as a call may last. The time-out is longer than
+    ``step_timeout_s``, so that the master's deadline comes first and reports the wait.
     """
     return max(SHORTEST_TIMEOUT, timedelta(seconds=step_timeout_s) + MARGIN)
 
@@ -73,13 +73,16 @@ def join(
     """Form the process group of all ranks that meet in ``directory``; return its store.
 
     Args:
-        start: has the number of ranks and the network interface.
-        directory: a directory that only this world uses.
+        start: message with the number of ranks and the network interface.
+        rank: this rank in the world.
+        directory: directory that only this world uses.
+        accelerator: device and backend of this rank.
         timeout: time-out of one collective.
     """
     if interface := start.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # a bare name is a prefix
+        # Without "=", NCCL uses the name as a prefix.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     store = RunStore(directory, start.world_size, timeout)
     dist.init_process_group(
         accelerator.backend,
@@ -88,23 +91,23 @@ def join(
         world_size=start.world_size,
         timeout=timeout,
     )
-    # torch references only the C++ part of the store, which fails without this Python object.
+    # Keep the Python object of the store: torch references only its C++ part, which needs it.
     weakref.finalize(dist.group.WORLD, id, store)
     return store
 
 
 def wait_for_all(store: RunStore, rank: int, world_size: int, name: str) -> None:
-    """Return once all ranks have called this with ``name``.
+    """Wait until all ranks have called this function with ``name``.
 
-    A barrier of NCCL would make a communicator of all ranks, which nothing else uses. It would cost
-    memory and time on each GPU.
+    A barrier of NCCL would need a communicator of all ranks, which costs memory and time on each
+    GPU and has no other use.
     """
     store.set(f"{name}/{rank}", "")
     store.wait([f"{name}/{other}" for other in range(world_size)])
 
 
 def host_group(accelerator: Accelerator, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a group for tensors in host memory; None is the world's own. Collective."""
+    """Return a gloo group for tensors in host memory; None for the world's group. Collective."""
     if accelerator.backend == "gloo":
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
@@ -112,14 +115,14 @@ def host_group(accelerator: Accelerator, timeout: timedelta) -> dist.ProcessGrou
 
 
 class RunStore(Store):
-    """The store of one world in ``directory``, which its ranks create.
+    """The store of one world in ``directory``, which the ranks create.
 
-    torch calls it from C++, and needs only these methods to form groups of gloo and NCCL. The
-    store, and every store that `clone` returns, must exist as long as the groups.
+    torch calls these methods from C++ to form groups of gloo and NCCL. The store must exist as long
+    as the groups.
     """
 
     def __init__(self, directory: Path, world_size: int, timeout: timedelta) -> None:
-        """``timeout`` is the time-out of `get`, and the default of `wait`."""
+        """``timeout`` is the time-out of `get` and the default time-out of `wait`."""
         super().__init__()
         atomic.make_private_directory(directory)
         self._directory = directory
@@ -135,7 +138,7 @@ class RunStore(Store):
     def get(self, key: str) -> bytes:
         """Wait until a rank has set a key; return its value.
 
-        Raises DistStoreError after the time-out, EnvironmentFailure without an answer.
+        Raises DistStoreError after the time-out, EnvironmentFailure if the directory fails.
         """
         self.wait([key])
         path = self._directory / _file_name(key)
@@ -166,7 +169,7 @@ class RunStore(Store):
             backoff.sleep()
 
     def clone(self) -> RunStore:
-        """Return this store, which has no connection, for torch's NCCL monitor thread."""
+        """Return this store for torch's NCCL monitor thread; it has no connection to copy."""
         return self
 
     def _names(self) -> list[str]:
@@ -181,12 +184,12 @@ def _retry(what: str, action: Callable[[], T]) -> T:
 
 
 def _file_name(key: str) -> str:
-    """Return a name for a key of any length and with any characters."""
+    """Return a file name for a key, which may be long and contain any characters."""
     return sha256(key.encode()).hexdigest()
 
 
 def take_gpus(group: GroupPlan, reject: Reject, activity: Activity, *, exclusive: bool) -> None:
-    """Wait for this worker's GPUs, on cores near the first one.
+    """Bind this process to CPU cores near its first GPU and wait for free memory on all its GPUs.
 
     ``exclusive``: see `device.wait_until_free`. Raises UsageError for models that cannot fit, and
     UnusableGpuError.
@@ -201,11 +204,12 @@ def take_gpus(group: GroupPlan, reject: Reject, activity: Activity, *, exclusive
 
 
 SHOWN = 40
-"""Number of newest collectives in a rank's stacks."""
+"""Number of newest collectives that a rank adds to its stacks."""
 Dump = Callable[[bool, bool], bytes]
-"""Function that returns JSON; its arguments: with collectives, only active ones."""
+"""Function that returns the flight recorder as JSON. Arguments: whether to include collectives, and
+whether to include only active ones."""
 Place = tuple[str, str]
-"""torch's number of a group, and the number of a collective in it."""
+"""torch's number of a group, and the number of a collective in this group."""
 
 
 class _Entry(NamedTuple):
@@ -220,7 +224,7 @@ class _Entry(NamedTuple):
 
 
 class Collectives:
-    """Tracks the pending collective. Only one thread calls it, periodically."""
+    """Finds collectives that do not end. Only one thread may call this, periodically."""
 
     def __init__(self) -> None:
         self._pending: set[Place] = set()
@@ -229,9 +233,9 @@ class Collectives:
         """Entries of collectives that were pending at the last two calls."""
 
     def waiting(self) -> PendingCollective | None:
-        """Return the oldest collective that was pending at the last call too.
+        """Return the oldest collective that is pending now and was pending at the last call.
 
-        None if there is none, or if torch does not report any.
+        Return None without such a collective, or if torch reports none.
         """
         pending = _pending(_dump(entries=False))
         stuck = pending & self._pending
@@ -284,7 +288,7 @@ def _dump(*, entries: bool) -> dict[str, Any]:
 
 
 def _pending(content: Mapping[str, Any]) -> set[Place]:
-    """Return each group's newest collective, if it has not ended."""
+    """Return the newest collective of each group, if it has not ended."""
     groups: Mapping[str, Mapping[str, str]] = content.get("pg_status", {})
     return {
         (group, numbers.get("last_enqueued_collective", ""))

@@ -1,7 +1,7 @@
 """Failures of incarnations (see `run.reports`) and explanations of hangs.
 
-Only the first failure published counts. An explanation contains the activity of the ranks when
-silence or a deadline ended an incarnation.
+Only the first published failure of an incarnation counts. The explanation of a hang contains the
+activity of the ranks when silence or a deadline ended the incarnation.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from slurmrl.run.reports import Cause, Failure, Hang, Identity, LostHost
 logger = log.get(__name__)
 
 PUBLISH_TIMEOUT_S = 60.0
-"""Seconds without an answer from the directory after which a failure goes unreported."""
+"""Seconds after which a process gives up publishing a failure if the directory does not answer."""
 ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
-"""Errors that may not occur again at another start, perhaps on another host."""
+"""Errors that another start, perhaps on another host, may avoid."""
 COLLECT_S = 15.0
 """Seconds that the master waits for the stacks of all hosts."""
 
 
 def failure_of(error: Exception, who: str) -> Failure:
-    """Return the failure in an exception, or derive one from its type; ``who`` is what failed."""
+    """Return the failure that an exception carries or means. ``who`` names the failed process."""
     if isinstance(error, ReportedError):
         failure: Failure = error.failure
         return failure
@@ -62,7 +62,7 @@ def failure_of(error: Exception, who: str) -> Failure:
 def traceback_of(error: BaseException) -> str:
     """Return the traceback, without the frames of slurmrl that called the user's code.
 
-    The log of the process has them.
+    The log of the process contains all frames.
     """
     shown = traceback.TracebackException.from_exception(error)
     omitted = 0
@@ -84,12 +84,12 @@ def _chain(shown: traceback.TracebackException | None) -> Iterator[traceback.Tra
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a source file is the user's: it is below an entry of PYTHONPATH.
+    """Return whether a source file belongs to the user: it is below an entry of PYTHONPATH.
 
-    The first entry has the trial's copy of the code. Packages are not the user's, even if they are
-    installed for editing.
+    The first entry contains the trial's copy of the code. Installed packages do not count, even
+    editable ones.
     """
-    # In a trial, tracebacks show the file name in the code object, not __file__.
+    # Compare with the file name of a code object, because tracebacks contain that name.
     path, ours = Path(file), Path(failure_of.__code__.co_filename).parents[1]
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(ours):
         return False
@@ -98,7 +98,7 @@ def _is_users(file: str) -> bool:
 
 
 def concerning(error: BaseException, failure: Failure) -> Failure:
-    """Add the checkpoint or the input that an error names."""
+    """Return the failure with the damaged checkpoint or the missing input that an error names."""
     if isinstance(error, DamagedCheckpointError):
         return replace(failure, damaged=error.directory)
     if isinstance(error, UnreadableInputError):
@@ -109,7 +109,7 @@ def concerning(error: BaseException, failure: Failure) -> Failure:
 def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
     """Publish why an incarnation failed.
 
-    Return False if another failure was published first or the directory did not take this one.
+    Return False if another process was first or the directory did not accept the failure.
     """
     try:
         _add(names, "publish the failure", keys.failure(incarnation), failure, replace=False)
@@ -132,7 +132,7 @@ def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> N
 
 
 def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:
-    """Publish that this start of a job no longer uses a host.
+    """Publish that a job no longer uses a host until the job starts again.
 
     Raises EnvironmentFailure if the directory does not answer.
     """
@@ -154,9 +154,9 @@ def publish_hang(
     rows: Sequence[RankProgress],
     files: Sequence[str],
 ) -> None:
-    """Log the explanation, write it as an event and add it to the name store for `status`.
+    """Log the explanation of a hang, write it as an event and publish it for `slurmrl status`.
 
-    ``files`` contain the stacks.
+    ``files`` are the names of the files with the stacks.
     """
     explained = Hang(text=explain(grouped(rows)), files=tuple(files))
     logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")

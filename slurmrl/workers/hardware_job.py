@@ -1,8 +1,8 @@
 """The program of the job that measures hardware.
 
 ``python -P -m slurmrl.workers.hardware_job FOLDER`` runs on each host of the job. It reads
-``ask.json``, starts a process for each rank of the host, and leaves ``result.<task>.json`` with the
-points of all its ranks, or with the error of one.
+``ask.json`` and starts a process for each rank of the host. Then it writes ``result.<task>.json``
+with the measured points of all these ranks, or with the error of one of them.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ TIMEOUT: Final = timedelta(minutes=5)
 ECHO: Final = 76
 """Exit code of a rank whose error looks like a consequence of another rank's end."""
 CONSEQUENCES: Final = (ECHO, None)
-"""Ends that do not explain a failure if another rank's end does."""
+"""Exit codes that explain a failure only if no other rank has another exit code."""
 ECHO_S: Final = 10.0
-"""How long such an end waits for the end that explains it."""
+"""Seconds to wait for another rank's exit code after one of `CONSEQUENCES`."""
 
 
 def result_name(task: int) -> str:
-    """Return the file of a host's result."""
+    """Return the file name of a host's result."""
     return f"result.{task}.json"
 
 
 def points_name(rank: int) -> str:
-    """Return the file of a rank's points."""
+    """Return the file name of a rank's points."""
     return f"points.{rank}.json"
 
 
 def measure_host(folder: Path, task: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Run the ranks of a host; return their points, or the error of the one that failed first.
+    """Run the ranks of a host; return their points, or the error that explains the failure.
 
-    After an error, other ranks may still run; they end with this process.
+    After an error, other ranks may still run until this process ends.
     """
     local = int(request["ranks_per_host"])
     ranks = range(task * local, (task + 1) * local)
@@ -74,9 +74,9 @@ def measure_host(folder: Path, task: int, request: dict[str, Any]) -> dict[str, 
 
 
 def _failures(runs: Mapping[Future[child.ChildEnd], int]) -> list[tuple[int, child.ChildEnd]]:
-    """Wait for the ranks; return the failed ones as soon as one of them explains the failure.
+    """Wait for the ranks. Return the failed ranks as soon as one explains the failure.
 
-    Other ranks may wait minutes for the failed rank.
+    Do not wait for all ranks, because they may wait for the failed rank for minutes.
     """
     left, failed = set(runs), list[tuple[int, child.ChildEnd]]()
     while left and all(end.code in CONSEQUENCES for _, end in failed):
@@ -98,7 +98,7 @@ def _run(folder: Path, request: dict[str, Any], devices: list[str], rank: int) -
 
 
 def measure_rank(folder: Path, rank: int, request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the points of one rank. All ranks call it at the same time."""
+    """Measure and return the points of one rank. Collective over all ranks."""
     import torch.distributed as dist
 
     from slurmrl.tensors.parallel import device
@@ -155,7 +155,7 @@ def _groups(rank: int, local: int, hosts: int) -> Iterator[Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run as a host's program, or as a rank if the arguments name one."""
+    """Run the program of a host, or of a rank if the arguments name one."""
     folder = Path(arguments[0])
     calls.set_private_umask()
     request = documents.read(folder / ASK)
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
         found = measure_host(folder, task, request)
         atomic.replace(folder / result_name(task), json.dumps(found).encode())
         if "error" in found:
-            os._exit(1)  # the kernel kills ranks that still wait for the failed one
+            os._exit(1)  # The kernel kills ranks that still wait for the failed rank.
         return 0
     rank = int(arguments[1])
     try:

@@ -1,11 +1,10 @@
 """Measurements of a rank's hardware: products, memory, collectives, a model, and the directory.
 
-Each measurement yields points: plain values with the minimum seconds of several repetitions,
-because other processes can only make a repetition slower. Ranks with one thread on a processor
-count CPU seconds for the same reason; in collectives inside a host, these include the threads that
-send and receive. Between hosts, wall seconds count, because a processor does not work while the
-network carries data. `desk.measured_profile` turns the points into the numbers of a hardware
-profile.
+Each measurement yields points, from which `desk.measured_profile` computes a hardware profile. A
+point has the minimum seconds of several repetitions, because other processes can only slow a
+repetition down. For the same reason, CPU ranks with one thread measure CPU seconds; inside a host,
+these include the threads that send and receive. Between hosts, all ranks measure wall seconds,
+because a CPU is idle while the network carries data.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ MOST: Final = 50
 """Maximum number of repetitions of one measurement."""
 SMALL_BYTES: Final = 4096
 SHORT: Final = 32
-"""Length of short sequences, in which attention costs almost no time."""
+"""Length of sequences in which attention takes almost no time."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank and the group of a measurement of collectives."""
+    """The group of ranks in a measurement of collectives, and this rank's place in it."""
 
     rank: int
     size: int
@@ -72,7 +71,7 @@ class Measures:
         self._is_gpu = accelerator.device.type == "cuda"
 
     def device(self) -> Iterator[Point]:
-        """Yield the GPU's name and bytes, without seconds."""
+        """Yield the GPU's name and memory in bytes. This point has no seconds."""
         if self._is_gpu:
             found = torch.cuda.get_device_properties(self._device)
             yield {"what": "device", "name": found.name, "bytes": found.total_memory}
@@ -86,7 +85,7 @@ class Measures:
                 yield {"what": "product", "width": dtype.itemsize, "side": side, "seconds": seconds}
 
     def memory(self) -> Iterator[Point]:
-        """Yield the seconds of a copy, of a sum, and of a product with one row."""
+        """Yield the seconds of a copy, of a sum, and of the product of a row and a matrix."""
         count = self._sizes.copy_bytes // 4
         one, other, out = (self._random(count) for _ in range(3))
         copied = self._least(lambda: out.copy_(one))
@@ -103,7 +102,7 @@ class Measures:
             yield {"what": "host_copy", "bytes": 4 * count, "seconds": seconds}
 
     def model(self) -> Iterator[Point]:
-        """Yield the seconds of the built-in decoder's layers, and of generation with it."""
+        """Yield the seconds of forward passes of the built-in decoder, and of generation."""
         decoder, sizes = self._decoder(), self._sizes
         tokens = sizes.tokens
         for count, length in ((tokens, tokens), (tokens, SHORT), (1, 1)):
@@ -137,7 +136,7 @@ class Measures:
         return decoder.to(self._device, dtype).requires_grad_(False)
 
     def _generated(self, engine: NativeRollout, rows: int) -> float:
-        """Return the seconds in which ``rows`` sequences of one prompt are generated."""
+        """Return the seconds in which the engine generates ``rows`` sequences of one prompt."""
         options = GenerationOptions(max_new_tokens=self._sizes.new_tokens)
         number = 0
 
@@ -182,7 +181,7 @@ class Measures:
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         }
-        if ranks.size == 2:  # messages between two ranks, in both directions
+        if ranks.size == 2:  # Measure a message in each direction.
             if ranks.rank == 0:
                 actions["send"] = lambda: (
                     dist.send(whole, ranks.peer, group=group),
@@ -196,7 +195,7 @@ class Measures:
         return actions
 
     def sharded(self, ranks: Ranks) -> Iterator[Point]:
-        """Yield the seconds of the layers for one token, with weights that are gathered first."""
+        """Yield the seconds of a forward pass of one token, with sharded weights."""
         if ranks.group is None:
             return
         decoder = self._decoder()
@@ -246,7 +245,7 @@ class Measures:
     def _least(self, action: Callable[[], Any], ranks: Ranks | None = None) -> float:
         """Return the minimum seconds of an action, after one run to warm up.
 
-        Together, ``ranks`` repeat it the same number of times and start at the same time.
+        All ``ranks`` repeat the action equally often and begin each repetition together.
         """
         clock = self._clock if ranks is None or not ranks.over_network else time.perf_counter
         self._seconds(action, clock)
@@ -276,9 +275,9 @@ class Measures:
 
 
 def directory(folder: Path, sizes: MeasureSizes) -> Iterator[Point]:
-    """Yield the seconds of files in a folder: small ones and a large one, each with fsync.
+    """Yield the seconds to write and read small files, and to write a large file, with fsync.
 
-    Here the median of many repetitions counts, because a run sees the file system's usual speed.
+    For small files, the median counts instead of the minimum: a run sees the usual speed.
     """
     data = os.urandom(SMALL_BYTES)
     created, read = [], []

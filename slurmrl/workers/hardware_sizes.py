@@ -16,7 +16,7 @@ class MeasureSizes:
     point_s: float
     """Minimum seconds for which a measurement is repeated."""
     sides: Sequence[int]
-    """Sides of square products."""
+    """Sides of the square matrices to multiply."""
     copy_bytes: int
     message_bytes: Sequence[int]
     file_bytes: int
@@ -24,7 +24,7 @@ class MeasureSizes:
     tokens: int
     """Tokens of a forward pass."""
     rows: int
-    """Number of sequences that are generated together."""
+    """Number of sequences to generate at the same time."""
     new_tokens: int
     model: Mapping[str, Any]
     """Architecture of the model, as in a config.json."""

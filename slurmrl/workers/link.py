@@ -1,19 +1,17 @@
-"""Links, the jobs of a trial: their turns, and the end of a trial or job in special cases.
+"""Links, the jobs of a trial: the leader lock, and the end of a trial or job in special cases.
 
-This module decides whether a link has anything to do, ends a trial for a user error, and reads the
-turns of links in the name store. It observes the first agent of a
-job, and ends a job whose batch process was lost with its host.
+This module decides whether a link has anything to do, and ends a trial after a user error. It also
+requeues a job whose batch process was lost with its host. Slurm ends such a job itself unless the
+job has spares (``--no-kill``). In a job with spares, agents requeue the job when the lease of the
+first agent expires (`workers.agent.loss_detection`). Watchers (`workers.supervisor.watcher`) do so
+if no agent is left.
 
-Slurm ends such a job itself, unless the job has spares (``--no-kill``). The remaining processes end
-a job with spares: agents that see the first agent's lease expire (`workers.agent.loss_detection`),
-or watchers (`workers.supervisor.watcher`), which run even without agents.
-
-The leader lock decides which of several live jobs continues a trial. Several jobs are alive at once
-if an array's throttle was lifted, a batch script was submitted by hand, or Slurm started a link
-while another one has lost a host. Jobs take over one after the other, each by an exclusive add of
-the next number. The newest holder keeps the trial while Slurm reports that this start of its job
-runs; if Slurm does not answer, while its first agent renews its lease. A job whose trial another
-job holds neither trains nor uses up its link.
+The leader lock decides which of several running jobs continues a trial. Several jobs can run at the
+same time if a user lifted an array's throttle or submitted a batch script by hand, or if Slurm
+started a link while another link has lost a host. To take the lock, a job adds the next number to
+the name store, where only one job can add it. The job with the highest number holds the lock as
+long as Slurm reports that this start of the job runs. If Slurm does not answer, the lease of the
+job's first agent decides. A job without the lock neither trains nor uses up its link.
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ from slurmrl.watch import published
 
 logger = log.get(__name__)
 ASK_S = (2.0, 60.0)
-"""First and longest pause between attempts to end the job."""
+"""Minimum and maximum seconds between attempts to end the job."""
 ASKED = 30
-"""Number of attempts to end the job, which take more than 20 minutes."""
+"""Number of attempts to end the job, which together take more than 20 minutes."""
 REJECTIONS = 3
-"""Number of rejected requeues of a running job after which it is cancelled."""
+"""Number of rejected requeues after which the job is cancelled instead."""
 _START = FieldType(
     "JOBID.RESTARTCOUNT",
     lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}\.\d{1,9}", value) is not None,
@@ -75,18 +73,16 @@ _ELEMENT = FieldType(
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
     """Return why this job has nothing to do (an ended trial, a newer submission, a stop), or None.
 
-    Wait while the directory does not answer. If links failed instead, they would use up the chain.
+    Wait while the directory does not answer. Otherwise failing links would use up the chain.
     """
     return retry("read the history", lambda: _reason(paths, submission))
 
 
 def end_as_failed(paths: RunPaths, submission: int, reason: str) -> None:
-    """End the trial because of a user error that would occur in every job and on every host.
+    """End the trial because of a user error that every job would repeat on every host.
 
-    The error occurred before an incarnation could report it. If the trial has already ended, or a
-    newer submission has taken it over, nothing changes.
-
-    Call it only from the job that holds the trial: another job may be running it.
+    Use this for errors before an incarnation has begun. Do nothing if the trial has already ended
+    or a newer submission has taken over. Only the job that holds the leader lock may call this.
     """
     if reason_to_leave(paths, submission) is not None:
         return
@@ -111,10 +107,10 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
 
 
 def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Requeue the job of a link instead of its batch process, or cancel it if no link follows.
+    """Requeue the job of a link on behalf of its lost batch process; cancel it if no link follows.
 
-    Nothing else would end the job before its time limit. So this tries again if the controller does
-    not answer, and cancels the job if Slurm refuses to requeue it.
+    Otherwise the job would occupy its hosts until its time limit. Therefore repeat the request if
+    the controller does not answer, and cancel the job if Slurm rejects the requeue.
     """
     client = SlurmClient(TIMEOUT_S)
     leave = client.requeue if _is_requeued(link) else _cancel(client)
@@ -136,7 +132,7 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
 def this_start(client: SlurmClient, link: Link) -> QueueRow | None:
     """Return Slurm's queue row for the current start of a link. Raises SchedulerError.
 
-    Return None if Slurm has forgotten this start, or has requeued the link after it.
+    Return None if Slurm no longer knows the job or has requeued it after this start.
     """
     row = client.row_of(link.element)
     return row if row is not None and row.restarts == link.restart else None
@@ -155,7 +151,7 @@ def _cancel(client: SlurmClient) -> Callable[[str], None]:
 
 
 def _holds_hosts(client: SlurmClient, link: Link) -> bool:
-    """Return whether, according to Slurm, the job runs and was not requeued since."""
+    """Return whether Slurm still reports this start of the job as running, or does not answer."""
     try:
         row = this_start(client, link)
     except SchedulerError as error:
@@ -165,9 +161,9 @@ def _holds_hosts(client: SlurmClient, link: Link) -> bool:
 
 
 class FirstAgent:
-    """The trainers' first agent, which is alive while it renews its lease, by this process's clock.
+    """Observer of the trainers' first agent: the newest agent that has claimed task 0.
 
-    It is the newest agent that has claimed this task in a round or a start of a job.
+    The agent counts as alive while it renews its lease, by this process's clock.
     """
 
     def __init__(
@@ -177,7 +173,7 @@ class FirstAgent:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Observe the first attempt of the trial until `find` has found another one."""
+        """Observe the first attempt of the trial until `find` finds a newer attempt."""
         self._paths, self._names = paths, names
         self._ttl_s, self._clock = ttl_s, clock
         self.claim: Identity | None = None
@@ -193,9 +189,10 @@ class FirstAgent:
         return LeaseObserver(lease, self._ttl_s, self._clock)
 
     def find(self, job: str) -> Identity | None:
-        """Return the newest claim in ``job``, and observe it from now on; None without a claim.
+        """Return the newest claim in ``job`` and observe its lease from now on.
 
-        ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Raises EnvironmentFailure.
+        Return None without a claim. ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Raises
+        EnvironmentFailure.
         """
         claim = published.newest_claim(self._names, TRAINERS, 0, job)
         if claim is not None and claim != self.claim:
@@ -219,26 +216,26 @@ class Left(StrEnum):
 
     ENDED = "ended"
     PUT_BACK = "put back"
-    """Slurm has requeued the job, or ended it with its host; the job is not the cause."""
+    """Slurm has requeued the job or taken its host away, so the job did not fail by itself."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The time in which one job has the trial."""
+    """Period during which one job holds the leader lock."""
 
     start: Annotated[str, _START]
     """``JOBID.RESTARTCOUNT``."""
     element: Annotated[str, _ELEMENT]
-    """``41_3``."""
+    """``JOBID_INDEX``."""
     host: str
-    """Host of its batch process."""
+    """Host of the job's batch process."""
     before: str
-    """The previous start."""
+    """The previous holder as ``JOBID.RESTARTCOUNT``; empty for the first holder."""
     left: Annotated[str, one_of(*Left)]
-    """The way in which the previous start left the trial (`Left`)."""
+    """The way in which the previous holder left the trial (`Left`)."""
     run: str = ""
-    """The trial's run directory. A copy of the directory contains this record, too."""
+    """Run directory of the job. A copied run directory contains records of the original, too."""
 
     @property
     def job(self) -> str:
@@ -260,7 +257,7 @@ def read_turn(names: NameStore, number: int) -> Turn | None:
 
 
 def read_intact_turn(names: NameStore, number: int) -> Turn | None:
-    """Read a turn. A damaged turn counts as missing, so that it cannot block every job."""
+    """Return a turn, or None if it is missing or damaged: damage must not block every job."""
     try:
         return read_turn(names, number)
     except CorruptFileError as error:
@@ -269,7 +266,7 @@ def read_intact_turn(names: NameStore, number: int) -> Turn | None:
 
 
 def starts_put_back(names: NameStore) -> frozenset[str]:
-    """Return the starts of jobs that Slurm took away from the trial."""
+    """Return the starts of jobs that Slurm requeued or ended with their host."""
     taken = names.find_subtree(keys.leader_locks())
     numbers = [int(tail) for key in taken if (tail := key.rpartition("/")[2]).isdecimal()]
     turns = [turn for number in numbers if (turn := read_intact_turn(names, number)) is not None]
@@ -314,7 +311,7 @@ class LeaderLock:
             left = Left.UNKNOWN
             if holder is not None:
                 if holder.start == self._mine.start:
-                    return None  # an earlier attempt succeeded
+                    return None  # An earlier call added the turn, although it raised an error.
                 departure = self._left(holder)
                 if departure is None:
                     return holder
@@ -330,7 +327,7 @@ class LeaderLock:
             return None
 
     def _newest(self, number: int = 0) -> tuple[int, Turn | None]:
-        """Return the newest number and its turn; ``number`` is known to be used (0: none is)."""
+        """Return the highest number and its turn. A job has used ``number``, unless this is 0."""
         self._names.refresh()
         for key in self._names.find_subtree(keys.leader_locks()):
             tail = key.rpartition("/")[2]
@@ -338,11 +335,11 @@ class LeaderLock:
         return number, read_intact_turn(self._names, number) if number else None
 
     def _left(self, holder: Turn) -> Left | None:
-        """Return how a job has left the trial; None if it has not."""
+        """Return how the holder has left the trial, or None if it still runs."""
         if holder.job == self._mine.job:
-            return Left.PUT_BACK  # Slurm has started it again
+            return Left.PUT_BACK  # Slurm has requeued the holder: this job is its next start.
         if is_another(self._paths, holder.run):
-            return Left.ENDED  # the holder runs another directory, of which this one is a copy
+            return Left.ENDED  # The holder runs the directory from which this one was copied.
         try:
             now = self._scheduler.client.row_of(holder.element)
         except SchedulerError as error:
@@ -354,11 +351,11 @@ class LeaderLock:
             return Left.PUT_BACK
         if now.raw != "RUNNING":
             return Left.ENDED
-        # A job with spares continues without its batch process after it has lost that host.
+        # After the loss of its batch host, a job with spares still runs without a batch process.
         return None if holder.host in now.hosts else Left.PUT_BACK
 
     def _beats(self, holder: Turn) -> bool:
-        """Return whether a job's first agent renews its lease and no end of the job is recorded."""
+        """Return whether the holder's first agent renews its lease and its job has not ended."""
         ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in ends):
             return False
@@ -380,10 +377,10 @@ def wait_for_turn(
     events: EventWriter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Wait until this job holds the trial; return False if it should exit with 0 instead.
+    """Wait until this job holds the leader lock; return False if it should exit with 0 instead.
 
-    A job that is not a link of the chain exits. A link is requeued after a wait that grows with
-    each requeue; if Slurm refuses that, it waits for its turn.
+    A job that is not a link of the chain exits. A link is requeued after a wait, which is longer
+    after each requeue. If Slurm rejects the requeue, the link waits for the lock without a limit.
     """
     waited_s, longest_s = 0.0, min(LOOK_S * link.restart, LONGEST_WAIT_S)
     reported = False
@@ -407,8 +404,7 @@ def wait_for_turn(
 def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
     """Return whether the job belongs to one of the submission's arrays.
 
-    A script submitted by hand does not. If neither Slurm nor the run directory can tell, return
-    True.
+    A script that was submitted by hand does not. Return True if this is unknown.
     """
     try:
         return link.job in scheduler.recover(link.run, link.submission).get(link.group, (link.job,))
@@ -418,7 +414,7 @@ def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
 
 
 def _put_back(link: Link, holder: Turn, scheduler: SlurmScheduler) -> bool:
-    """Requeue the job, which then stays queued until the running link of its array ends."""
+    """Requeue the job until the running link of its array ends; return whether that worked."""
     if continues(link) is Continue.NONE:
         return False
     try:

@@ -1,8 +1,7 @@
 """The messages between master, agents and workers, by channel.
 
-A message is a JSON object with a ``type``; `MessageSet` makes and checks it. Unknown fields, from a
-newer version, are ignored. Unknown types are rejected, because the processes of an incarnation run
-the same code.
+A message is a JSON object with a ``type``. `MessageSet` makes and checks messages. It ignores
+unknown fields and rejects unknown types, because the processes of an incarnation run the same code.
 """
 
 from __future__ import annotations
@@ -26,11 +25,14 @@ from slurmrl.tensors.weights.format import VERSION
 REMEDY = "the processes of an incarnation must run the same version of slurmrl"
 _NUMBERS = (int, float)
 MEASURE = FieldType("a number", lambda value: isinstance(value, _NUMBERS))
-"""Any number, including NaN and infinity, which losses may be."""
+"""Any number, including NaN and infinity, because a loss may have these values."""
 
 
 def _are_items(value: Any) -> bool:
-    """Check thousands of items fast, because each worker does this in each step."""
+    """Return whether a value is a list of [epoch, index].
+
+    This check is fast, because each worker checks thousands of items in each step.
+    """
     pairs = isinstance(value, list) and all(type(item) is list for item in value)
     return pairs and all(len(item) == 2 and type(item[0]) is type(item[1]) is int for item in value)
 
@@ -43,26 +45,26 @@ ITEMS = FieldType("a list, each item [epoch, index]", _are_items)
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Messages that the master posts. Every rank executes orders in the same order."""
+    """A message that the master posts. Every rank executes these messages in the same order."""
 
     seq: Annotated[int, SIZE] = 0
-    """Number of the order, which `WorkerChannel.post` sets."""
+    """Number of the message, which `WorkerChannel.post` sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBatch(Order):
     step: int
     items: Annotated[tuple[tuple[int, int], ...], ITEMS]
-    """Each item as (epoch, index)."""
+    """Items as (epoch, index)."""
     evaluation: bool = False
-    """Whether items and calls belong to an evaluation."""
+    """Whether the items are for an evaluation."""
     suite: str = WHOLE
     """Suite of an evaluation."""
     candidates: bool = False
-    """Whether these items go through the calls up to the filter only. The step's last `LoadBatch`
-    then has the accepted items, which keep the results of these calls."""
+    """Whether these items only go through the calls up to the filter. The last `LoadBatch` of the
+    step names the accepted items, which keep the results of these calls."""
     samples: tuple[StoredGroup, ...] = ()
-    """Samples of each item, which a generate call reads if rollout tasks made the completions."""
+    """File position of each item's samples, if rollout tasks made the completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class RunCall(Order):
     evaluation: bool = False
     suite: str = WHOLE
     part: str = ""
-    """Prefix of the names of the ranks' part files, for a call that records."""
+    """Prefix of the names of the part files in which the ranks record results of the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,37 +97,37 @@ class WriteVersion(Order):
     step: int
     version: Annotated[str, VERSION]
     base: Annotated[str, VERSION] | None = None
-    """The version of the previous `WriteVersion`, against which this one stores deltas. None for a
-    full version."""
+    """The version of the previous `WriteVersion`, to which the deltas refer. None for a full
+    version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exit(Order):
-    """The incarnation ends normally."""
+    """End the incarnation normally."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Over(Order):
-    """The incarnation ends because of a failure. This message has no number."""
+    """End the incarnation because of a failure. This message has no number."""
 
     stacks: str = ""
-    """Reason why agents collect the stacks of their processes before they kill them; empty if they
-    do not."""
+    """Reason for which agents collect the stacks of their processes before they kill the processes.
+    Empty if agents collect no stacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectStacks(Order):
-    """A user requests stacks."""
+    """Collect the stacks that a user requested."""
 
     number: Annotated[int, COUNT]
     """Number of the request, from 1."""
     ranks: tuple[Annotated[int, COUNT], ...] | None = None
-    """The ranks; None for all ranks and the master."""
+    """Ranks whose stacks are wanted; None for all ranks and the master."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WakeMaster(Order):
-    """Send the master a wake-up when a log has grown. This message has no number."""
+    """Send wake-ups for new messages to this address of the master. This message has no number."""
 
     wakeups: WakeupAddress
 
@@ -135,30 +137,30 @@ class WakeMaster(Order):
 
 @dataclass(frozen=True, kw_only=True)
 class Preparing:
-    """A worker is tokenizing a dataset, so that the start takes longer."""
+    """A worker is tokenizing a dataset, so the start takes longer."""
 
     rank: Annotated[int, COUNT]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The dataset of an evaluation."""
+    """Size of the dataset of an evaluation."""
 
     suite: str = WHOLE
     size: Annotated[int, SIZE]
     left_out: Annotated[int, SIZE] = 0
-    """Rows that are too long."""
+    """Number of dropped rows, which are too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A worker has its models and data. All ranks report the same data and tokens."""
+    """A worker has loaded its models and data. All ranks report the same data and tokens."""
 
     rank: Annotated[int, COUNT]
     size: Annotated[int, SIZE]
     fingerprint: str
     left_out: Annotated[int, SIZE] = 0
-    """Rows that are too long."""
+    """Number of dropped rows, which are too long."""
     held_out: tuple[HeldOut, ...] = ()
     """The datasets of `Config.evaluations`."""
     stop_tokens: tuple[tuple[int, str], ...] = ()
@@ -176,9 +178,9 @@ class Done:
     """The number of the order."""
     seconds: Annotated[float, SECONDS]
     began: Annotated[float, SECONDS] = 0.0
-    """Start of the call by the clock of its host, in seconds since the epoch."""
+    """Start of the call by the host's clock, in seconds since 1970."""
     peak_bytes: Annotated[int, SIZE] = 0
-    """Maximum memory used so far: by tensors on its GPU, or by the process if it has no GPU."""
+    """Maximum memory used so far: by tensors on the GPU, or by the process without a GPU."""
     tokens: Annotated[int, SIZE] = 0
     stats: Mapping[str, tuple[Annotated[float, MEASURE], Annotated[float, MEASURE]]] = field(
         default_factory=dict
@@ -187,28 +189,28 @@ class Done:
     texts: tuple[Mapping[str, Any], ...] = ()
     """Rows of the samples table."""
     notes: tuple[Mapping[str, Any], ...] = ()
-    """Additional fields of such rows, by ``id`` and ``index``."""
+    """Additional fields of rows in `texts`, which ``id`` and ``index`` identify."""
     dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
-    """Places in the batch of the items that a filter rejects, by reason."""
+    """Batch positions of the items that a filter rejects, by reason."""
     scored: bool = False
-    """Whether the rank has written scores of its items of an evaluation to a part file, whose
-    number is the rank."""
+    """Whether the rank has written evaluation scores of its items to the part file of its number.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A worker's files are on disk.
+    """A worker has written its files of a `Save` or a `WriteVersion` to disk.
 
-    It follows the `Done` of an asynchronous `Save` or of a `WriteVersion`.
+    The `Done` of an asynchronous `Save` or a `WriteVersion` arrives earlier.
     """
 
     rank: Annotated[int, COUNT]
     seq: Annotated[int, SIZE]
     """The number of the order."""
     files: tuple[SavedFile, ...] = ()
-    """Files of a checkpoint. (A part of a weight version has its own index.)"""
+    """Files of a checkpoint; empty for a weight version, whose parts have an index on disk."""
     error: str = ""
-    """Reason why the files were not written; empty if they were."""
+    """Reason why the worker could not write the files; empty after a success."""
 
 
 Answer: TypeAlias = Preparing | Ready | Done | Saved
@@ -231,11 +233,11 @@ class Stacked:
     group: str
     task: Annotated[int, COUNT]
     number: Annotated[int, COUNT]
-    """Number of the request; 0 after a hang."""
+    """Number of the user's request; 0 after a hang."""
     file: str
-    """Path in the run directory."""
+    """Path of the stacks, relative to the run directory."""
     ranks: tuple[RankProgress, ...]
-    """Activity of the host's ranks."""
+    """Activity of the ranks on the agent's host."""
 
 
 FromAgent: TypeAlias = Answer | Hello | Warned | Failure | Stacked
@@ -252,19 +254,19 @@ class Start:
     interface: str | None = None
     """Network interface for traffic between ranks, if the user's environment names none."""
     base: Annotated[str, FILE_NAME] | None = None
-    """The commit to load."""
+    """Directory name of the commit to load; None for the initial weights."""
     incarnation: Annotated[int, COUNT] = 0
     exclusive: bool = False
-    """Whether the scheduler gives each GPU to one job."""
+    """Whether the scheduler gives each GPU to only one job."""
     submission: Annotated[int, COUNT] = 0
-    """Number of the submission to which this code and these settings belong."""
+    """Number of the submission whose code and settings this worker uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRollout(Start):
-    """`Start` of a rollout task's worker.
+    """`Start` for the worker of a rollout task.
 
-    It outlives incarnations, so it names neither one nor a commit.
+    The worker outlives incarnations, so the message names no incarnation and no commit.
     """
 
     agent: Identity
@@ -273,16 +275,16 @@ class StartRollout(Start):
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Handle the requests of this incarnation, now the newest; the previous one has ended."""
+    """Handle the requests of a new incarnation from now on."""
 
     incarnation: Annotated[int, COUNT]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retire:
-    """Take no more requests, finish as much as the time allows, return the rest and exit.
+    """Take no more requests, finish as many items as possible, return the others and exit.
 
-    A worker that runs longer is killed.
+    The agent kills a worker that needs more than ``within_s`` seconds.
     """
 
     reason: str
@@ -291,14 +293,15 @@ class Retire:
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """A pulse of a worker or the master, which shows that it is alive."""
+    """A sign of life of a worker or the master."""
 
     doing: RankProgress | None = None
+    """Activity of the worker; None for the master."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """Fork the worker of a rank. The message carries its pipe and the file for its stacks."""
+    """Fork the worker of a rank. The message carries descriptors of a pipe and a stacks file."""
 
     rank: Annotated[int, COUNT]
     environment: Mapping[str, str]
@@ -314,7 +317,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteStacks:
-    """Let the worker of a rank write its stacks."""
+    """Signal the worker of a rank to write its stacks."""
 
     rank: Annotated[int, COUNT]
 
@@ -328,7 +331,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class ImportFailed:
-    """The fork server cannot import the modules that its workers need, and exits."""
+    """The fork server exits, because it cannot import the modules that its workers need."""
 
     reason: str
 

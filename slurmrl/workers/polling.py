@@ -1,12 +1,12 @@
-"""How often processes read the shared directory, and whether the run directory is still there.
+"""Intervals at which processes read the shared directory, and checks that it still exists.
 
-An idle trial causes at most ``max(200, 0.5 x hosts)`` file operations a second in all. Hosts of
-larger trials therefore poll less often, and notice changes up to `poll_s` later. In addition, busy
-rollout tasks cause up to ``max(1000, 2 x hosts)`` operations a second, and the master's reads of
-their results fewer than 500.
+All processes of an idle trial together cause at most ``max(200, 0.5 x hosts)`` file operations per
+second. Hosts of larger trials therefore poll less often and notice changes up to `poll_s` later. In
+addition, busy rollout tasks cause up to ``max(1000, 2 x hosts)`` operations per second, and the
+master causes fewer than 500 when it reads their results.
 
-Processes wait for a directory that does not answer. They end if it was removed, because without it
-they cannot exchange messages.
+If the directory does not answer, processes wait. If the directory was removed, they exit, because
+they can no longer exchange messages.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from slurmrl.run.reports import Cause, Failure
 ITSELF = "."
 LOOK_S = 5.0
 GONE_S = 20.0
-"""Seconds without a directory after which it counts as removed; before, it may come back."""
+"""Seconds for which a directory must be missing until it counts as removed."""
 OPERATIONS_PER_S = 200.0
 OPERATIONS_PER_S_AND_HOST = 0.5
 BEAT = 3
-"""File operations of a heartbeat, of reading a lease, of polling a log: open, transfer, close."""
+"""File operations of a heartbeat, a read of a lease or a poll of a log: open, transfer, close."""
 CHECK = 3
-"""File operations of polling an unchanged history (list, look up the next slot), and of reading the
-size of the host's output, which happens equally often."""
+"""File operations of polling an unchanged history (list it, look up the next slot), and of reading
+the size of the host's output in the same interval."""
 PUBLISH = 16
-"""File operations of replacing the status: an upper bound."""
+"""Maximum file operations of replacing the status."""
 TASKS_OPERATIONS_PER_S = 1000.0
 TASKS_OPERATIONS_PER_S_AND_HOST = 2.0
 LOOK = 4
-"""File operations of a rollout task's look for requests and weights: read a log, list the
-versions."""
+"""File operations with which a rollout task looks for requests (read a log) and weights (list the
+versions)."""
 RESULTS_PER_S = 150.0
-"""Result logs that the master reads per second, one after the other. With three operations of 1 ms
-each, it has more than half of its time for the trainers."""
+"""Maximum number of result logs that the master reads per second. At three operations of 1 ms per
+log, the master keeps more than half of its time for the trainers."""
 SHORTEST_POLL_S = 0.05
 SHORTEST_RESULTS_S = 0.2
 SHORTEST_TASK_S = 1.0
@@ -51,7 +51,7 @@ POLL_JITTER = 1.2
 
 
 class Presence:
-    """Checks the run directory, at most every ``look_s`` seconds."""
+    """Checks whether the run directory exists, at most every ``look_s`` seconds."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class Presence:
         self._calls = calls
         self._looks = Interval(look_s, clock)
         self._since: float | None = None
-        """Time at which a directory was first found missing."""
+        """Time at which a check first found a directory missing; None while all exist."""
 
     def check(self) -> None:
         """Raise if the run directory or a directory for messages was removed.
 
-        Raises RunGoneError for the run directory, ReportedError for a directory for messages: the
-        next start creates that directory again.
+        Raises RunGoneError for the run directory. Raises ReportedError for a directory for
+        messages, which the next start creates again.
         """
         if not self._looks.due():
             return
@@ -87,15 +87,15 @@ class Presence:
             return
         run = self._paths.run
         if missing == [ITSELF]:
-            raise RunGoneError(f"the run directory {run} was removed; its processes end")
+            raise RunGoneError(f"the run directory {run} was removed, so this process exits")
         reason = (
             f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
-        # No host is the cause, so jobs exclude none.
+        # An empty host: no host is the cause, so later jobs exclude none.
         raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
     def sleep(self, seconds: float) -> None:
-        """Pause between two attempts. Raises as `check`."""
+        """Pause between two attempts, then call `check`."""
         self._calls.sleep(seconds)
         self.check()
 
@@ -116,9 +116,9 @@ class Presence:
 
 
 def make_channels(paths: RunPaths) -> None:
-    """Make missing directories through which processes exchange messages.
+    """Make missing directories for messages in the existing run directory.
 
-    The run directory itself must exist. Raises EnvironmentFailure.
+    Raises EnvironmentFailure.
     """
     for directory in paths.channels():
         atomic.make_private_directory(directory)
@@ -126,31 +126,31 @@ def make_channels(paths: RunPaths) -> None:
 
 @dataclass(frozen=True)
 class PollIntervals:
-    """Intervals in seconds."""
+    """Intervals at which processes use the shared directory, in seconds."""
 
     beat_s: float
     """Time between two heartbeats of an agent."""
     check_s: float
     """Time between two reads of the history by an agent."""
     status_s: float
-    """Time between two rounds of the master, which reads all leases and replaces the status."""
+    """Interval at which the master reads all leases and replaces the status."""
     poll_s: float
-    """Maximum pause between two polls of a log whose changes nothing announces (no inotify)."""
+    """Maximum pause between two polls of a log if inotify cannot report its changes."""
     results_s: float
-    """Time between two reads of the results of a busy rollout task."""
+    """Interval at which the master reads the results of a busy rollout task."""
     task_s: float
-    """Minimum time between two looks of a rollout task for requests and weights."""
+    """Minimum interval at which a rollout task looks for requests and weights."""
     record_s: float
-    """Minimum time between two records of results by a task; it announces each one."""
+    """Minimum time between two records of results by a task, each with a wake-up."""
     spread_s: float
-    """Time over which the looks of tasks are spread after the master has sent wake-ups to all."""
+    """Time over which tasks spread their reads after the master has sent wake-ups to all tasks."""
 
     @staticmethod
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
         """Return the intervals of a trial on ``hosts`` hosts.
 
-        No periodic interval is below ``heartbeat_s``. Heartbeats get the largest share of the
-        budget, so they are the last to slow down: to one every 15 s at 10,000 hosts.
+        ``heartbeat_s`` is the minimum of the heartbeat, history and status intervals. Heartbeats
+        get the largest share of the budget: there is one every 15 s even with 10,000 hosts.
         """
         budget = max(OPERATIONS_PER_S, OPERATIONS_PER_S_AND_HOST * hosts)
         beat_s = max(heartbeat_s, BEAT * hosts / (0.40 * budget))

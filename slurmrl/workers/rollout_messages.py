@@ -1,7 +1,7 @@
 """The messages between the master and the attempts of rollout tasks.
 
-There is a request log for each incarnation and attempt, and one result log for each attempt. A
-later incarnation continues to read the result log at the place in the last commit.
+Each incarnation has a request log for each attempt. Each attempt has one result log, which a later
+incarnation reads from the position that the last commit names.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from slurmrl.workers.messages import MessageSet
 
 @dataclass(frozen=True, kw_only=True)
 class Confirm:
-    """The first message of a log: the knowledge of this incarnation's master about the attempt.
+    """The first message of a request log: all valid leases of the attempt.
 
-    Other leases have ended: their unfinished items are no longer wanted.
+    Other leases have ended. The task drops their unfinished items.
     """
 
     leases: tuple[LeasedItems, ...] = ()
-    """The leases that are still valid, with the items for which the master has no result. An
-    earlier incarnation may have made the request, in a log that the task has not read."""
+    """The valid leases, with the items for which the master has no result. These may be requests of
+    an earlier incarnation that the task has not read."""
     wakeups: WakeupAddress | None = None
-    """The master's address for wake-ups when results are recorded."""
+    """Address to which the task sends a wake-up when it has recorded results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """These items are no longer wanted unless they are finished; the master expects no answer."""
+    """Drop these items unless they are finished. The task sends no answer."""
 
     lease: Annotated[str, LEASE]
     items: tuple[Annotated[int, SIZE], ...]
@@ -44,7 +44,7 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Finish all items or give them back, and exit."""
+    """Finish all items or return them, and exit within ``within_s`` seconds."""
 
     within_s: Annotated[float, SECONDS]
 
@@ -57,21 +57,21 @@ RolloutRequest: TypeAlias = Confirm | LeasedItems | Abort | Leave
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """The first message of a log: the task's agent, whose lease shows that it is alive."""
+    """The first message of a result log: the agent whose lease shows that the task is alive."""
 
     agent: Identity
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsFinished:
-    """The samples of these groups are on disk."""
+    """The task has written the samples of these groups to disk."""
 
     groups: tuple[StoredGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaveBack:
-    """These items will not be finished under the lease, because the task retires."""
+    """The task returns these items unfinished, because it retires."""
 
     lease: Annotated[str, LEASE]
     items: tuple[Annotated[int, SIZE], ...]
@@ -80,21 +80,21 @@ class GaveBack:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """The task takes no more requests and finishes or gives back its items."""
+    """The task has finished or returned all its items and exits."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holds:
-    """The task's weight version, which samples the next token."""
+    """The task has loaded a weight version, which samples the next token."""
 
     version: Annotated[str, VERSION]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A published version that the task cannot read. It tries again at the next publication."""
+    """The task cannot read a published version. It tries again after the next publication."""
 
     version: Annotated[str, VERSION]
     reason: str
@@ -102,9 +102,9 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class WakeTask:
-    """The task's address for wake-ups about requests and weights. Each incarnation gets it."""
+    """The task's address for wake-ups about requests and weights, for a new incarnation."""
 
-    wakeups: WakeupAddress | None = None  # `bell` in old logs is obsolete
+    wakeups: WakeupAddress | None = None  # Old logs have the obsolete field `bell` instead.
 
 
 COUNTS_S: Final = 30.0
@@ -117,7 +117,7 @@ class RolloutCounts:
 
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
     problem: str = ""
-    """Reason why the task cannot take newer weights; empty if it can."""
+    """Reason why the task cannot read newer weights; empty without a problem."""
 
 
 RolloutResult: TypeAlias = (

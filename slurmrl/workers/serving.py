@@ -24,7 +24,7 @@ def own_server(
     memory_bytes: int | None,
     sleeps: bool = False,
 ) -> Serving:
-    """Return a server that the run starts; the arguments are like the arguments of `Serving`."""
+    """Return the settings of a server that the run starts; arguments are fields of `Serving`."""
     rollout, tokenizer = settings.config.rollout, settings.config.actor.tokenizer
     assert rollout.python is not None, "checked at submission"
     assert tokenizer is not None, "checked at submission"
@@ -47,11 +47,14 @@ def own_server(
 
 
 def running_servers(settings: Settings, paths: RunPaths) -> Running:
-    """Return ``rollout.servers``. Raises UsageError for unusable keys, and EnvironmentFailure."""
+    """Return the settings of ``rollout.servers``.
+
+    Raises UsageError for unusable keys, and EnvironmentFailure.
+    """
     rollout = settings.config.rollout
     weights = paths.weights
     keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
-    if rollout.server_weights is not None:  # other trials may use the server too
+    if rollout.server_weights is not None:  # Several trials may use the folder: add a unique name.
         weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
     return Running(
         addresses=tuple(map(Address, rollout.servers)),

@@ -1,7 +1,7 @@
 """The agent's main loop: serve one incarnation after another, or supervise a rollout task.
 
-Run ``python -m slurmrl.workers.agent --run RUN --submission N --group G [--task T]``. It ends when
-the trial ends, when the job is about to end, or when this host cannot continue.
+Run ``python -m slurmrl.workers.agent --run RUN --submission N --group G [--task T]``. The agent
+exits when the trial has ended, when the job is about to end, or when this host cannot continue.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from slurmrl.workers.polling import Presence, make_channels
 logger = log.get(__name__)
 
 LOOK_TIMEOUT_S = 60.0
-"""Seconds without an answer from the directory after which a host that failed stops trying."""
+"""Seconds after which a failed host exits if the directory does not answer."""
 OK = 0
 """Exit code: the trial has ended, or another job has taken it over."""
 FAILED = 1
 """Exit code: this job cannot continue on this host."""
 AGAIN = 75
-"""Exit code: the agents of this job must restart without the lost host (EX_TEMPFAIL)."""
+"""Exit code (EX_TEMPFAIL): the agents of this job must restart without a lost host."""
 
 
 class Agent:
-    """Serves incarnations on ``host``."""
+    """The agent's main loop on ``host``."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self._served = 0
-        """The newest incarnation that has ended on this host."""
+        """Number of the newest incarnation that has ended on this host."""
         self._unborn = 0
-        """Consecutive failures before an incarnation began."""
+        """Number of consecutive failures before an incarnation began."""
         self._without = ""
-        """The first agent's host, if it is lost together with the job's batch process."""
+        """Host of the first agent and the batch process, if it is lost; empty otherwise."""
 
     def run(self) -> int:
-        """Serve until the end; return the exit code."""
+        """Run the main loop to its end; return the exit code."""
         identity = self.host.identity
         self._take_log()
         self.host.events.write("start", host=identity.host, job=identity.job, round=env.ROUND.get())
@@ -83,9 +83,10 @@ class Agent:
             logger.info("incarnation %d has ended; waiting for the next one", self._served)
 
     def _roll_out(self) -> int:
-        """Supervise a rollout task to its end.
+        """Supervise a rollout task to its end; return the exit code.
 
-        If it fails, another task replaces it; in the trainers' job, another attempt does.
+        After a failure, another task replaces this one. In the trainers' job, the supervisor starts
+        the task again.
         """
         task = RolloutTask(self.host, orphan_s=self.host.orphan_s)
         try:
@@ -102,7 +103,7 @@ class Agent:
         return OK
 
     def _serve_one(self) -> int | None:
-        """Serve one incarnation. Return the exit code, or None to serve another one."""
+        """Serve one incarnation. Return the exit code, or None to serve another incarnation."""
         incarnation = Incarnation(self.host, self._served)
         failed = None
         try:
@@ -131,7 +132,7 @@ class Agent:
         return self._verdict(failed)
 
     def _verdict(self, failed: Failure | None) -> int | None:
-        """Return the exit code after an incarnation that failed, or None to serve another one."""
+        """Return the exit code after a failed incarnation, or None to serve another incarnation."""
         try:
             what = "read how the incarnation ended"
             superseded, first = retry(what, self._look, timeout_s=LOOK_TIMEOUT_S)
@@ -157,18 +158,19 @@ class Agent:
             return FAILED
         if self._unborn > self.host.most_failures:
             logger.error(
-                "gave up: failed %d times in a row before an incarnation began", self._unborn
+                "this agent gives up: it failed %d times in a row before an incarnation began",
+                self._unborn,
             )
             return FAILED
         return None
 
     def _look(self) -> tuple[bool, Failure | None]:
-        """Return whether another job began the newest incarnation, and the host's first failure."""
+        """Return whether another job has begun an incarnation, and the last one's first failure."""
         superseded = self.host.superseded(self._served)
         return superseded, published.failure(self.host.names, self._served)
 
     def _give_up_host(self, incarnation: int) -> None:
-        """Let this job continue on its other hosts."""
+        """Report this host as lost, so that the job continues on its other hosts."""
         identity = self.host.identity
         try:
             publish_loss(self.host.names, identity.host, incarnation, identity.job)
@@ -176,7 +178,7 @@ class Agent:
             logger.warning("cannot report this host as lost: %s", error)
 
     def _record_start(self, failed: Failure) -> None:
-        """Record that this host cannot serve, so that other hosts are tried."""
+        """Record that an agent cannot start on this host, so that jobs use other hosts."""
         identity = self.host.identity
         start = identity.job.rpartition(".")[0]
         try:
@@ -193,10 +195,10 @@ class Agent:
 
 
 def serve(run: Path, submission: int, group: str, task: int | None = None) -> int:
-    """Run an agent; return its exit code.
+    """Run an agent; return its exit code. For ``task``, see `Host`.
 
-    ``task``: see `Host`. A user error in the trainers' job ends the trial. Raises SlurmrlError if
-    the agent cannot start for another reason.
+    A user error in the trainers' job ends the trial. Raises SlurmrlError if the agent cannot start
+    for another reason.
     """
 
     def start() -> Host:
@@ -211,7 +213,7 @@ def serve(run: Path, submission: int, group: str, task: int | None = None) -> in
         host = retry("start the agent", start, pause, timeout_s=FORM_TIMEOUT_S)
     except UsageError as error:
         if group != TRAINERS:
-            raise  # the trainers get the same error and end the trial
+            raise  # The trainers raise the same error and end the trial.
         end_as_failed(paths, submission, str(error))
         return FAILED
     return Agent(host).run()

@@ -1,7 +1,4 @@
-"""The state of an agent that lasts longer than one incarnation.
-
-It consists of the claimed task, the lease, the processes and their output, and warnings.
-"""
+"""The state of an agent that outlives incarnations: task, lease, processes, output and warnings."""
 
 from __future__ import annotations
 
@@ -57,16 +54,17 @@ from slurmrl.workers.polling import LOOK_S, PollIntervals, Presence
 logger = log.get(__name__)
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LATE_S = 90.0
-"""Slurm's documentation allows a warning up to 60 s early; 30 s more allow for a busy host."""
+"""Maximum seconds by which a warning may be early: 60 s according to Slurm's documentation, and 30
+s for a busy host."""
 SHARE = 4
-"""An output file may take 1/SHARE of the limit of its task, and so may its previous part. The
-remaining space is for earlier attempts and for stacks."""
+"""Divisor of a task's output limit. The output file and its previous part may each take 1/SHARE of
+the limit; the remaining space is for earlier attempts and stacks."""
 SHORTEST_LOOK_S = 1.0
 NEWEST_BYTES = 256 * 1024
 
 
 class Host:
-    """The claimed task and its lease. Raises SlurmrlError if this host cannot start."""
+    """The state of an agent. Raises SlurmrlError if the agent cannot start on this host."""
 
     def __init__(
         self, paths: RunPaths, submission: int, group: str, task: int | None = None
@@ -74,7 +72,7 @@ class Host:
         """``task`` is the number of a rollout task in the trainers' job, else None."""
         self.paths = paths
         self.inside = task is not None
-        """Whether the trainers run in the same job."""
+        """Whether this is a rollout task in the trainers' job."""
         self.submission = submission
         config = load_resolved(paths.config)
         self.cluster = config.cluster
@@ -89,8 +87,8 @@ class Host:
         self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
         self.serving = 0
-        """The incarnation that is served now; 0 between two incarnations. For a rollout task, the
-        newest one."""
+        """Number of the current incarnation; 0 between two incarnations. For a rollout task, number
+        of the newest incarnation."""
         self._lease = Lease(lease)
         self.lease_guard = LeaseGuard(
             self._beat,
@@ -114,7 +112,7 @@ class Host:
         self.events = EventWriter(paths, writer)
 
     def _is_stopped(self) -> bool:
-        """Return whether a user has stopped this submission; False if that cannot be read."""
+        """Return whether a user has stopped this submission; False if the directory fails."""
         try:
             return bool(stop_requested_by(self.paths, self.submission))
         except EnvironmentFailure as error:
@@ -122,7 +120,7 @@ class Host:
             return False
 
     def _beat(self) -> None:
-        """Renew the lease. It carries the activity of the ranks, for the status (`run.hang`)."""
+        """Renew the lease with the activity of the ranks, which `slurmrl status` shows."""
         doing = tuple(self.children.doing()) if self.serving else ()
         note = LeaseNote(incarnation=self.serving, doing=doing)
         self._lease.beat(message_log.encode(documents.to_json(note)))
@@ -141,19 +139,19 @@ class Host:
 
     @property
     def deals_gpus(self) -> bool:
-        """Whether the scheduler gives each GPU to one job."""
+        """Whether the scheduler gives each GPU to only one job."""
         return not self.local and self.slurm.gpu_directive != "none"
 
     def devices(self) -> list[str]:
         """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""
         workers, per_worker = self.group.workers_per_host, self.group.gpus_per_worker
         first = 0
-        if self.inside:  # after the GPUs of the trainers and of earlier tasks
+        if self.inside:  # The first GPUs belong to the trainers and to tasks with lower numbers.
             trainers = self.plan.trainers
             before = self.identity.task % trainers.tasks_per_host * workers * per_worker
             first = trainers.workers_per_host * trainers.gpus_per_worker + before
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if given is None and not self.deals_gpus:  # no scheduler assigns GPUs
+        if given is None and not self.deals_gpus:  # No scheduler assigns GPUs: count them.
             given = ",".join(map(str, range(first + workers * per_worker)))
         return gpu.assign(given or "", workers, per_worker, first)
 
@@ -165,10 +163,10 @@ class Host:
         return self.paths.log(group, self.identity.task, self.identity.attempt)
 
     def begun(self, after: int) -> TrialState | None:
-        """Return the trial's state if an incarnation newer than ``after`` has begun in this job.
+        """Return the trial's state if this job has begun an incarnation newer than ``after``.
 
         Raises TrialEndedError, EnvironmentFailure, and StaleIncarnationError if another job has
-        begun the newest one.
+        begun a newer incarnation.
         """
         state = self.state()
         if self._superseded(state, after):
@@ -185,12 +183,13 @@ class Host:
     def _superseded(self, state: TrialState, after: int) -> bool:
         """Return whether another job has begun a newer incarnation; False if ``after`` is 0.
 
-        ``after`` is 0 before our first incarnation: the previous job may have begun the newest one.
+        Before the first incarnation of this job, ``after`` is 0, because the newest incarnation may
+        belong to the previous job.
         """
         return 0 < after < state.incarnation and not self._ours(state)
 
     def _ours(self, state: TrialState) -> bool:
-        """Whether the trainers in this job began the newest incarnation."""
+        """Return whether this job began the newest incarnation."""
         return bool(state.begin_data.get("job") == self.identity.job)
 
     def state(self) -> TrialState:
@@ -201,12 +200,12 @@ class Host:
         return state
 
     def check_fence(self) -> None:
-        """Raise if the incarnation that is served must end; a rollout task outlives incarnations.
+        """Raise if the current incarnation must end. Rollout tasks ignore the end of incarnations.
 
         Raises:
             StaleIncarnationError: a newer incarnation has begun.
-            TrialEndedError: the trial was canceled or failed. If it finished, the control log says
-                ``exit`` instead.
+            TrialEndedError: the trial was canceled or failed. After a finished trial, the control
+                log contains ``exit`` instead.
             EnvironmentFailure: the history cannot be read.
         """
         if self.serving == 0 or not self.identity.trains:
@@ -220,7 +219,7 @@ class Host:
             raise TrialEndedError(f"the trial has ended {how}")
 
     def describe(self, error: SlurmrlError) -> Failure:
-        """Return the failure of this host for an error, and log it."""
+        """Log an error and return it as a failure of this host."""
         failure = failure_of(error, f"{self.identity.label} on {self.identity.host}")
         if failure.host is None:
             failure = replace(failure, host=self.identity.host)
@@ -228,23 +227,23 @@ class Host:
         return failure
 
     def write_failure(self, incarnation: int, failure: Failure) -> None:
-        """Write the event."""
+        """Write a failure as an event."""
         rank = {} if failure.rank is None else {"rank": failure.rank}
         short = {"cause": failure.cause, "reason": failure.reason, **rank}
         self.events.write("failure", incarnation=incarnation, **short)
 
     def renew_lease(self) -> None:
-        """Renew the lease when due. Ignore events that end an incarnation, because it has ended."""
+        """Renew the lease when due. Ignore errors, because the incarnation has already ended."""
         with suppress(SlurmrlError):
             self.lease_guard.turn()
 
     def idle(self, seconds: float) -> None:
-        """Wait, and ignore failures, because these processes have done their work."""
+        """Wait for events of the processes. Ignore failures, because their work is done."""
         self.renew_lease()
         self.children.turn(seconds)
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes of this host."""
         self.children.close(self.renew_lease)
 
 
@@ -270,7 +269,7 @@ def claim(
     task: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """Claim the next free attempt at a task; None means the task of this array element or host."""
+    """Claim the next attempt at a task. None stands for the task of this array element or host."""
     if task is None:
         task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
     start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"
@@ -291,10 +290,10 @@ def claim(
 
 
 class Warnings:
-    """Warnings of the job's end, which arrive as signals after `listen`.
+    """Receiver of signals that warn of the job's end, after a call of `listen`.
 
     ``lead_s`` is the requested time between the scheduler's warning and the time limit. ``stopped``
-    returns whether a user has requested a stop of the trial.
+    returns whether a user has stopped the trial.
     """
 
     def __init__(
@@ -315,14 +314,14 @@ class Warnings:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor blocks them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # The supervisor blocks these.
 
     @property
     def received(self) -> bool:
         return self._first is not None
 
     def take(self) -> Warned | None:
-        """Return the first warning, once."""
+        """Return the first warning; return None before it and in later calls."""
         if self._first is None or self._told:
             return None
         self._told = True
@@ -348,12 +347,12 @@ class Warnings:
 
 
 class Output:
-    """The output file of the current attempt at a task, rotated so that its size is bounded.
+    """The output file of an attempt at a task. The agent rotates the file to bound its size.
 
-    Processes append to one file directly (O_APPEND). So rotation cannot slow or block them, and
-    their last lines are in the file even if the agent is dead. The agent checks the size
-    periodically. If the file is too long, the agent copies its newest part to ``.1`` and truncates
-    the file. Output written in the microseconds between copy and truncation is lost.
+    Processes append to the file directly (O_APPEND). Therefore rotation cannot block them, and
+    their last lines are in the file even if the agent is dead. If the file is too long, the agent
+    copies the newest part to ``.1`` and truncates the file. Output that a process writes in the
+    microseconds between copy and truncation is lost.
     """
 
     def __init__(
@@ -363,7 +362,7 @@ class Output:
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limit_bytes`` limits all files of the task, ``look_s`` the time between checks."""
+        """Limit all files of the task to ``limit_bytes``; check at least every ``look_s``."""
         self.path = path
         self._limit_bytes = limit_bytes
         self._look_s = look_s
@@ -394,7 +393,7 @@ class Output:
     def newest_after_now(self) -> Callable[[], str]:
         """Return a function that reads the newest output written after this call.
 
-        It returns at most NEWEST_BYTES; an empty string if the output cannot be read.
+        The function returns at most NEWEST_BYTES, or an empty string after a read error.
         """
         begin = self.path.stat().st_size if self.path.exists() else 0
 
@@ -439,9 +438,9 @@ class Output:
         try:
             self._prune()
         except FileNotFoundError:
-            return  # at the first attempt, there is no directory yet
+            return  # Before the first attempt, there is no directory.
         except (OSError, EnvironmentFailure) as error:
-            logger.warning("cannot remove old output beside %s: %s", self.path, error)
+            logger.warning("cannot remove old output next to %s: %s", self.path, error)
 
     def _prune(self) -> None:
         task = self.path.name.partition(".")[0]

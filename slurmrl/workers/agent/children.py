@@ -46,14 +46,15 @@ logger = log.get(__name__)
 ToWorker: TypeAlias = Start | Order | StartRollout | Serve | Retire
 """Messages to a worker; the last three are for the workers of rollout tasks."""
 END_TIMEOUT_S = 5.0
-"""Seconds that the fork server may take to kill its workers before it is killed itself."""
+"""Seconds that the fork server may take to kill its workers before the agent kills it."""
 RELEASE_S = 90.0
-"""Seconds that a killed worker may take to exit. The driver unpins its host memory (a minute for 40
-GiB) and frees its GPU memory; the kernel may wait for a file system."""
+"""Seconds that a killed worker may take to exit. The GPU driver must unpin the worker's host memory
+(a minute for 40 GiB) and free its GPU memory, and the kernel may wait for a file system."""
 REPORT_S = 3.0
-"""Seconds that the fork server may take to report exits; more than it waits for leftovers."""
+"""Seconds that the fork server may take to report exits. It is more than `LEFTOVERS_S`."""
 MISSED_PULSES = 3
-"""Missed pulses after which a rank is reported as silent; it is killed only after `silence_s`."""
+"""Number of missed pulses from which on the status shows a rank as silent. The agent kills a rank
+only after `silence_s`."""
 MASTER = "the master"
 
 
@@ -65,9 +66,9 @@ class Ended:
     code: int
     """Exit code, negative for a signal."""
     rank: int | None
-    """The rank; None for the master and the fork server."""
+    """Rank of the worker; None for the master and the fork server."""
     why: str = ""
-    """The reason, if the process reported one."""
+    """Reason that the process reported; empty without one."""
 
     def __str__(self) -> str:
         ending = child_process.ending(self.name, self.code)
@@ -75,20 +76,20 @@ class Ended:
 
 
 class Slot:
-    """A rank of this host, with its worker."""
+    """A rank of this host and its current worker."""
 
     def __init__(self, rank: RankId, host: str) -> None:
         self.rank = rank.rank
         self.name = f"{rank} on {host}"
         self.stacks_fd = child_process.new_stacks_file()
-        """File in which its workers write their stacks on request (see `workers.child_process`)."""
+        """Descriptor of the file in which workers of the rank write their stacks on request."""
         self.pipe: Connection | None = None
         """Connection to the worker."""
         self.running = False
         """Whether a worker was requested and has not ended."""
 
     def fork(self, fork_server: Connection, devices: str) -> None:
-        """Request a worker."""
+        """Request a worker that sees ``devices`` (CUDA_VISIBLE_DEVICES)."""
         assert not self.running
         self.pipe, theirs = Connection.pair()
         request = Fork(rank=self.rank, environment=fork_environment.of_rank(devices))
@@ -108,10 +109,10 @@ class Slot:
 
 @dataclass
 class News:
-    """The events of one turn."""
+    """The events that one call of `Children.turn` found."""
 
     received: list[Answer] = field(default_factory=list)
-    """Messages of workers for the master."""
+    """Messages of workers to the master."""
     failures: list[Failure] = field(default_factory=list)
     """Exceptions that workers reported."""
     ended: list[Ended] = field(default_factory=list)
@@ -147,7 +148,7 @@ class Children:
             cluster.silence_s
         )
         self._doing: dict[int, tuple[RankProgress, float]] = {}
-        """Activity of each rank, and the time of its report."""
+        """Last reported activity of each rank, with the time of the report."""
         self._selector = selectors.DefaultSelector()
         self._news = News()
 
@@ -157,7 +158,7 @@ class Children:
 
     @property
     def first_rank(self) -> int:
-        """This host's first rank in its world."""
+        """The first rank of this host in its world."""
         return self.identity.task * self.group.workers_per_host if self.identity.trains else 0
 
     @property
@@ -167,11 +168,10 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """Fork one worker per entry of ``devices``: the GPUs of this host that it sees.
+        """Fork one worker for each entry of ``devices``, its CUDA_VISIBLE_DEVICES.
 
-        The fork server outlives its workers; it is started if there is none.
-
-        Raises EnvironmentFailure if the command cannot be executed.
+        Start the fork server, which outlives its workers, if there is none. Raises
+        EnvironmentFailure if its command cannot be executed.
         """
         if not self.slots:
             self.slots = [
@@ -228,8 +228,8 @@ class Children:
 
     def wake_on(self, follower: Follower) -> None:
         """End each `turn` early if the logs of a follower have changed."""
-        if follower.fileno() >= 0:
-            self._listen(follower.fileno(), follower.drain)  # the caller of `turn` reads logs next
+        if follower.fileno() >= 0:  # The caller of `turn` then reads the logs.
+            self._listen(follower.fileno(), follower.drain)
 
     def sleep_on(self, follower: Follower) -> None:
         """Undo `wake_on`."""
@@ -238,20 +238,20 @@ class Children:
     def turn(self, timeout_s: float) -> News:
         """Wait at most ``timeout_s`` until a child sends a message or ends.
 
-        The last messages of a child are returned before or together with its end.
+        Return the last messages of a child not later than its end.
         """
         for pipe in (self._line, *(slot.pipe for slot in self.slots)):
             if pipe is not None:
-                pipe.flush()  # send messages that did not fit into the buffer of a busy process
+                pipe.flush()  # Send messages that the buffer of a busy process had no room for.
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
-            if self._selector.get_map().get(key.fd) is key:  # an earlier handler may remove it
+            if self._selector.get_map().get(key.fd) is key:  # Earlier handlers may remove others.
                 handler()
         return self._news
 
     def silent(self) -> list[int | None]:
-        """Return the ranks that have been silent for too long; None stands for the master."""
+        """Return the ranks that have sent no pulse for `silence_s`; None stands for the master."""
         return self._watch.silent()
 
     def name(self, rank: int | None) -> str:
@@ -301,17 +301,17 @@ class Children:
             self._news.ended.append(Ended(slot.name, message.code, slot.rank))
 
     def _fork_server_ended(self) -> None:
-        """Handle the end of the fork server: its workers have ended with it."""
+        """Handle the end of the fork server, with which all its workers have ended."""
         assert self.fork_server is not None
         code = self.fork_server.process.wait()
-        self._hear_fork_server()  # read the messages that it sent before its end
+        self._hear_fork_server()  # Read the messages that it sent before it ended.
         ended = [self._end(slot) for slot in self.slots]
         if any(ended):
             self._news.ended.append(Ended(self.fork_server.name, code, None, self._import_error))
         self._drop_fork_server()
 
     def _end(self, slot: Slot) -> bool:
-        """Receive the last messages of an ended worker. Return whether its end was unknown."""
+        """Receive the last messages of an ended worker. Return False if its end was known."""
         if not slot.running:
             return False
         slot.running = False
@@ -353,7 +353,7 @@ class Children:
         return [*ranks, None] if self.master_runs else ranks
 
     def ask_stacks(self, rank: int | None) -> None:
-        """Have a process write its stacks to `stacks_fd`."""
+        """Ask a process to write its stacks to the file of `stacks_fd`."""
         if rank is None:
             signal.pidfd_send_signal(self._child(None).pidfd, child_process.STACKS_SIGNAL)
         elif self._line is not None and self._slot(rank).running:
@@ -383,8 +383,8 @@ class Children:
     def end(self, *, grace_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill all workers at once, and the master if it still runs after ``grace_s``.
 
-        The fork server keeps running, unless it does not answer: then it is killed together with
-        its workers. ``meanwhile`` is called during the wait.
+        Kill the fork server only if it does not answer. Call ``meanwhile`` repeatedly during the
+        wait.
         """
         for slot in self.slots:
             if slot.running and self._line is not None:
@@ -403,9 +403,9 @@ class Children:
         self._drop_master()
 
     def _await_exits(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until killed workers have exited and freed their GPUs.
+        """Kill remaining workers directly, in case the fork server does not answer.
 
-        This works even if the fork server does not answer.
+        Wait until these workers have exited and freed their GPUs.
         """
         exits = [
             exit_fd
@@ -431,10 +431,9 @@ class Children:
             self.turn(0.05)
 
     def close(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Stop all processes, the workers before the fork server.
+        """End all processes, the workers before the fork server.
 
-        The workers must have released their devices when this process exits. ``meanwhile`` is
-        called while it waits for them.
+        Wait until the workers have released their devices. Call ``meanwhile`` during the wait.
         """
         self.end(meanwhile=meanwhile)
         self._drop_fork_server()

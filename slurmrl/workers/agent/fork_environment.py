@@ -1,10 +1,8 @@
 """The environment of a host's fork server and the command that starts its Python.
 
-The workers inherit this environment. The command runs inside a container if one is configured. All
-functions are pure.
-
-Variables of the submitter, of ``cluster.env`` and of set-up lines override the defaults. The agent
-stays outside of the container, where it has Slurm and the shared directory.
+The workers inherit this environment. The command runs inside the container, if one is configured.
+The agent runs outside, where Slurm's commands and the shared directory are available. Variables of
+the submitter, of ``cluster.env`` and of set-up lines override the defaults. All functions are pure.
 """
 
 from __future__ import annotations
@@ -20,39 +18,40 @@ from slurmrl.scheduler.base import FABRIC_PREFIXES, NO_BYTECODE
 
 SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables that keep numpy's OpenBLAS from starting threads on import. A fork server must have no
-other threads: a fork copies only the calling thread, but also the locks that other threads hold."""
+other threads, because a fork copies the locks that these hold, but not the threads."""
 FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""Variables that make torch record this many collectives of NCCL and gloo, to explain hangs. (This
-is the default of torch 2.13, but not of every version.) Agents collect them. (With torch's
-mechanism, a thread of each rank would read the store once a second.)"""
+"""Variables for torch's flight recorder, which explains hangs: record 2000 collectives (not every
+version does so by default), and write no dumps. Agents collect the collectives instead, because for
+dumps, a thread of each rank would read the store once per second."""
 ALLOCATOR: Final = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Setting that lets torch's allocator grow its segments, so that micro-batches of varying lengths
-do not fragment memory."""
+"""Variable that lets torch's allocator grow its segments, so that micro-batches of different
+lengths do not fragment memory."""
 OLDER_NAMES: Final = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
-"""Older names that torch reads too; of two settings it takes one, not always the user's."""
+"""Older names of variables, which torch also reads. Do not set the new name if the user has set the
+old one, because torch may prefer the new name."""
 BLACKWELL: Final = 10.0
-"""Compute capability from which on CUDA starts kernels of several streams in the order of their
-calls, whatever the number of connections."""
+"""Minimum compute capability of GPUs that start kernels of several streams in the order of calls,
+with any number of connections."""
 
 HANDED_ON = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", NO_BYTECODE),
 )
 PREFIXES = (*FABRIC_PREFIXES, "PYTORCH_", "SLURMRL_")
-"""Variables that workers need in addition to ``cluster.env``. Some containers (enroot,
-Apptainer with --cleanenv) do not inherit the environment, so these go on the command line, which
-every user of the host can read: never add anything secret."""
+"""Prefixes of variables that workers need in addition to ``cluster.env``. Some containers (enroot,
+Apptainer with --cleanenv) do not inherit the environment, so `interpreter` passes these variables
+on the command line. Every user of the host can read it: never add a secret."""
 
 
 def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
     """Return the variables that depend on the plan's engines.
 
-    With one connection the GPU starts kernels in the order of their calls. megatron-core needs that
-    to overlap the communication of tensor-parallel ranks with computation on GPUs before Blackwell.
-    FSDP must not have it: its all-gathers would wait for the computation that they overlap with.
+    With one connection, a GPU starts kernels in the order of their calls. Before Blackwell,
+    megatron-core needs this order to overlap tensor-parallel communication with computation. FSDP
+    must not have one connection: its all-gathers would wait for the computation to overlap with.
     """
     ordered = any(
         model.engine == "megatron" and model.sizes.get("tp", 1) > 1
@@ -67,8 +66,7 @@ def of_fork_server(
 ) -> dict[str, str]:
     """Return the environment of a fork server, which sees the ``devices`` of all its ranks.
 
-    Each worker sees only its own devices (see `of_rank`). ``environ`` is the agent's environment,
-    ``more`` are the variables from `defaults`.
+    ``environ`` is the agent's environment. ``more`` are the variables from `defaults`.
     """
     visible = ",".join(filter(None, devices))
     ours = {**FLIGHT_RECORDER, **(ALLOCATOR if visible else {}), **more}
@@ -82,16 +80,16 @@ def of_fork_server(
 
 
 def of_rank(visible: str) -> dict[str, str]:
-    """Return the variables of a rank, which are set before its worker touches a GPU."""
+    """Return the variables of a rank, which its worker sets before it touches a GPU."""
     return {"CUDA_VISIBLE_DEVICES": visible}
 
 
 def interpreter(
     slurm: Slurm, environ: Mapping[str, str], chosen: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the command up to and including Python.
+    """Return the command that starts Python, inside the container if there is one.
 
-    ``environ`` is the fork server's environment, ``chosen`` are the names in ``cluster.env``.
+    ``environ`` is the fork server's environment. ``chosen`` are the names in ``cluster.env``.
     """
     if slurm.container is None:
         return (sys.executable,)

@@ -1,10 +1,10 @@
 """One incarnation on one host: fork workers, start the master, form the world, relay messages.
 
-Every wait goes through `turn`, which also renews the lease, receives the children's messages and
-detects children that ended or hang, so no event on this host is missed while waiting.
+Every wait calls `turn`, which also renews the lease, receives the children's messages and detects
+children that have ended or hang. Therefore the agent misses no event on its host while it waits.
 
-The master needs the answers of all ranks before it acts. A host whose workers answer one after the
-other therefore sends all answers in one write.
+The master acts only when it has the answers of all ranks. To save file operations, the agent holds
+answers back until all workers of its host have answered, and sends them in one write.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ EXIT_TIMEOUT_S = 60.0
 MASTER_GRACE_S = 3.0
 """Seconds that a master may take to post ``over`` to the other hosts."""
 OVER_S = 5.0
-"""Seconds for which a host with a hung rank keeps its ranks, so that the master can request the
-stacks of the other hosts. Otherwise killed ranks would make other ranks fail before that."""
+"""Seconds for which a host with a hung rank keeps its ranks, until the master has requested the
+stacks of other hosts. If the ranks were killed earlier, other ranks would fail first."""
 LOOK_S = 0.1
-"""Interval of polls during short waits."""
+"""Interval of polls in short waits."""
 EXPLAIN_S = COLLECT_S + MASTER_GRACE_S
 """Seconds that a master may take to collect the stacks of all hosts and publish the explanation."""
 HOLD_S = 1.0
-"""Maximum time that an answer waits for the answers of slower workers. After it, the master gets
-the answers so far; `slurmrl status` and messages about deadlines show them."""
+"""Maximum time for which an answer waits for the answers of slower workers. Then the agent sends
+the answers so far, which `slurmrl status` and messages about deadlines show."""
 
 
 class Incarnation:
-    """The incarnation of this job that follows incarnation ``after``."""
+    """The next incarnation on ``host``, whose number is greater than ``after``."""
 
     def __init__(self, host: Host, after: int) -> None:
         self.host = host
@@ -101,13 +101,13 @@ class Incarnation:
         self._master_log: Follower | None = None
         self._witness = Witness(host)
         self._explained = False
-        """Whether stacks were reported to the master, which then publishes an explanation."""
+        """Whether this agent has reported stacks to the master, which then explains the hang."""
 
     def run(self) -> None:
         """Serve the incarnation until the master posts ``exit``.
 
-        Raises StaleIncarnationError if it ended for a reason outside this host, TrialEndedError,
-        and other SlurmrlErrors for failures on this host (see `fail`).
+        Raises StaleIncarnationError if the incarnation ended because of other hosts, and
+        TrialEndedError. Raises other SlurmrlErrors for failures on this host (see `fail`).
         """
         self._start()
         state = self.wait("the master to begin", self._begun, FORM_TIMEOUT_S)
@@ -130,7 +130,7 @@ class Incarnation:
         return self.host.begun(self.after)
 
     def _join(self, number: int) -> None:
-        """Join incarnation ``number``; from now on, a newer one ends this one."""
+        """Join incarnation ``number``, which a newer incarnation ends from now on."""
         self.number = self.host.serving = number
         logger.info("incarnation %d", number)
         gpus = {"gpus": self.host.devices()} if self.host.group.gpus_per_worker else {}
@@ -146,7 +146,7 @@ class Incarnation:
         self.send(Hello(agent=identity, wakeups=None if socket is None else socket.address))
 
     def _form(self, state: TrialState) -> None:
-        """Tell each worker which network to use and which commit to load."""
+        """Send each worker the network interface and the commit to load."""
         host = self.host
         own = wakeups.fabric_address(host.cluster.interface, host.group.hosts_of_job)
         start = Start(
@@ -165,7 +165,7 @@ class Incarnation:
     def _relay(self) -> None:
         """Relay the master's messages to the workers until ``exit``.
 
-        No message is relayed while this host's lease may have expired.
+        Relay no message while this host's lease may have expired.
         """
         host, replies = self.host, self.replies
         assert replies is not None
@@ -201,14 +201,14 @@ class Incarnation:
             self._turn_until_news(master, may_stop=bool(waiting))
 
     def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
-        """Take turns until the master's log must be read again; with ``may_stop`` only one turn."""
+        """Call `turn` until the master's log must be read again, or once with ``may_stop``."""
         while True:
             self.turn(min(master.pause_s(), self.host.intervals.beat_s))
             if may_stop or master.woken or master.pause_s() <= 0:
                 return
 
     def _answer(self, request: CollectStacks) -> None:
-        """Collect the stacks that a user requested; the ranks keep running."""
+        """Collect the stacks that a user requested, while the ranks continue."""
         why = f"requested (request {request.number})"
         if request.ranks is None or set(request.ranks) & set(self.host.children.ranks):
             self.send(
@@ -227,7 +227,7 @@ class Incarnation:
     # -- one turn of the loop ----------------------------------------------------------------
 
     def wait(self, what: str, poll: Callable[[], T | None], timeout_s: float) -> T:
-        """Poll until ``action`` returns a value.
+        """Call ``poll`` until it returns a value. Raises WaitTimeoutError after ``timeout_s``.
 
         Time during which the directory does not answer does not count towards ``timeout_s``.
         """
@@ -246,7 +246,7 @@ class Incarnation:
         return value
 
     def retry(self, what: str, action: Callable[[], T]) -> T:
-        """Run an action on the shared directory; repeat it while the directory does not answer."""
+        """Run an action on the shared directory. Repeat it while the directory does not answer."""
         return retry(what, action, self.turn)
 
     def turn(self, timeout_s: float) -> None:
@@ -263,7 +263,7 @@ class Incarnation:
             answers = self.replies.answers.take(news.received)
             self.replies.send(*answers)
             done = any(isinstance(a, Done) and a.seq == self._passed_on for a in answers)
-            if done and self._master_log is not None:  # the master posts the next step soon
+            if done and self._master_log is not None:  # The master will soon post the next step.
                 self._master_log.expect_news()
         self._symptoms.evaluate(news)
 
@@ -274,7 +274,8 @@ class Incarnation:
         known = documents.to_json(warned)
         self.send(warned)
         self.host.events.write("warned", **known)
-        with contextlib.suppress(NameExistsError, EnvironmentFailure):  # others may be first
+        # Another agent may have published its warning first.
+        with contextlib.suppress(NameExistsError, EnvironmentFailure):
             self.host.names.add(keys.warned(self.number), json.dumps(known))
 
     def send(self, *news: FromAgent) -> None:
@@ -285,12 +286,12 @@ class Incarnation:
     # -- end of the incarnation --------------------------------------------------------------
 
     def fail(self, error: SlurmrlError) -> Failure:
-        """Publish a failure of this host, unless another was first, and send it to the master.
+        """Publish a failure of this host, if it is the first, and send it to the master.
 
-        The master then ends the incarnation on the other hosts too.
+        The master then ends the incarnation on the other hosts, too.
         """
         host, failure = self.host, self.host.describe(error)
-        if failure.cause != Cause.LOST_HOST:  # after a lost host, no master can begin
+        if failure.cause != Cause.LOST_HOST:  # If the master's host is lost, no master can begin.
             self._await_begin()
         self._send_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
@@ -305,11 +306,8 @@ class Incarnation:
         self.send(*held, failure)
 
     def _explain(self, failure: Failure) -> None:
-        """Keep the stacks of a hang as evidence.
-
-        These are the stacks of all hosts if the master can still request them, else of this host.
-        """
-        if failure.cause == Cause.HUNG and failure.rank is None:  # the master
+        """Save the stacks of all hosts after a hang, or of this host if the master hangs."""
+        if failure.cause == Cause.HUNG and failure.rank is None:  # The master hangs.
             taken = self._witness.take(self.number, 0, failure.reason, self.host.idle)
             publish_hang(self.host.names, self.host.events, self.number, taken.ranks, [taken.file])
             return
@@ -326,9 +324,9 @@ class Incarnation:
         self._explained = True
 
     def _await_begin(self) -> None:
-        """Give the master time to begin an incarnation that has already failed.
+        """Wait until the master has begun this incarnation, although it has already failed.
 
-        The history then counts this failure, so that restarts do not continue forever.
+        Only failures of incarnations in the history count towards the limit on restarts.
         """
         children = self.host.children
         backoff = Backoff()
@@ -354,7 +352,7 @@ class Incarnation:
         host.serving = 0
         deadline = time.monotonic() + EXPLAIN_S
         while self._explained and host.children.master_runs and time.monotonic() < deadline:
-            self.send()  # send messages again that the directory has not accepted
+            self.send()  # Retry messages that the directory has not accepted.
             host.idle(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
         host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S, meanwhile=host.renew_lease)
@@ -366,7 +364,7 @@ class Incarnation:
 
 
 class Answers:
-    """Delays answers to a message until all ``workers`` have answered it."""
+    """Holds answers back until all ``workers`` have answered the same message."""
 
     def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._workers = workers
@@ -377,7 +375,7 @@ class Answers:
         self._until = math.inf
 
     def take(self, received: Sequence[Answer]) -> list[Answer]:
-        """Add answers; return all delayed answers if it is time to send them."""
+        """Add answers; return all held answers if it is time to send them."""
         if received and not self._held:
             self._until = self._clock() + HOLD_S
         self._held += received
@@ -385,12 +383,12 @@ class Answers:
         return self.release() if any(complete) or self.wait_s() <= 0 else []
 
     def release(self) -> list[Answer]:
-        """Return the delayed answers, and forget them."""
+        """Return and forget the held answers."""
         held, self._held, self._until = self._held, [], math.inf
         return held
 
     def wait_s(self) -> float:
-        """Return the time until `take` returns the delayed answers."""
+        """Return the seconds after which `take` returns the held answers in any case."""
         return max(self._until - self._clock(), 0.0)
 
     def _completes(self, answer: Answer) -> bool:
@@ -405,10 +403,7 @@ class Answers:
 
 
 class Replies:
-    """The agent's log of one incarnation.
-
-    It sends the master a wake-up by its ``socket`` after each write.
-    """
+    """Writer of the agent's log in one incarnation, with a wake-up for the master per write."""
 
     def __init__(
         self, writer: LogWriter, workers: int, socket: wakeups.WakeupSocket | None = None
@@ -421,16 +416,13 @@ class Replies:
         self._master: wakeups.WakeupAddress | None = None
 
     def send(self, *news: FromAgent) -> None:
-        """Send messages.
-
-        Messages that the directory does not accept now are sent first next time.
-        """
+        """Send messages, after earlier messages that the directory has not accepted."""
         if not (news or self._unsent):
             return
         self._unsent = True
         try:
             self._writer.append(*map(AGENT_LOG.to_json, news))
-        except (EnvironmentFailure, CorruptFileError) as error:  # the master reports damage
+        except (EnvironmentFailure, CorruptFileError) as error:  # The master also reports damage.
             logger.warning("cannot send to the master, will retry: %s", error)
             return
         self._unsent = False

@@ -1,10 +1,10 @@
 """Detection of failures: the processes of a host, the host's own lease, and other hosts.
 
-`Symptoms` evaluates the events of the host's processes, and out-of-memory kills by the kernel.
-`LeaseGuard` renews the host's lease and fences the host while the lease may have expired. `Leader`
-detects the loss of a job's first host, on which the master and the batch process run. The other
-agents of the round then end the incarnation and requeue the job. `TrainersLease` shows a rollout
-task whether the trainers are alive.
+`Symptoms` evaluates the events of the host's processes and the kernel's out-of-memory kills.
+`LeaseGuard` renews the host's lease, and stops the host from starting work while the lease may have
+expired. `Leader` detects the loss of a job's first host, on which the master and the batch process
+run. The other agents of the round then end the incarnation and requeue the job. `TrainersLease`
+tells a rollout task whether the trainers are alive.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from slurmrl.workers.link import FirstAgent, requeue
 logger = log.get(__name__)
 
 ECHO_GRACE_S = 2.0
-"""Seconds for which to delay an exception that looks like a consequence of another rank's end. That
-end is the better explanation if it is reported in time."""
+"""Seconds by which the agent delays an exception that looks like a consequence of another rank's
+end, because that end explains the failure better."""
 ECHO_TURN_S = 0.1
 WATCHDOG = "watchdog thread terminated with exception"
-"""Output of torch's NCCL watchdog before it aborts the process; the reason follows."""
+"""Text that torch's NCCL watchdog prints, followed by the reason, before it aborts the process."""
 OWN_CGROUPS = Path("/proc/self/cgroup")
 COUNTER = "oom_kill"
 
 
 class Symptoms:
-    """Evaluation of events of a host's processes; raises ReportedError for the first failure."""
+    """Evaluates events of a host's processes; raises ReportedError for the first failure."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Symptoms:
     ) -> None:
         """``output`` returns the newest output of the processes in this incarnation."""
         self.told_to_exit = False
-        """Whether ``exit`` was forwarded, so that workers may exit."""
+        """Whether this process has told the workers to exit."""
         self._host = host
         self._children = children
         self._oom = oom
@@ -68,7 +68,7 @@ class Symptoms:
 
     @property
     def longest_turn_s(self) -> float:
-        """Return the maximum wait of the next turn."""
+        """Maximum seconds that the next turn may wait."""
         return math.inf if self._echo is None else ECHO_TURN_S
 
     def evaluate(self, news: News) -> None:
@@ -80,7 +80,7 @@ class Symptoms:
         for ended in news.ended:
             self._evaluate_end(ended)
         silent = self._children.silent()
-        if silent and not self.told_to_exit:  # a process that exits sends no pulse
+        if silent and not self.told_to_exit:  # An exiting process sends no pulse.
             raise ReportedError(self._of_silence(silent[0]))
         if self._echo is not None and self._clock() >= self._echo_until:
             raise ReportedError(replace(self._echo, host=self._host))
@@ -113,14 +113,14 @@ class Symptoms:
         )
 
     def _last_words(self) -> str:
-        """Return the last line of the group's log, perhaps of another process, or ""."""
+        """Return the last line of the group's log, or "". Another process may have written it."""
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
         return f"the log ends with: {lines[-1]}" if lines else ""
 
     def _fault_that_aborted(self) -> GpuFault | None:
-        """Return the GPU fault for which torch's NCCL watchdog ended a process.
+        """Return the GPU fault because of which torch's NCCL watchdog ended a process.
 
-        The watchdog looks at the GPU every 100 ms, and may be faster than the rank itself.
+        The watchdog checks the GPU every 100 ms, so it may notice a fault before the rank does.
         """
         lines = self._output().splitlines()
         faults = (find_in(line) for line in lines if WATCHDOG in line)
@@ -139,10 +139,10 @@ class Symptoms:
 
 
 class OomKills:
-    """Reads the kernel's count of out-of-memory kills from this machine's most precise counter.
+    """Reads the kernel's count of out-of-memory kills from the most precise available counter.
 
-    The counter belongs to this process's control group (version 2, else 1), else to the whole host.
-    The children are in this group or below it, even in containers.
+    That is the counter of this process's control group (version 2, else 1), else of the whole host.
+    The group contains all children, even in containers.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -159,7 +159,7 @@ class OomKills:
 
 
 def _counters(root: Path) -> list[Path]:
-    """Return the files that may have the count, the most precise one first."""
+    """Return the files that may contain a counter, the most precise counter first."""
     counters: list[Path] = []
     mounted = root / "sys/fs/cgroup"
     for line in _read(root / OWN_CGROUPS.relative_to("/")).splitlines():
@@ -174,7 +174,7 @@ def _counters(root: Path) -> list[Path]:
 
 
 def _count(path: Path) -> int | None:
-    """Return the number in the counter's line, or None if there is no such line."""
+    """Return the count of out-of-memory kills in a file, or None if it contains none."""
     fields = [line.split() for line in _read(path).splitlines()]
     counts = [words[1] for words in fields if len(words) == 2 and words[0] == COUNTER]
     return int(counts[0]) if counts and counts[0].isdecimal() else None
@@ -190,17 +190,17 @@ def _read(path: Path) -> str:
 WATCHERS = 3
 """Number of agents that watch the first agent."""
 GRACE_S = 30.0
-"""Seconds that a batch process, if it still runs, may take to end this step."""
+"""Seconds in which a batch process that still runs would end this step."""
 LOOK_S = 3.0
 
 
 class LeaseGuard:
     """Renews the lease every ``beat_s`` and reads the history every ``check_s``.
 
-    The host is fenced when a renewal fails, or when the last successful one began ``ttl_s`` ago
-    (the process was suspended or hung), because others may then consider it dead. A fenced host
-    starts nothing new. A successful renewal, followed by a successful read of the history, lifts
-    the fence. If the directory does not answer, nothing ends.
+    The host is fenced, which means it starts no new work, while others may consider it dead: after
+    a failed renewal, or ``ttl_s`` seconds after the last successful renewal began (the process was
+    suspended or hung). The fence is lifted by a successful renewal that is followed by a successful
+    read of the history. If the directory does not answer, nothing ends.
     """
 
     def __init__(
@@ -213,10 +213,9 @@ class LeaseGuard:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``beat`` renews the lease.
+        """``beat`` renews the lease; ``check`` raises if the incarnation must end.
 
-        ``check`` raises if this host must end. Both raise EnvironmentFailure while the directory
-        does not answer.
+        Both raise EnvironmentFailure while the directory does not answer.
         """
         self._beat = beat
         self._check = check
@@ -245,7 +244,7 @@ class LeaseGuard:
                 self._fenced = False
 
     def may_start(self) -> bool:
-        """Return whether this host may start something new now."""
+        """Return whether this host may start new work now."""
         return not self._fenced and self._held()
 
     def _held(self) -> bool:
@@ -295,9 +294,9 @@ def leave_without(
     identity: Identity,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Requeue the job in place of its batch process, which was lost with ``host``.
+    """Requeue the job on behalf of its batch process, which was lost with ``host``.
 
-    If the batch process is still alive, it ends this process within the grace time.
+    First wait for `GRACE_S`, because a batch process that is still alive ends this process.
     """
     waited_s = 0.0
     while waited_s < GRACE_S and usable_hosts([host], ()):
@@ -307,7 +306,7 @@ def leave_without(
 
 
 class TrainersLease:
-    """Observes the lease of the first agent of the newest incarnation, with this host's clock."""
+    """Observes the lease of the first agent of the newest incarnation, by this host's clock."""
 
     def __init__(
         self,
@@ -320,29 +319,28 @@ class TrainersLease:
         self._first = FirstAgent(paths, names, ttl_s, clock)
         self._view = LeaseView(alive=True, age_s=0.0, counter=None)
         self._sought: str | None = None
-        """The round whose first agent is not known yet."""
+        """Round of agents whose first agent is still unknown; None if it is known."""
 
     def follow(self, job: str) -> None:
-        """Observe the first agent of this round from now on; it began the newest incarnation."""
+        """Observe the first agent of a round from now on; the round began a new incarnation."""
         self._sought = job
 
     def seen(self, incarnation: int) -> Orphaned:
-        """Return the last heartbeat in ``incarnation``, which must be the newest."""
+        """Return a record of the last heartbeat. ``incarnation`` must be the newest one."""
         counter = self._view.counter
         return Orphaned(incarnation=incarnation, attempt=self._first.attempt, counter=counter)
 
     def beat_since(self, seen: Orphaned) -> bool:
-        """Return whether the trainers may have renewed their lease since another task saw it.
+        """Return whether the trainers may have renewed their lease since ``seen``.
 
-        This is true if the directory does not answer.
+        Return True if the directory does not answer.
         """
         return self._first.lease(seen.attempt).observe().counter != seen.counter
 
     def gone_s(self) -> float:
-        """Look when due.
+        """Return the seconds since the last renewal of the lease, or 0 while the lease is valid.
 
-        Return for how long the lease was not renewed; 0 while it is valid. Time during which the
-        directory did not answer does not count.
+        Read the lease when due. Time during which the directory did not answer does not count.
         """
         if self._looks.due():
             if self._sought is not None and self._first.try_to_find(self._sought) is not None:

@@ -1,8 +1,8 @@
 """A rollout task on its host: one world of workers that serves one incarnation after the other.
 
-The workers outlive the trainers' incarnations. This process only supervises them: it tells them
-which incarnation is the newest and when to retire, and it checks whether they and the trainers are
-alive. It neither ends nor delays an incarnation.
+The workers outlive the trainers' incarnations. The agent only supervises the workers: it sends them
+new incarnations, tells them when to retire, and checks whether workers and trainers are alive. The
+agent neither ends nor delays an incarnation.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 ORPHAN_RETIRE_S = 60.0
-"""Seconds that workers may take to retire if there are no trainers: they have nothing to finish."""
+"""Seconds that workers may take to retire without trainers, for which they finish no items."""
 EXIT_TIMEOUT_S = 60.0
 """Maximum wait for the other ranks after one rank has exited normally."""
 FOLDER_GONE_S = 60.0
-"""Seconds without its directory or a log after which an attempt counts as lost. Workers that have
-sent their last message exit sooner."""
+"""Seconds for which an attempt's directory or log must be missing until the attempt counts as lost.
+Workers exit sooner after their last message, when the master may remove the directory."""
 MARGIN_S = 10.0
-"""Seconds before the end of the job at which workers that have not exited are killed."""
+"""Seconds before the end of the job at which the agent kills remaining workers."""
 SHORT_S = 20.0
-"""Seconds that workers may take if the time of the job's end is unknown. Slurm's default between
-TERM and KILL is 30 s."""
+"""Seconds that workers may take to retire if the time of the job's end is unknown. By default,
+Slurm waits 30 s between TERM and KILL."""
 TURN_S = 0.5
-"""Maximum wait for an event of a worker; the process handles signals after it."""
+"""Maximum wait for an event of a worker, so that the agent soon reacts to signals."""
 
 
 class RolloutTask:
@@ -61,9 +61,9 @@ class RolloutTask:
     def __init__(
         self, host: Host, *, orphan_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Prepare a task that waits ``orphan_s`` seconds for lost trainers.
+        """Prepare a task that retires when the trainers have been missing for ``orphan_s`` seconds.
 
-        ``orphan_s`` is infinite in the trainers' job, because the task ends with that job.
+        ``orphan_s`` is infinite in the trainers' job, with which the task ends anyway.
         """
         self.host = host
         self._orphan_s = orphan_s
@@ -75,7 +75,7 @@ class RolloutTask:
         self._folder_looks = Interval(max(LOOK_S, host.intervals.check_s), clock)
         self._gone_since: float | None = None
         self._logs: set[Path] = set()
-        """Logs that were seen in the directory."""
+        """Logs that have been found in the directory."""
         self._symptoms = Symptoms(
             host.identity.host,
             host.children,
@@ -85,14 +85,14 @@ class RolloutTask:
         )
         self._ready: set[int] = set()
         self._retired = False
-        """Whether a worker has exited normally: this process or the master told it to retire."""
+        """Whether a worker has exited normally, because this process or the master requested it."""
         self._told = False
         """Whether this process has told the workers to retire."""
         self._deadline = math.inf
-        """Time at which workers that have not retired are killed."""
+        """Time at which this process kills workers that have not retired."""
 
     def run(self) -> None:
-        """Return when the workers have retired and exited.
+        """Supervise the workers until they have retired and exited.
 
         Raises TrialEndedError, RunGoneError, and other SlurmrlErrors for failures on this host (see
         `fail`).
@@ -107,20 +107,20 @@ class RolloutTask:
             self._heed_warning()
             self._keep_deadline()
             self.turn(TURN_S)
-        logger.info("its workers have retired")
-        if self.host.inside and not self._told:  # no other task replaces it, so it starts again
+        logger.info("the workers of this task have retired")
+        if self.host.inside and not self._told:  # The supervisor must start this task again.
             raise _lost("the master told it to exit")
 
     def _is_orphaned(self) -> bool:
-        """Return whether an earlier task has already waited long enough for the same trainers."""
+        """Return whether an earlier task has already found that the trainers are gone."""
         if math.isinf(self._orphan_s):
             return False
         host = self.host
         seen = self._retry("look for trainers", self._seen_before)
         if seen is None or self._trainers.beat_since(seen):
             return False
-        logger.info("nothing to do: an earlier task has already waited for the trainers")
-        host.events.write("retire", reason="an earlier task has waited for them", within_s=0.0)
+        logger.info("nothing to do: the trainers are gone, as an earlier task has found")
+        host.events.write("retire", reason="the trainers are gone", within_s=0.0)
         return True
 
     def _seen_before(self) -> Orphaned | None:
@@ -130,7 +130,7 @@ class RolloutTask:
         return seen if seen is not None and seen.incarnation == newest else None
 
     def _start(self) -> None:
-        """Start the workers and let them connect to each other; all are on this host."""
+        """Start the workers, which are all on this host, and let them connect to each other."""
         host, identity = self.host, self.host.identity
         devices = host.devices()
         self._retry("make a directory", lambda: atomic.make_private_directory(self._folder))
@@ -149,9 +149,10 @@ class RolloutTask:
     # -- incarnations ------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """When due, look for a newer incarnation and tell the workers.
+        """Look for a newer incarnation, when due, and send it to the workers.
 
-        Raises TrialEndedError, even if a newer submission with its own tasks took over the trial.
+        Raises TrialEndedError if the trial has ended or a newer submission has taken over, which
+        has its own tasks.
         """
         if not self._looks.due():
             return
@@ -179,7 +180,7 @@ class RolloutTask:
             self._record_orphan()
 
     def _record_orphan(self) -> None:
-        """Record the missing trainers, so that no other task waits for them."""
+        """Record that the trainers are gone, so that later tasks do not wait for them."""
         host = self.host
         try:
             write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
@@ -187,10 +188,11 @@ class RolloutTask:
             logger.warning("cannot record missing trainers; later tasks will wait too: %s", error)
 
     def _look_at_folder(self) -> None:
-        """When due, raise if the directory of this attempt or a log in it was removed or replaced.
+        """Raise, when due, if the directory of this attempt or a log in it is missing or replaced.
 
-        The master removes the directory of an attempt that it lost while this host was suspended;
-        users remove files. Without them, requests and results cannot be exchanged.
+        Without these, the task and the master cannot exchange messages. The master removes the
+        directory after it gave up this attempt, for example because this host was suspended. A user
+        may also remove files.
         """
         if not self._folder_looks.due():
             return
@@ -209,7 +211,7 @@ class RolloutTask:
             raise _lost(f"{missing} was removed or replaced")
 
     def _missing(self) -> Path | None:
-        """Return the directory or its content that is not as it was; None if everything is.
+        """Return a directory or log that was removed or replaced, or None.
 
         Raises EnvironmentFailure.
         """
@@ -220,7 +222,7 @@ class RolloutTask:
         place = (identity.group, identity.task, identity.attempt)
         paths = self.host.paths
         requests = paths.rollout_requests(*place, self.host.serving)
-        samples = paths.rollout_samples(*place)  # its writer creates it again after a removal
+        samples = paths.rollout_samples(*place)  # The worker recreates a removed directory.
         if _kind(samples) not in ((0, 0), (stat.S_IFDIR, owner)):
             return samples
         logs = (paths.rollout_results(*place), requests)
@@ -236,7 +238,7 @@ class RolloutTask:
     # -- end of the attempt ------------------------------------------------------------------
 
     def _retire(self, reason: str, within_s: float) -> None:
-        """Tell the workers to retire, unless they know a deadline that is at least as early."""
+        """Tell the workers to retire, unless they already have an earlier deadline."""
         deadline = self._clock() + within_s
         if deadline >= self._deadline:
             return
@@ -252,12 +254,12 @@ class RolloutTask:
 
     def _keep_deadline(self) -> None:
         if self._clock() >= self._deadline:
-            raise WaitTimeoutError("its workers did not exit in time and are killed")
+            raise WaitTimeoutError("the workers did not exit in time; this agent kills them")
 
     def fail(self, error: SlurmrlError) -> Failure:
-        """Record a failure of this task, with the stacks of its workers if they hang.
+        """Record a failure of this task, with the stacks of its workers after a hang.
 
-        Failures of retiring workers are not recorded, because the workers would have exited anyway.
+        Do not publish failures of retiring workers, because these would have exited anyway.
         """
         host, failure = self.host, self.host.describe(error)
         host.write_failure(host.serving, failure)
@@ -301,7 +303,7 @@ class RolloutTask:
 
 
 def _kind(path: Path) -> tuple[int, int]:
-    """Return the kind of a file and its owner; zeros without one. Raises EnvironmentFailure."""
+    """Return type and owner of a file, or (0, 0) if it is missing. Raises EnvironmentFailure."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -312,15 +314,15 @@ def _kind(path: Path) -> tuple[int, int]:
 
 
 def _lost(why: str) -> SlurmrlError:
-    """Record that this attempt is lost: it gives no more results, and another one may begin."""
-    reason = f"the trainers get nothing more from this rollout task: {why}"
+    """Return the error of an attempt that the master has given up."""
+    reason = f"the trainers get no more results of this rollout task: {why}"
     return ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
 
 def time_to_retire_s(warned: Warned) -> float:
-    """Return how long workers may take after a warning.
+    """Return the seconds that workers may take to retire after a warning.
 
-    The host does not know how long Slurm waits before it kills a preempted job.
+    After a preemption, this is `SHORT_S`: the grace time of Slurm's partition is unknown here.
     """
     left_s = warned.time_left_s
     if warned.cause != "time_limit" or left_s is None:

@@ -1,6 +1,6 @@
-"""Collection of the stacks of a host's processes, and the files and reports about them.
+"""Collection of the stacks of a host's processes, and the files and reports with them.
 
-For a process that does not answer, the report has its state.
+If a process does not answer, the report contains the process's state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = log.get(__name__)
 ANSWER_S = 5.0
 """Seconds that a process may take to answer. A running process takes milliseconds."""
 RUNNING_S = 1.0
-"""Seconds that a process may take, after its stacks, to add the parts that need the interpreter."""
+"""Seconds that a process may take after its stacks to add the parts that need the interpreter."""
 PAUSE_S = 0.05
 MOST_BYTES = 256 * 1024
 """Maximum bytes of the stacks of one process."""
@@ -37,7 +37,7 @@ PY_SPY = "py-spy"
 PY_SPY_S = 8.0
 """Seconds that py-spy may take for all processes, one after the other."""
 HELD = "Tt"
-"""States of a process in which it cannot be interrupted to get its C frames."""
+"""States of stopped processes, which py-spy cannot pause to read their C frames."""
 BLOCKED = "D"
 STATES = {
     "T": "it is stopped (SIGSTOP)",
@@ -54,7 +54,7 @@ SEEN = f"Seen by {PY_SPY}:\n"
 SEEN_THREAD = re.compile(r"^Thread .*\n", re.M)
 SEEN_FRAME = re.compile(r"^    (?P<name>.+) \((?P<file>.+\.py|<.+>):(?P<line>\d+)\)$", re.M)
 MOST_FILES = 10
-"""Maximum number of files that one agent keeps: a new one replaces the oldest."""
+"""Maximum number of files that one agent keeps; a new file replaces the oldest."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class StacksAnswer:
 def collect(
     children: Children, ranks: Sequence[int | None], pause: Callable[[float], None]
 ) -> list[StacksAnswer]:
-    """Return the stacks of these processes, within `ANSWER_S` plus the time of py-spy.
+    """Return the stacks of processes, within `ANSWER_S` plus the time of py-spy.
 
-    ``pause`` waits.
+    ``pause`` is the function that waits. Rank None is the master.
     """
     for rank in ranks:
         clear_stacks(children.stacks_fd(rank))
@@ -113,7 +113,7 @@ def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[Stacks
 
 
 def _state(pid: int) -> str:
-    """Return the letter of a process's state, as in ``ps``."""
+    """Return the letter with which ``ps`` shows the state of a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -123,11 +123,12 @@ def _state(pid: int) -> str:
 def _py_spy(pid: int, state: str, deadline: float) -> str:
     """Return the stacks that py-spy reads from outside, or why it could not read them.
 
-    The stacks have C frames, for which py-spy pauses the process. C frames are missing if the
-    process is stopped or blocked. Return an empty string if py-spy is not installed.
+    py-spy pauses the process to read C frames. If the process is stopped or blocked, the stacks
+    have no C frames. Return an empty string if py-spy is not installed.
     """
-    beside = Path(sys.executable).with_name(PY_SPY)  # a job's PATH need not contain the environment
-    program = str(beside) if beside.exists() else shutil.which(PY_SPY)
+    # A job's PATH may lack the virtual environment.
+    own = Path(sys.executable).with_name(PY_SPY)
+    program = str(own) if own.exists() else shutil.which(PY_SPY)
     if program is None:
         return ""
     failed = ""
@@ -146,15 +147,16 @@ def _py_spy(pid: int, state: str, deadline: float) -> str:
         if done.code == 0:
             return SEEN + done.output.decode(errors="replace")
         failed = done.errors.partition("\n")[0]
-    return f"({PY_SPY} cannot read it: {failed}{DENIED if 'ermission' in failed else ''})\n"
+    denied = DENIED if "ermission" in failed else ""
+    return f"({PY_SPY} cannot read the process: {failed}{denied})\n"
 
 
 def top_frame(text: str) -> str:
-    """Return where the main thread is: ``rewards.py:44 in __call__``."""
+    """Return the code position of the main thread, such as ``rewards.py:44 in __call__``."""
     own, _, seen = text.partition(SEEN)
-    parts = MAIN_THREAD.split(own)  # the main thread is listed last
+    parts = MAIN_THREAD.split(own)  # The fault handler lists the main thread last.
     frame = FRAME.search(parts[-1]) if len(parts) > 1 else None
-    parts = SEEN_THREAD.split(seen)  # the main thread is listed first
+    parts = SEEN_THREAD.split(seen)  # py-spy lists the main thread first.
     frame = frame or (SEEN_FRAME.search(parts[1]) if len(parts) > 1 else None)
     if frame is None:
         return ""
@@ -162,7 +164,7 @@ def top_frame(text: str) -> str:
 
 
 class Witness:
-    """Writes the stacks of one host."""
+    """Writes the stacks of one host into files."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -176,9 +178,10 @@ class Witness:
         pause: Callable[[float], None],
         ranks: Collection[int] | None = None,
     ) -> Stacked:
-        """Write the file and return the message about it.
+        """Write a file with stacks; return the message to the master about the file.
 
-        ``pause`` waits. ``ranks`` None means all of them, the master and this agent.
+        ``pause`` is the function that waits. ``ranks`` None stands for all ranks of the host, the
+        master and this agent.
         """
         host = self._host
         there = host.children.witnesses()
@@ -204,7 +207,7 @@ class Witness:
         )
 
     def _rows(self, answers: Sequence[StacksAnswer]) -> list[RankProgress]:
-        """Return the activity of the ranks, with the code position of ranks that answered."""
+        """Return the activity of the ranks, with the code positions of those that answered."""
         frames = {answer.rank: top_frame(answer.text) for answer in answers}
         return [replace(row, frame=frames.get(row.rank, "")) for row in self._host.children.doing()]
 

@@ -1,4 +1,4 @@
-"""The life of a master process, from its start to its exit code.
+"""The master process, from its start to its exit code.
 
 ``python -m slurmrl.workers.master --run RUN --submission N --job JOB --pipe-fd FD --pulse-s S``
 """
@@ -66,7 +66,7 @@ logger = log.get(__name__)
 
 
 def serve(run: Path, submission: int, job: str, link: int) -> int:
-    """Run one incarnation. Return 0 if the trial ended or was handed over, 1 if it failed."""
+    """Run one incarnation. Return 0 if the trial or job ends regularly, 1 after a failure."""
     for warning in atomic.check_ownership(run):
         logger.warning("%s", warning)
     paths = RunPaths(run)
@@ -90,16 +90,16 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         master = _prepare(paths, names, history, writer, events)
         master.run()
     except TrialEndedError as end:
-        logger.info("leaving: %s", end)
+        logger.info("this master exits: %s", end)
     except StaleIncarnationError as error:
-        logger.warning("leaving: %s", error)
+        logger.warning("this master exits: %s", error)
         return 1
     except Exception as error:  # noqa: BLE001 - the process boundary: report it and end
         failure = _fail(names, writer.incarnation, events, error)
         if master is not None:
             _end(master, names, events, failure)
         if failure.agent:
-            kill_parent()  # the hung agent does not notice the end of this process
+            kill_parent()  # The agent hangs and would not notice the end of this process.
         return 1
     return 0
 
@@ -176,7 +176,7 @@ def _rollouts(
     committed: Mapping[str, Any] | None,
     events: EventWriter,
 ) -> RolloutTasks:
-    """Return the rollout tasks in the state of the commit."""
+    """Return the rollout tasks, with the attempts and results that a commit contains."""
     config, batch_size = settings.config, settings.algorithm.batch_size
     tasks = config.rollout.tasks
     assert tasks is not None, "the caller has asked"
@@ -212,7 +212,7 @@ def _rollouts(
 
 
 def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
-    """Return the committed state to resume from; None if there is no commit."""
+    """Return the committed state from which to resume; None without a commit."""
     if state.last_commit is None:
         return None
     directory = paths.checkpoints / state.last_commit.directory
@@ -226,11 +226,9 @@ def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
 def _clean(paths: RunPaths, state: TrialState) -> None:
     """Remove leftovers of earlier incarnations that the history does not name.
 
-    These are incomplete checkpoints, old control logs and old directories of process groups.
-
-    Earlier incarnations can no longer commit, but a newer one may have begun since ``state`` was
-    read and may be writing, so its files stay. Damaged checkpoints that were set aside stay until a
-    later incarnation than their writer has committed.
+    These are incomplete checkpoints, old control logs and old directories of process groups. Keep
+    files of newer incarnations, because one may have begun since ``state`` was read. Keep damaged
+    checkpoints that were set aside until an incarnation later than their writer has committed.
     """
     named = {commit.directory for commit in state.commits}
     committed = max((commit.incarnation for commit in state.commits), default=0)
@@ -250,7 +248,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
 
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
-    """Tell the agents that the incarnation ended; after a hang, they first report their ranks."""
+    """Tell the agents that the incarnation has ended. After a hang, first collect the stacks."""
     if failure.cause not in HANGS or failure.agent:
         master.channel.end()
         return
@@ -262,7 +260,7 @@ def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure
 
 
 def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> Failure:
-    """Publish why this incarnation failed, unless a rank has already done so."""
+    """Publish why this incarnation failed, unless another process has already done so."""
     if isinstance(error, RunFailedError | UsageError):
         logger.error("%s", error)
     else:
@@ -274,9 +272,9 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
 
 
 def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
-    """Return advice for a job that reached its time limit before the first commit.
+    """Return how far a job got before its time limit, and which settings to change.
 
-    It says how far the job got, and which settings to change.
+    The job reached its time limit before its first commit.
     """
     ready_s = next(
         (
@@ -290,7 +288,7 @@ def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
     )
     slurm = config.cluster.slurm
     if ready_s is None:
-        came = "the models were not even loaded"
+        came = "the models were not loaded in time"
     else:
         came = f"starting and loading took {ready_s:.0f} s, and {_finished(paths)}"
     limit = f"cluster.slurm.time ({slurm.time})" if slurm.time else "cluster.slurm.time"
@@ -303,7 +301,10 @@ def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
 
 
 def _finished(paths: RunPaths) -> str:
-    """Count the steps since the last commit in the metrics, which nothing has cut yet."""
+    """Return how many steps the metrics have after the last commit, as part of a sentence.
+
+    The metrics still have these steps, because only the next incarnation removes them.
+    """
     commit = fold(History(paths.history).read()).last_commit
     newest = metrics.newest(metrics.read_latest(paths.metrics, 1)).get("step", 0)
     steps = int(newest) - (commit.step if commit is not None else 0)

@@ -1,12 +1,12 @@
 """Commits (the ranks' files, the manifest, then the history slot) and deletion of old commits.
 
 The master starts a checkpoint and then polls it while the ranks continue training. The checkpoint
-counts once the history names it. If it fails, its directory is removed. An `Outcome` reports
-success or failure.
+counts only when the history names it. After a failure, the master removes its directory. An
+`Outcome` reports success or failure.
 
-An incarnation begins on the newest undamaged commit (`begin_on_base`). BEGIN names it, so that all
-agents load the same. Newer, damaged commits are then deleted from the history, with the reason, and
-their files set aside.
+An incarnation begins on the newest undamaged commit (`begin_on_base`). The BEGIN record names this
+commit, so that all agents load the same one. The master then deletes newer, damaged commits from
+the history, with the reason, and sets their files aside.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Outcome:
 
     step: int
     seconds: float
-    """Duration from its start to its end."""
+    """Duration from the start of the checkpoint to its end."""
     stall_s: float
-    """Time for which training waited: while ranks copied, and while the master was blocked. File
-    operations of the master during the ranks' work do not count."""
+    """Time for which training waited, because ranks copied weights or the master was blocked. File
+    operations of the master while the ranks work do not count."""
     error: str | None = None
-    """Reason why it failed; None if it is committed."""
+    """Reason of the failure; None if the checkpoint is committed."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Writing:
     directory: Path
     state: dict[str, Any]
     number: int
-    """Number of its `Save`."""
+    """Number of the `Save` order."""
     began: float
     asynchronous: bool
     stall_s: float = 0.0
@@ -97,9 +97,9 @@ class Committer:
     # -- one checkpoint ----------------------------------------------------------------------
 
     def start(self, step: int, state: dict[str, Any], *, asynchronous: bool) -> Outcome | None:
-        """Tell the ranks to save ``step``; the previous checkpoint must have ended (`wait`).
+        """Tell the ranks to save ``step``. The previous checkpoint must have ended (`wait`).
 
-        Return the outcome only if the checkpoint cannot be started.
+        Return an outcome only if the checkpoint cannot be started, else None.
         """
         assert self._writing is None, "one checkpoint at a time"
         began = time.monotonic()
@@ -116,7 +116,7 @@ class Committer:
         return None
 
     def poll(self) -> Outcome | None:
-        """Commit once all ranks have saved; return None before that, and if nothing is pending."""
+        """Commit if all ranks have saved. Return None before that, and without a checkpoint."""
         if self._writing is None:
             return None
         answers = self.channel.saved(self._writing.number)
@@ -128,7 +128,7 @@ class Committer:
         return self._finish(writing, [saved for _, saved in answers])
 
     def wait(self) -> Outcome | None:
-        """Wait until the pending checkpoint ends; return None if there is none.
+        """Wait until the current checkpoint ends; return None without a checkpoint.
 
         Raises WaitTimeoutError, StaleIncarnationError, TrialEndedError.
         """
@@ -154,9 +154,9 @@ class Committer:
         return self._name(writing)
 
     def _name(self, writing: Writing) -> Outcome:
-        """Write the COMMIT record; try again while it is unclear whether it was written.
+        """Write the COMMIT record. Retry while it is unclear whether the record was written.
 
-        The directory must exist until then. A second record of a commit has no effect.
+        Keep the directory until this is clear. A second record of the same commit has no effect.
         """
         return retry(f"commit step {writing.step}", lambda: self._win_slot(writing))
 
@@ -184,10 +184,10 @@ class Committer:
         return self._outcome(writing)
 
     def _give_up(self, writing: Writing, reason: str) -> Outcome:
-        """Remove the files of a failed commit at once, because the disk may be full.
+        """Remove the files of a failed checkpoint at once, because the disk may be full.
 
-        Remove also files that were set aside from damaged commits. Commits are never removed to
-        make room.
+        Also remove the files of damaged commits that were set aside. Never remove commits to free
+        space.
         """
         logger.warning("no checkpoint of step %d: %s", writing.step, reason)
         for directory in (writing.directory, *self.paths.damaged_checkpoints()):
@@ -195,7 +195,7 @@ class Committer:
         return self._outcome(writing, reason)
 
     def _outcome(self, writing: Writing, error: str | None = None) -> Outcome:
-        """Make the outcome; waiting and copying may overlap, so the stall is capped."""
+        """Return the outcome. The stall is at most the duration: waits and copies may overlap."""
         seconds = time.monotonic() - writing.began
         return Outcome(writing.step, seconds, min(writing.stall_s, seconds), error)
 
@@ -207,7 +207,7 @@ class Committer:
             self._delete(commit)
 
     def _delete(self, commit: Commit) -> None:
-        """Delete a commit from the history, then from disk; after a failure, retry next time."""
+        """Delete a commit from the history, then from disk. The next commit retries a failure."""
         try:
             self.writer.append(Kind.DELETE, {"step": commit.step, "directory": commit.directory})
         except EnvironmentFailure as error:
@@ -218,7 +218,7 @@ class Committer:
 
 
 LOOK_TIMEOUT_S = 300.0
-"""Timeout for checking the checkpoints while the directory does not answer."""
+"""Timeout for checking the checkpoints if the directory does not answer."""
 LOOK_BACK = 3
 """Number of recent incarnations whose failures are searched for damaged checkpoints."""
 
@@ -236,7 +236,7 @@ def begin_on_base(
     data: dict[str, Any],
     futile: Callable[[list[Record]], dict[str, Any] | None],
 ) -> tuple[IncarnationWriter, list[Damage]]:
-    """Begin an incarnation on the newest usable commit; also return the newer, damaged ones.
+    """Begin an incarnation on the newest usable commit; also return newer, damaged commits.
 
     Raises as `begin`, and EnvironmentFailure.
     """
@@ -259,9 +259,9 @@ def choose(
     state: TrialState,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[str | None, list[Damage]]:
-    """Return the directory of the newest usable commit, or None, and the damages of newer commits.
+    """Return the directory of the newest usable commit, or None, and the damage of newer commits.
 
-    It checks file sizes, and uses reports of ranks about wrong checksums.
+    Check file sizes, and use the reports of ranks about wrong checksums.
     """
     damages: list[Damage] = []
     reported = _reported_damage(names, state)
@@ -292,13 +292,13 @@ def set_aside(
         retry("delete a damaged checkpoint", partial(writer.append, Kind.DELETE, record))
         try:
             calls.rename(paths.checkpoints / directory, paths.damaged_checkpoint(directory))
-        except OSError as error:  # already removed, or removed when the next incarnation begins
-            logger.warning("%s is not kept: %s", directory, error.strerror)
+        except OSError as error:  # The next incarnation removes the directory if it still exists.
+            logger.warning("cannot set %s aside: %s", directory, error.strerror)
         events.write("damaged", directory=directory, step=step, reason=reason)
 
 
 def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
-    """Describe the damage; None if there is none. Raises EnvironmentFailure."""
+    """Return a description of a checkpoint's damage, or None. Raises EnvironmentFailure."""
     try:
         until_certain(partial(verify, directory, checksums=False), sleep)
     except DamagedCheckpointError as error:
@@ -307,9 +307,9 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
 
 
 def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:
-    """Return the reasons why recent incarnations found checkpoints damaged, by directory.
+    """Return the damage that recent incarnations reported, by the directory of the checkpoint.
 
-    Ranks find damage when they load a checkpoint, masters when they export one.
+    Ranks find damage when they load a checkpoint, masters when they export a checkpoint.
     """
     damage: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):

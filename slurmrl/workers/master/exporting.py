@@ -1,4 +1,4 @@
-"""Export of a committed checkpoint in Hugging Face form, without torch: files, types, precision."""
+"""Export of a committed checkpoint as a Hugging Face model folder, without torch."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ from slurmrl.workers.master.progress import STATE
 
 ROLE = "actor"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
-LEFT_S = 24 * 3600.0  # older temporary directories are from killed exports
+LEFT_S = 24 * 3600.0  # Older temporary directories are leftovers of killed exports.
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An export that was written."""
+    """A finished export."""
 
     folder: Path
     types: ExportTypes | None = None
-    """Types of the tensors; None for adapters, which do not update other weights."""
+    """Types of the tensors; None for adapters, whose type needs no choice."""
 
     @property
     def warning(self) -> str | None:
@@ -89,7 +89,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """Exports of one role of a trial."""
+    """Exporter of one role of a trial."""
 
     paths: RunPaths
     config: Config
@@ -97,7 +97,7 @@ class Exporter:
     head: Head
     dtype: ExportDtype
     form: ExportForm
-    """Form of a role that trains adapters; other roles have full weights."""
+    """Form of the export if the role trains adapters. Other roles always have full weights."""
 
     @property
     def model(self) -> Model:
@@ -109,7 +109,7 @@ class Exporter:
         return self.paths.export(step, self.role, adapter=adapter)
 
     def write(self, commit: Commit, target: Path) -> Exported:
-        """Export a commit. Raises DamagedCheckpointError before writing."""
+        """Export a commit. Raises DamagedCheckpointError before it writes anything."""
         _sweep(self.paths)
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
         trained = manifest.open_verified(checkpoint, self.role)
@@ -132,7 +132,7 @@ class Exporter:
         return Exported(folder, types)
 
     def pin(self, commit: Commit, target: Path) -> Path:
-        """Make a model folder of links to a commit's files. Raises DamagedCheckpointError."""
+        """Make a model folder with links to a commit's files. Raises DamagedCheckpointError."""
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
         manifest.verify(checkpoint, checksums=False)
         values, generation, _ = self._model_files(checkpoint)
@@ -161,7 +161,7 @@ class Exporter:
         return write_folder(target, fill)
 
     def _model_files(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any], Storage]:
-        """``config.json``, ``generation_config.json``, and the storage of parameters in files."""
+        """Return ``config.json``, ``generation_config.json`` and the form of weights in files."""
         model, stops = self.model, self._stop_tokens(checkpoint)
         stated = config_values(model)
         if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
@@ -169,17 +169,17 @@ class Exporter:
             stated = {**stated, EOS: _one_or_list(stops)}
         values, storage = file_form(stated, model.implementation, self.head)
         if model.implementation == "hf" and model.lora is not None:
-            storage = stored  # adapters are merged into the tensors of the model folder
+            storage = stored  # Merged weights have the form of the model folder in `path`.
         if _scores_turn_ends(self.paths, self.role):
             values[SCORE_AT] = TURN_END
         return values, _generation(generation_values(model), values, stops), storage
 
     def _whole(self, trained: RoleCheckpoint) -> ExportedWeights:
-        """Return all weights, with merged adapters. Raises UsageError if the base has changed."""
+        """Return all weights, with merged adapters. Raises UsageError for a changed base model."""
         model = self.model
         if model.lora is None:
             return trained
-        assert model.path is not None, "adapters without a path are refused at submission"
+        assert model.path is not None, "submission rejects adapters without a path"
         builtin = model.implementation == "builtin"
         config = ModelConfig.from_hf(config_values(model)) if builtin else None
         merged = merged_weights(trained, Path(model.path), config, self.head, model.lora)
@@ -206,7 +206,7 @@ class Exporter:
     def _tokenizer(self, checkpoint: Path) -> TokenizerFiles | None:
         """Return the tokenizer with the committed chat template, or None without a tokenizer.
 
-        Commits of older versions have no template: the file in `dataset.chat_template` is used.
+        Commits of older versions lack the template. For these, use `dataset.chat_template`.
         """
         folder = self.model.tokenizer or self.config.actor.tokenizer
         if not folder:
@@ -217,15 +217,15 @@ class Exporter:
         return TokenizerFiles(Path(folder), template)
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
-        """Return the stop tokens of the run; the model files' tokens if none were committed."""
+        """Return the committed stop tokens; for commits of older versions, those of the model."""
         committed = manifest.read_state(checkpoint, STATE).get("stop_token_ids")
         return list(committed if committed is not None else stop_tokens(self.config))
 
 
 def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Exported:
-    """Export a commit to ``export/step-<s>``, loadable by transformers.
+    """Export a commit to ``export/step-<s>``, from which transformers can load it.
 
-    Raises DamagedCheckpointError before anything is written.
+    Raises DamagedCheckpointError before it writes anything.
     """
     settings = config.checkpoint
     head = _head(paths, ROLE)
@@ -241,12 +241,12 @@ def export_step(
     dtype: ExportDtype | None = None,
     form: ExportForm | None = None,
 ) -> Exported:
-    """Export a commit of any trial, running or not.
+    """Export a commit of a trial, which may be running.
 
-    By default, export the newest commit into its own directory, or another if the run deletes it.
+    By default, export the newest commit into the default folder of its step.
 
-    Raises UsageError for an unknown step or role, a target in use, or an adapter of a role without
-    one, CheckpointError for a damaged commit, naming the alternatives.
+    Raises UsageError if the step or role is unknown, the target exists, or the role has no adapter.
+    Raises CheckpointError for a damaged commit; the message names other commits.
     """
     config = load_resolved(paths.config)
     settings, head = config.checkpoint, _head(paths, role)
@@ -264,9 +264,10 @@ def export_step(
 
 
 def pin_actor(paths: RunPaths, step: int | None) -> Path:
-    """Return a model folder for other trials with links to a commit's files, by default the newest.
+    """Return a model folder for other trials, with links to the files of a commit.
 
-    Links need one file system: the folder is in the trial's directory. An existing one is returned.
+    By default, use the newest commit. Links need one file system, so the folder is in the trial's
+    directory. Return an existing folder unchanged.
 
     Raises UsageError (unknown step or no actor), CheckpointError (damaged), EnvironmentFailure.
     """
@@ -280,7 +281,7 @@ def pin_actor(paths: RunPaths, step: int | None) -> Path:
 
 
 def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
-    """Pin a commit only for `evaluation.tasks`, until these have ended. Raises as `pin_actor`."""
+    """Make a model folder of a commit for `evaluation.tasks`. Raises as `pin_actor`."""
     folder = paths.checkpoint_to_evaluate(commit.directory)
     if not manifest.is_pinned(folder):
         _merged_actor(paths).pin(commit, folder)
@@ -296,7 +297,7 @@ def _of_commit(
 ) -> Made:
     """Make an export or a folder of a commit; choose another if the run deletes the commit first.
 
-    ``how`` says how to choose a commit, for the message about a damaged one.
+    ``how`` names the option that chooses a commit, for the message about a damaged commit.
     """
     while True:
         commit = _choose(paths, step)
@@ -338,9 +339,9 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
 
 
 def _plan(paths: RunPaths) -> Plan:
-    """Return a trial's plan, made from its configuration if the file is damaged or missing.
+    """Return a trial's plan. If its file is damaged or missing, make it from the configuration.
 
-    Raises CorruptFileError or EnvironmentFailure if that needs code that this host lacks.
+    Raises CorruptFileError or EnvironmentFailure of the file if this is not possible.
     """
     try:
         return Plan.read(paths.plan)
@@ -352,7 +353,7 @@ def _plan(paths: RunPaths) -> Plan:
 
 
 def _head(paths: RunPaths, role: str) -> Head:
-    """Return the head of a trained or averaged role; checkpoints have only such roles."""
+    """Return the head of a trained or averaged role. Raises UsageError for another role."""
     models = _plan(paths).models
     trained = sorted(name for name, model in models.items() if model.changes)
     if not trained:
@@ -368,8 +369,8 @@ def _head(paths: RunPaths, role: str) -> Head:
 def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
     """Return whether the role is a reward model that was trained at the ends of turns.
 
-    The plan records this, because older versions trained at the ends of whole conversations. Raises
-    CorruptFileError, EnvironmentFailure.
+    Older versions of slurmrl trained at the ends of conversations. Inputs in the plan show the
+    difference. Raises CorruptFileError, EnvironmentFailure.
     """
     if role != ROLE or all(call.interface not in REWARD_MODELS for call in _plan(paths).calls):
         return False
@@ -382,13 +383,13 @@ def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
 def _generation(
     stated: Mapping[str, Any], config: Mapping[str, Any], stops: list[int]
 ) -> dict[str, Any]:
-    """Return the model's generation_config.json, or one from config.json, with the run's stops."""
+    """Return the generation config, or one made from ``config.json``, with the run's ``stops``."""
     ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
     values = dict(stated) or {"_from_model_config": True, **ids}
     known = values.get(EOS)
     if not stops or set(stops) == set(known if isinstance(known, list) else [known]):
         return values
-    values.pop("_from_model_config", None)  # otherwise transformers uses the ids in config.json
+    values.pop("_from_model_config", None)  # transformers would then use the ids in config.json.
     return {**values, EOS: _one_or_list(stops)}
 
 
@@ -411,16 +412,16 @@ class ExportTypes:
 
     precision: Precision
     name: str
-    """The type intended for most tensors."""
+    """Type intended for most tensors."""
     kept: float | None = None
-    """The share of the training's update that survives rounding to ``name``. None if nothing is
-    rounded, or the weights before the training are unknown."""
+    """Share of the training's update that survives rounding to ``name``. None without rounding, or
+    if the initial weights are unknown."""
     rejected: bool = False
-    """Whether the export is in float32, because ``name`` would lose too much of the update."""
+    """Whether the export is in float32 because rounding to ``name`` would lose too much."""
 
     @property
     def warning(self) -> str | None:
-        """Warning about an export that loses, or would have lost, much of the update."""
+        """Warning that rounding loses, or would lose, much of the training's update; else None."""
         if self.rejected and self.kept is None:
             return (
                 "exported in float32: the weights that the training started from cannot be read, "
@@ -444,7 +445,7 @@ class ExportTypes:
 def export_types(
     model: Model, dtype: ExportDtype, weights: ExportedWeights, storage: Storage
 ) -> ExportTypes:
-    """Choose export types and measure the kept share; ``auto`` is float32 if that is too small."""
+    """Choose export types and measure the kept share; if it is too small, ``auto`` is float32."""
     precision = _precision(model, dtype)
     entries = file_entries(weights.weights(), weights.read, storage)
     types = {entry.name: precision.apply(entry).spec.dtype for entry in entries}
@@ -469,7 +470,7 @@ def export_types(
 
 
 def _measured(start: FolderTensors, entry: TensorEntry, dtype: str) -> Survival:
-    """Measure one tensor. A tensor that training has added counts as without an update."""
+    """Measure the kept update of one tensor. Ignore tensors that the initial model lacks."""
     specs = start.specs()
     name = stored_name(entry.name, specs)
     if name is None or specs[name].shape != entry.spec.shape:
@@ -493,7 +494,7 @@ def _precision(model: Model, dtype: ExportDtype) -> Precision:
 
 
 def _source_dtypes(folder: Path) -> Mapping[str, str]:
-    """Return the types of the tensors in a model folder's files, without quantized tensors."""
+    """Return the types of the tensors in a model folder, except quantized tensors."""
     inputs.check_folder(folder)
     headers, _ = read_headers(folder)
     return {name: spec.dtype for name, spec in headers.items() if spec.dtype in FLOATS}

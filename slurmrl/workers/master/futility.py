@@ -1,6 +1,6 @@
-"""The decision whether to begin another incarnation, from the ends of previous ones.
+"""The decision whether to begin another incarnation, which depends on the ends of earlier ones.
 
-Pure functions, apart from reading failures from the name store.
+All functions are pure, except that they read failures from the name store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from slurmrl.workers.link import starts_put_back
 
 TIME_LIMIT = "time_limit"
 LOSSES = 10
-"""Factor by which ``max_restarts_without_commit`` is larger for starts that lost a host."""
+"""Factor by which the limit ``max_restarts_without_commit`` is higher for starts that lost a host.
+"""
 
 
 def futile_start(
@@ -30,7 +31,7 @@ def futile_start(
 ) -> dict[str, Any] | None:
     """Return the data of a FAILED record if another incarnation would be futile, else None.
 
-    The data has a reason and a traceback. Another incarnation, in ``job``, is futile if:
+    The data has a reason and a traceback. Another incarnation in ``job`` is futile if:
 
     - the last one ended with a user error (a UsageError)
     - user code failed with the same exception at the same step twice
@@ -38,10 +39,12 @@ def futile_start(
     - two jobs in a row reached their time limit before a commit (``explain_limit`` adds figures)
     - ``max_begins`` incarnations in a row made no commit
 
-    Incarnations whose job Slurm took away do not count, unless very many were lost without warning.
+    Incarnations whose job Slurm requeued or ended do not count, unless `LOSSES` times as many lost
+    a host without a warning.
     """
     in_vain = fold(records).begins_without_commit
-    begun = _since_resume(records)[-(in_vain + 1) :]  # including the incarnation of the last commit
+    # Include the incarnation that made the last commit.
+    begun = _since_resume(records)[-(in_vain + 1) :]
     if not begun:
         return None
     jobs_after = [*(JobTag.of(record.data) for record in begun[1:]), JobTag(job)]
@@ -74,9 +77,9 @@ def _futile(reason: str, traceback: str = "") -> dict[str, Any]:
 
 
 def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
-    """Mark incarnations that ended with a broken connection because a host had died.
+    """Mark incarnations that ended with a broken connection because a host was lost.
 
-    Only the next incarnation of the same job finds the host missing.
+    The loss becomes known only in the next incarnation of the same job.
     """
     marked: list[Ending] = []
     for ending in reversed(endings):
@@ -90,7 +93,8 @@ def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
     """Mark GPU faults that are likely to happen again.
 
     - faults of a host that failed before, because no other host replaces it
-    - faults that also occurred on another host in the same call and step: the code may cause them
+    - faults that also occurred on another host in the same call and step, because the code may
+      cause them
     """
     marked: list[Ending] = []
     for ending in endings:
@@ -107,10 +111,10 @@ def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
 def read_ending(
     names: NameStore, begin: Record, next_job: JobTag, taken: Collection[str] = ()
 ) -> Ending:
-    """Return the end of the incarnation of a BEGIN record.
+    """Return the end of the incarnation that a BEGIN record began.
 
-    ``next_job`` is the job of the next incarnation; ``taken`` are the starts of jobs that Slurm has
-    taken away.
+    ``next_job`` is the job of the next incarnation. Slurm requeued the starts of jobs in ``taken``,
+    or ended them with their host.
     """
     number, job = begin.incarnation, JobTag.of(begin.data)
     failure = published.failure(names, number) or Failure()
@@ -145,17 +149,17 @@ def _same_exception(last_two: list[Ending]) -> dict[str, Any] | None:
 
 
 def _same_place(one: Ending, other: Ending) -> bool:
-    """Whether two incarnations failed in the same way at the same step."""
+    """Return whether two incarnations failed in the same way at the same step."""
     return (one.what, one.failure.step) == (other.what, other.failure.step)
 
 
 def _absent(last_two: list[Ending]) -> dict[str, Any] | None:
-    """Return the reason if an input file was deleted: it is missing in a readable directory."""
+    """Return a reason if the same input was missing twice in a readable directory, else None."""
     last = last_two[-1]
     absent = last.failure.absent
     if len(last_two) < 2 or not absent or last_two[0].failure.absent != absent:
         return None
-    why = "two starts in a row did not find it, although its directory could be read"
+    why = "two starts in a row did not find this input, although they could read its directory"
     return _futile(f"{last.reason}; {why}")
 
 
@@ -168,7 +172,7 @@ def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> dic
 
 
 def _lost(endings: list[Ending], most: int) -> dict[str, Any] | None:
-    """Return the reason if a trial loses so many hosts that it may itself be the cause."""
+    """Return a reason if starts lost so many hosts that the trial may be the cause, else None."""
     lost = [ending for ending in endings if ending.lost and not ending.warning]
     if len(lost) < most:
         return None

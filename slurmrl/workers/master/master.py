@@ -52,12 +52,12 @@ T = TypeVar("T")
 LOOKS_PER_TTL = 4
 """Number of checks, per TTL of a lease, for agents that have not said hello."""
 PUBLISH_AGAIN_S = (2.0, 300.0)
-"""First and longest pause before the master publishes a version again that tasks lack."""
+"""Minimum and maximum pause before the master publishes a missing weight version again."""
 SINKS_S = 60.0
-"""Seconds that the end of a trial waits for sinks that lack steps."""
+"""Seconds for which the master waits for slow sinks at the end of a trial."""
 REST_S = 0.05
 LAST_RETRY_S = (2.0, 60.0)
-"""First and longest pause before the master tries the last commit again."""
+"""Minimum and maximum pause before the master retries the last commit."""
 
 
 class Master:
@@ -136,13 +136,13 @@ class Master:
         self.fresh = state.last_commit is None
         self.samples = KeptSampleWriter(paths.samples, writer.incarnation, state.last_step + 1)
         self.rows_left_out = 0
-        """Number of rows of the training data that are too long."""
+        """Number of dropped rows of the training data, which are too long."""
         self._told_unknown = self._saw_metric = False
         self._publish_pauses = Backoff(*PUBLISH_AGAIN_S)
         self._publish_at = 0.0
-        """Monotonic time from which on a version that tasks lack may be published again."""
+        """Monotonic time from which on the master may publish a missing version again."""
         self._stall_s: float | None = None
-        """Stall of the checkpoints that ended since the last metrics line; None if none did."""
+        """Seconds of stall by checkpoints that ended since the last metrics line; None without."""
 
     def _publisher(self) -> VersionPublisher | None:
         settings = self.config.rollout.publish
@@ -173,7 +173,7 @@ class Master:
     # -- the whole run -----------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until the trial is finished or the job will end; then let the ranks exit."""
+        """Train until the trial is finished or the job will end; then let the ranks exit."""
         began = time.monotonic()
         self._wait_for_ranks()
         seconds = round(time.monotonic() - began, 3)
@@ -264,7 +264,7 @@ class Master:
             self.events.write("no_such_metric", condition=str(condition))
 
     def _use_stop_tokens(self, seen: set[tuple[tuple[int, str], ...]]) -> None:
-        """Set the stop tokens; ``seen`` has the ids and strings that ranks read from files."""
+        """Set the stop tokens. ``seen`` contains the ids and strings that ranks have reported."""
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
         tokens = seen.pop()
@@ -340,20 +340,20 @@ class Master:
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Retry ``action`` while the directory rejects it.
 
-        A failed checkpoint, which is removed during the retries, may have filled the disk.
+        If a failed checkpoint has filled the disk, the master removes it during the retries.
         """
         return retry(what, action, self.channel.rest)
 
     # -- weight versions ---------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Publish the current weights after the previous publication has ended."""
+        """Wait until the previous publication has ended; then publish the current weights."""
         if self.versions is not None:
             self._tell_version(self.versions.wait())
             self._tell_version(self.versions.start(self.progress.step))
 
     def _publish_again(self) -> None:
-        """Publish the current weights if rollout tasks need them and have no version to read.
+        """Publish the current weights again if rollout tasks need weights and can read no version.
 
         The ranks must be between two steps.
         """
@@ -371,7 +371,7 @@ class Master:
         self._tell_version(versions.start(self.progress.step, again=True))
 
     def _tell_version(self, outcome: Publication | None) -> None:
-        """Report the result of a publication; the run continues after a failure."""
+        """Report the result of a publication. After a failure, the run continues."""
         if outcome is None:
             return
         named = {"step": outcome.version.step, "version": outcome.version.name}
@@ -392,7 +392,7 @@ class Master:
     # -- checkpoints -------------------------------------------------------------------------
 
     def _checkpoint(self, *, asynchronous: bool) -> None:
-        """Commit this step after the previous checkpoint has ended."""
+        """Wait until the previous checkpoint has ended; then save this step."""
         self._tell(self.committer.wait())
         step, state = self.progress.step, self.progress.state()
         if self.rollouts is not None:
@@ -402,9 +402,9 @@ class Master:
             self._tell(self.committer.wait())
 
     def _commit_last(self) -> None:
-        """Commit the step that this incarnation stops at, retrying until the job ends.
+        """Commit the last step of this incarnation. Retry until the job ends.
 
-        All progress since the last commit would be lost otherwise.
+        Otherwise all progress since the last commit would be lost.
         """
         self.timeline.write()
         backoff = Backoff(*LAST_RETRY_S)
@@ -419,7 +419,7 @@ class Master:
                 self.channel.rest(pause_s)
 
     def _tell(self, outcome: Outcome | None) -> None:
-        """Report the result of a checkpoint; the run continues after a failure."""
+        """Report the result of a checkpoint. After a failure, the run continues."""
         if outcome is None:
             return
         self._stall_s = (self._stall_s or 0.0) + outcome.stall_s
@@ -432,7 +432,7 @@ class Master:
         self.recorder.committed(outcome.step)
         if self.rollouts is not None:
             self.rollouts.committed()
-        with suppress(EnvironmentFailure):  # the next commit or incarnation tries again
+        with suppress(EnvironmentFailure):  # The next commit or incarnation retries.
             self.scores.keep(outcome.step)
         self.events.write(
             "commit",
@@ -458,14 +458,12 @@ class Master:
             self.events.write("no_such_metric", condition=str(self.progress.stop_when), step=step)
 
     def _let_sinks_catch_up(self) -> None:
-        """Let sinks catch up before the trial ends: no later incarnation could help them."""
+        """Wait until sinks have all steps, because no later incarnation sends missing steps."""
         deadline = time.monotonic() + SINKS_S
         while behind := self.recorder.behind:
             if time.monotonic() > deadline:
                 named = ", ".join(f"logging.{name}" for name in behind)
-                message = (
-                    "%s did not accept all steps within %.0f s; the last steps are missing there"
-                )
+                message = "%s did not accept all steps within %.0f s and lacks the last steps"
                 logger.warning(message, named, SINKS_S)
                 self.events.write("sinks_behind", sinks=behind)
                 return

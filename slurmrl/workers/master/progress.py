@@ -1,4 +1,4 @@
-"""Progress of a run, committed with it: step, ledger of the data, scalars, due times."""
+"""Progress of a run, which commits contain: step, ledger of the data, scalars, due times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _is_ledger(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedSteps:
-    """Steps ``first`` to ``last``, in each of which an incarnation wrote ``files`` part files."""
+    """Steps ``first`` to ``last``, for each of which ranks wrote ``files`` part files."""
 
     first: Annotated[int, COUNT]
     last: Annotated[int, COUNT]
@@ -78,8 +78,8 @@ STATE: Fields = {
     "recorded": list_of(documents.shape(RecordedSteps)),
     "rollouts": ATTEMPTS,
 }
-"""Fields of a committed state. ``evaluations`` is null without evaluations. ``rollouts``, which
-`Master` adds, exists only with rollout tasks."""
+"""Fields of a committed state. ``evaluations`` is null without evaluations. `Master` adds
+``rollouts`` only with rollout tasks."""
 REQUIRED = ("step", "metrics", "controller", "commits")
 
 
@@ -96,7 +96,7 @@ def frequency(section: Any, now_s: float) -> Frequency:
 
 
 class Progress:
-    """Progress of a run, which starts at step 0 or from a commit's state."""
+    """Progress of a run, from step 0 or from the state of a commit."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Progress:
         state: Mapping[str, Any] | None,
         ledger: Ledger | None = None,
     ) -> None:
-        """``ledger`` is the ledger of the same commit, if it is not a plain ledger."""
+        """``ledger`` replaces the plain ledger of the same commit; rollout tasks need one."""
         self.config: Config = settings.config
         self.batch_size: int = settings.algorithm.batch_size
         self.refill: Refill = settings.algorithm.refill()
@@ -124,22 +124,22 @@ class Progress:
         self.stop_when = StopWhen.parse(self.config.stop_when) if self.config.stop_when else None
         self.held_out: Mapping[str, int] = {}
         self.stop_token_ids: list[int] = []
-        """The tokens that end a completion; exports contain them."""
+        """Ids of the tokens that end a completion; exports contain them."""
         self.chat_template: str | None = None
-        """The chat template in `dataset.chat_template: FILE`; exports contain it."""
+        """Content of the file that `dataset.chat_template` names; exports contain it."""
         self.recorded: list[RecordedSteps] = []
-        """The steps whose results are recorded, in order."""
+        """Steps with recorded results, in order."""
         self._one_pass: bool = settings.algorithm.one_pass
         self._order: ItemOrder | None = None
         self._batch: list[int] = []
-        """The items in flight for the next step."""
+        """Numbers of the items in flight for the next step."""
         if state is not None:
             self._restore(state)
 
     # -- committed state ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values; together with the ranks' files, a successor needs nothing else."""
+        """Return the state of a commit as JSON values; a resume also needs the ranks' files."""
         return {
             "step": self.step,
             "ledger": documents.to_json(self.ledger.record()),
@@ -177,13 +177,13 @@ class Progress:
         held_out: Mapping[str, int],
         directories: Sequence[Path] = (),
     ) -> None:
-        """Set the dataset that the ranks have read; ``directories`` have its prepared rows.
+        """Set the dataset that the ranks have read. ``directories`` contain the prepared rows.
 
-        ``held_out`` has the sizes of the datasets of `Config.evaluations`.
+        ``held_out`` contains the sizes of the datasets of `Config.evaluations`.
 
         Raises:
-            UsageError: it differs from the dataset of the last commit's ledger. CorruptFileError,
-            EnvironmentFailure: the order cannot be made from the prepared rows.
+            UsageError: the dataset differs from the dataset of the last commit.
+            CorruptFileError, EnvironmentFailure: the prepared rows cannot be read.
         """
         dataset = {"size": size, "fingerprint": fingerprint, "sources": self._sources(directories)}
         before = self.dataset
@@ -200,13 +200,13 @@ class Progress:
         )
 
     def _sources(self, directories: Sequence[Path]) -> dict[str, str]:
-        """Return the fingerprint of each source's files, by the source's name."""
+        """Return the fingerprint of the files of each source, by the source's name."""
         manifests = (read_manifest(directory) for directory in directories)
         named = zip(self.config.dataset.parts, manifests, strict=False)
         return {name: manifest.source for name, manifest in named if manifest is not None}
 
     def _changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-        """Return the files that differ, or all files if the commit does not know its sources."""
+        """Return the changed files of a dataset, or all files if an old commit has no sources."""
         then = before.get("sources") or {}
         paths = [
             f"{part.path} (or an image or video of its rows)" if part.media_keys else part.path
@@ -223,22 +223,22 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """Number of epochs whose items are all trained or dropped.
+        """Number of finished epochs. Their items are all trained or dropped.
 
-        With weights, an epoch has as many items as all sources together.
+        If sources have weights, an epoch has as many items as all sources together.
         """
         return self.ledger.settled // self.order.size
 
     def take_batch(self) -> list[tuple[int, int]]:
-        """Take the items (epoch, index) of the next step; `advance` counts them as trained."""
+        """Take the items of the next step as (epoch, index). `advance` counts them as trained."""
         assert not self._batch, "one step at a time"
         return self.items(self.take(self.batch_size))
 
     def take(self, count: int) -> list[int]:
-        """Take the numbers of the next items for the next step.
+        """Take ``count`` items for the next step; return their numbers.
 
-        `advance` then counts as trained the items that were neither dropped nor given back. In a
-        single pass, there may be fewer items.
+        `advance` counts items as trained that were neither dropped nor given back. In a single
+        pass, fewer items may be left.
         """
         if self._one_pass:
             count = min(count, self.order.size - self.ledger.settled)
@@ -247,7 +247,7 @@ class Progress:
         return taken
 
     def use(self, numbers: Iterable[int]) -> None:
-        """Count items in flight for the next step as if `take` had returned them."""
+        """Use items in flight for the next step, as if `take` had returned them."""
         self._batch += numbers
 
     def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -255,12 +255,12 @@ class Progress:
         return self.order.items(numbers)
 
     def drop(self, numbers: Collection[int], reason: str) -> None:
-        """Count taken items as dropped for a reason; they are never trained."""
+        """Count taken items as dropped for a reason, so that they are never trained."""
         self.ledger.drop(numbers, reason)
         self._leave(numbers)
 
     def give_back(self, numbers: Collection[int]) -> None:
-        """Queue taken items again, before all items that were never taken."""
+        """Queue taken items again, before all items that no step has taken."""
         self.ledger.give_back(numbers)
         self._leave(numbers)
 
@@ -269,7 +269,7 @@ class Progress:
         self._batch = [number for number in self._batch if number not in left]
 
     def evaluation_items(self, suite: str = WHOLE) -> list[tuple[int, int]]:
-        """Return the items of the evaluation of a suite: always the first ones of the dataset."""
+        """Return the items of the evaluation of a suite: always the first rows of the dataset."""
         evaluation, size = self.config.evaluations[suite].evaluation, self.held_out[suite]
         assert evaluation is not None, "one of `evaluations`"
         return [(0, index) for index in range(min(evaluation.samples or size, size))]
@@ -280,9 +280,9 @@ class Progress:
         return self.controller.values()
 
     def advance(self, metrics: Mapping[str, Any]) -> None:
-        """Finish the step: its batch is trained, and its metrics change the scalars.
+        """Finish the step: count its batch as trained and update the scalars from its metrics.
 
-        The scalars do not change if the filter left no samples to train on.
+        Keep the scalars if the filter left no samples to train on.
         """
         self.step += 1
         self.ledger.train(self._batch, self.step)
@@ -291,7 +291,7 @@ class Progress:
         self._batch = []
 
     def record(self, incarnation: int, files: int) -> None:
-        """Note that the last finished step is recorded in part files of an incarnation."""
+        """Note that an incarnation has recorded the last finished step in part files."""
         before = self.recorded[-1] if self.recorded else None
         first = self.step
         if before is not None and (before.incarnation, before.files) == (incarnation, files):
@@ -303,17 +303,16 @@ class Progress:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         steps = self.known_steps
         assert steps is not None, "use_dataset comes first"
         return steps
 
     @property
     def known_steps(self) -> int | None:
-        """Steps of the whole run.
+        """Number of steps of the whole run; None if it is unknown.
 
-        In a single pass they follow from the dataset, and are not known before it was read for the
-        first time.
+        In a single pass, it depends on the dataset, so it is unknown until the first read.
         """
         given = self.config.total_steps
         if not self._one_pass:
@@ -328,7 +327,7 @@ class Progress:
     def finish_reason(self) -> str | None:
         """Return why the run is finished after this step, or None.
 
-        A restart checks this again, so a run that was killed after its last commit stops there.
+        A restart calls this too, so a run that was killed after its last commit ends there.
         """
         if self.stop_when is not None and self.stop_when.met(self.metrics):
             return f"stop_when: {self.stop_when}"

@@ -1,8 +1,8 @@
 """The master's reports of steps: the run's status, the metrics of steps, and ``timeline.json``.
 
-The status is for ``slurmrl status``; its ages are by the master's clock. The timeline is for
-reports: it has the times of calls and the memory of ranks in the newest steps. It is replaced at
-most every few seconds, so it may lack the end of an incarnation that dies.
+``slurmrl status`` shows the status, whose ages use the master's clock. Reports show the timeline,
+with the times of calls and the memory of ranks in the newest steps. The master replaces the
+timeline every few seconds, so the last steps may be missing after a failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = log.get(__name__)
 
 
 class StatusPublisher:
-    """Replaces the status value once per interval, and at every update."""
+    """Replaces the published status once per interval, and at every update."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StatusPublisher:
         self._views: dict[str, LeaseView] = {}
         """Views of the leases of the known agents, by label."""
         self._tasks: dict[str, Any] = {}
-        """The agents' leases at the last read."""
+        """Lease age, host, attempt and job of each known agent at the last read, by label."""
         self._looks = Interval(interval_s, time.monotonic)
         self._committed: tuple[int, float] | None = None
         self._status: dict[str, Any] = {
@@ -91,7 +91,7 @@ class StatusPublisher:
         waiting: Callable[[], Mapping[str, Any] | None] = lambda: None,
         rollouts: Callable[[], RolloutsView] | None = None,
     ) -> None:
-        """Publish when the interval has passed, with the current wait."""
+        """Publish if the interval has passed. ``waiting`` returns the master's current wait."""
         if self._looks.due():
             self._status["waiting"] = waiting()
             if rollouts is not None:
@@ -114,9 +114,9 @@ class StatusPublisher:
         return rows
 
     def dead(self) -> list[str]:
-        """Return the agents whose lease had expired when it was last read.
+        """Return the labels of agents whose leases had expired at the last read.
 
-        Agents that were started again since then are left out.
+        Omit agents that have restarted since then.
         """
         return [
             label
@@ -127,7 +127,7 @@ class StatusPublisher:
         ]
 
     def _publish_now(self) -> None:
-        """Publish at once. The agents' leases are read only once per interval."""
+        """Publish now. Read the agents' leases only once per interval."""
         if self._looks.due():
             self._look_at_agents()
         self._publish()
@@ -151,7 +151,7 @@ class StatusPublisher:
         }
         try:
             self._names.add(keys.status(), json.dumps(value), replace=True, durable=False)
-        except EnvironmentFailure as error:  # only the display is late
+        except EnvironmentFailure as error:  # Only `slurmrl status` needs this.
             logger.warning("cannot publish the status, will retry: %s", error)
 
     def _view(self, agent: Identity) -> LeaseView:
@@ -171,16 +171,16 @@ class StatusPublisher:
 
 
 Answers = Mapping[int, Done]
-"""Answers by rank."""
+"""Answers to a call by rank."""
 Answered = list[tuple[CallPlan, Answers]]
-"""The answers to each executed call. A call that processes candidates occurs once per round."""
+"""Executed calls with their answers. A call that processes candidates occurs once per round."""
 
 
 def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
-    """Return means over all items.
+    """Return the mean of each metric over all items.
 
-    A training call's stats are global already, the same on every rank; the stats of other calls are
-    sums and counts over a rank's part and are added up.
+    Training calls report global sums, which are equal on every rank. Other calls report sums over
+    the rank's part, which this function adds up.
     """
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
     sums: dict[str, list[float]] = {}
@@ -193,12 +193,12 @@ def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
 
 
 def seconds(*rounds: Answers) -> float:
-    """Return the time of a call: of its slowest rank, summed over all rounds."""
+    """Return the seconds of the slowest rank, summed over all rounds of a call."""
     return sum(max(answer.seconds for answer in answers.values()) for answers in rounds)
 
 
 def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[str, Any]:
-    """Return the metrics of one step: the calls' stats, their times, and tokens per second."""
+    """Return the metrics of one step: stats and times of its calls, and tokens per second."""
     metrics: dict[str, Any] = {}
     rounds: dict[str, list[Answers]] = {}
     for call, answers in calls:
@@ -216,7 +216,7 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
 def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, Any]:
     """Return the metrics of the evaluation of a suite from the metrics of its calls (`of_step`).
 
-    They have only one time: of the whole evaluation.
+    Replace the times of the calls by the time of the whole evaluation.
     """
     own = {name: value for name, value in metrics.items() if not name.startswith("time/")}
     named = {f"{evaluation_metric(suite)}{name}": value for name, value in own.items()}
@@ -225,9 +225,9 @@ def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, A
 
 
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
-    """Return readable samples of the batch, or of the first candidates for it, with notes on them.
+    """Return readable samples of the batch, or of its first candidates, with the notes on them.
 
-    All calls may give samples and notes. Notes on other samples are omitted.
+    All calls may give samples and notes. Omit notes on other samples.
     """
     first = {call.name: (call, answers) for call, answers in reversed(calls)}
     names = dict.fromkeys(call.name for call, _ in calls)
@@ -251,15 +251,15 @@ def _each(
 
 
 def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return readable samples as JSON lines, even if numbers in them are not finite."""
+    """Return readable samples as JSON lines. Numbers may be NaN or infinite."""
     return b"".join(encode({"step": step, **row}) for row in rows)
 
 
 STEPS = 10
 MOST_CALLS = 50
-"""Maximum number of calls of a step; a filter may need many rounds."""
+"""Maximum number of calls per step in the timeline; a filter may need many rounds."""
 MOST_RANKS = 64
-"""Maximum number of ranks. With these limits, the file has at most about 1 MB."""
+"""Maximum number of ranks in the timeline. With both limits, the file has at most about 1 MB."""
 EVERY_S = 10.0
 
 
@@ -282,7 +282,7 @@ class Timeline:
             self.write()
 
     def write(self) -> None:
-        """Replace the file. The run continues if this fails."""
+        """Replace the file. Only log a failure."""
         if not self._steps:
             return
         peaks = sorted(self._peaks.items())[:MOST_RANKS]

@@ -1,7 +1,7 @@
-"""Results and scores, which the master makes from the part files of ranks.
+"""Results and scores, which the master collects from the part files of ranks.
 
-`Results` writes one file for all committed steps, with estimates, if the steps of the trial record
-results. `EvaluationScores` writes one file for each evaluation during training. `UnscoredSteps`
+If the steps of a trial record results, `Results` writes one file for all committed steps, with
+estimates. `EvaluationScores` writes one file for each evaluation during training. `UnscoredSteps`
 ends a trial whose reward gives most completions no score.
 """
 
@@ -39,7 +39,7 @@ from slurmrl.workers.master.progress import Progress
 
 
 class Results:
-    """Results of steps, in part files for one step and rank; ``progress`` names their items."""
+    """Results of steps. Each rank records a step in a part file. ``progress`` names the steps."""
 
     def __init__(
         self, paths: RunPaths, settings: Settings, plan: Plan, progress: Progress, incarnation: int
@@ -54,17 +54,14 @@ class Results:
         self._summary: Summary | None = None
 
     def finish_step(self) -> None:
-        """Count the part files of the step that was finished last.
-
-        (There are none if a filter left it without items.)
-        """
+        """Note the part files of the last finished step, if its filter left any items."""
         items = self._progress.ledger.trained
         if self._files and items > self._recorded:
             self._progress.record(self._incarnation, self._files)
         self._recorded = items
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the whole run, after the last step. Raises as `write`."""
+        """Return the metrics of the whole run after the last step, else none. Raises as `write`."""
         if not self._files or self._progress.finish_reason() is None:
             return {}
         summary = self._summarize()
@@ -72,15 +69,14 @@ class Results:
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def write(self) -> None:
-        """Write the file of results and, if the algorithm has one, their summary.
+        """Write the file of results and, if the algorithm makes one, the summary.
 
-        They replace the files of an earlier call.
-
-        Raises CorruptFileError for part files that are missing or damaged, EnvironmentFailure.
+        Replace the files of an earlier call. Raises CorruptFileError for missing or damaged part
+        files, EnvironmentFailure.
         """
         if not self._files:
             return
-        sweep_temporaries(self._paths.run)  # a killed master may have left large temporary files
+        sweep_temporaries(self._paths.run)  # Killed masters may have left large temporary files.
         replace_by_parts(self._paths.results, map(encode, self._records()))
         if (summary := self._summarize()) is not None:
             replace_by_parts(self._paths.summary, summary_text(self._head(), summary))
@@ -97,7 +93,7 @@ class Results:
         return self._summary
 
     def _head(self) -> dict[str, Any]:
-        """Return the subject of the summary."""
+        """Return the fields that identify the subject of the summary."""
         return {
             "version": 1,
             "trial": f"{self._paths.experiment}/{self._paths.trial}",
@@ -107,7 +103,7 @@ class Results:
         }
 
     def _records(self) -> Iterator[Record]:
-        """Yield the lines of all steps, each step in the order of its batch."""
+        """Yield the records of all steps, each step in the order of its batch."""
         count = 0
         for steps in self._progress.recorded:
             for step in range(steps.first, steps.last + 1):
@@ -121,7 +117,7 @@ class Results:
 
 
 def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
-    """Yield one JSON object that begins with ``head``, with each item's score on its own line."""
+    """Yield the parts of a JSON object that begins with ``head`` and has one line per score."""
     estimates = {name: each._asdict() for name, each in summary.estimates.items()}
     whole = {**head, "items": len(summary.scores), "estimates": estimates}
     yield json.dumps(finite(whole), indent=1).removesuffix("\n}").encode()
@@ -134,7 +130,7 @@ def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
 def files_of_step(plan: Plan) -> int:
     """Return the number of part files that the ranks write in a step.
 
-    There is one for each part of the items in the recording call; 0 without such a call.
+    This is the number of data-parallel ranks of the recording call, or 0 without such a call.
     """
     calls = [call for call in plan.calls if call.method is Method.RECORD]
     if not calls:
@@ -145,11 +141,11 @@ def files_of_step(plan: Plan) -> int:
 _FILE: Final = re.compile(r"step-(\d+)(?:\..+)?\.json")
 
 ITEM: Final = "id"
-"""Keys that identify an item in the records of every call."""
+"""Key that identifies an item in the records of every call."""
 
 
 class ScoringCall(NamedTuple):
-    """A call that produced scores, and the part files with the scores."""
+    """A call that gave scores, and the prefix and numbers of the part files with these scores."""
 
     name: str
     prefix: str
@@ -159,10 +155,8 @@ class ScoringCall(NamedTuple):
 class EvaluationScores:
     """Scores of evaluations during training, which ranks write to part files.
 
-    The master makes one file of the part files of each suite before it records the metrics of the
-    step, and so before the commit of that step.
-
-    ``check`` raises once a newer incarnation has begun.
+    The master joins the part files of each suite into one file before it records the metrics of the
+    step and commits the step. ``check`` raises if a newer incarnation has begun.
     """
 
     def __init__(self, paths: RunPaths, settings: Settings, check: Callable[[], object]) -> None:
@@ -173,11 +167,11 @@ class EvaluationScores:
     def restart(self, last_step: int) -> None:
         """Remove files that the commit to continue from does not need. Raises EnvironmentFailure.
 
-        These are the files of steps after that commit, leftovers of interrupted evaluations, and
-        files that an earlier `keep` did not remove.
+        These are files of later steps, leftovers of interrupted evaluations, and files that `keep`
+        could not remove.
 
-        The folder of part files is made here and kept: an NFS client that has found it missing may
-        report this for a minute after a rank on another host has made it.
+        Also make the folder of part files before ranks write to it. If an NFS client has once found
+        it missing, the client may report this for a minute after another host has made the folder.
         """
         if self._settings.config.evaluation is not None:
             make_private_directory(self._paths.parts)
@@ -197,11 +191,12 @@ class EvaluationScores:
     ) -> dict[str, float]:
         """Write the file of the evaluation of a suite with ``items`` items; return its metrics.
 
-        The metrics are the estimates and the ends of their intervals. The part files are removed.
+        The metrics are the estimates and the bounds of their intervals. Remove the part files.
 
-        Raises CorruptFileError for part files that are missing or damaged, UsageError for scores
-        that cannot be measured, or that two calls give, EnvironmentFailure, StaleIncarnationError,
-        TrialEndedError.
+        Raises:
+            CorruptFileError: a part file is missing or damaged.
+            UsageError: a score cannot be measured, or two calls give the same score.
+            EnvironmentFailure, StaleIncarnationError, TrialEndedError: the file cannot be written.
         """
         if not calls:
             return {}
@@ -217,10 +212,9 @@ class EvaluationScores:
         return summary.metrics
 
     def keep(self, committed: int) -> None:
-        """Remove all but the newest ``evaluation.keep_last`` files of steps up to the last commit.
+        """Keep the files of the newest ``evaluation.keep_last`` committed steps; remove older ones.
 
-        Files of later steps do not count: the next incarnation removes them. Raises
-        EnvironmentFailure.
+        Ignore files of steps after the commit. Raises EnvironmentFailure.
         """
         evaluation = self._settings.config.evaluation
         if evaluation is None or evaluation.keep_last is None:
@@ -253,7 +247,7 @@ class EvaluationScores:
         }
 
     def _remove(self, calls: Sequence[ScoringCall]) -> None:
-        """Remove part files. The next incarnation removes files for which this failed."""
+        """Remove part files. The next incarnation removes files that remain after a failure."""
         with suppress(EnvironmentFailure):
             for call in calls:
                 for number in call.numbers:
@@ -266,7 +260,7 @@ class EvaluationScores:
 
 
 def _names(directory: Path) -> list[str]:
-    """List the files. Raises EnvironmentFailure."""
+    """Return the names in a directory; none if it is missing. Raises EnvironmentFailure."""
     try:
         return list_names(directory)
     except FileNotFoundError:
@@ -274,10 +268,10 @@ def _names(directory: Path) -> list[str]:
 
 
 def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
-    """Merge records of several calls about an item.
+    """Merge the records that several calls made of an item.
 
-    Raises UsageError if two calls give the same score, because one would silently replace the other
-    in the estimates.
+    Raises UsageError if two calls give the same score, because one score would silently replace the
+    other.
     """
     line: dict[str, object] = {}
     givers: dict[str, str] = {}
@@ -297,16 +291,13 @@ MOST_STEPS: Final = 5
 
 
 class UnscoredSteps:
-    """Count of the newest steps in a row that have too few scores."""
+    """Counter of consecutive steps in which most completions have no score."""
 
     def __init__(self) -> None:
         self._steps = 0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step.
-
-        :raises RewardError: there are `MOST_STEPS` such steps.
-        """
+        """Add the metrics of a step. Raises RewardError after `MOST_STEPS` such steps in a row."""
         share = metrics.get(UNSCORED, 0.0)
         self._steps = self._steps + 1 if share > MOST_SHARE else 0
         if self._steps >= MOST_STEPS:

@@ -1,21 +1,21 @@
-"""The rollout tasks of a trial, as the master knows them.
+"""The rollout tasks of a trial, in the master's process.
 
 Invariant: in the history that commits record, each item is trained once or dropped for a recorded
-reason, whichever processes die.
+reason, even if processes die.
 
 - Only the master of the newest incarnation changes the ledger (`data.leases.SampleLedger`). A
-commit contains the ledger, and for each result log the place up to which the ledger includes its
-results. The next incarnation begins with both, reads later results again and requests missing
-results again.
-- An item is leased to one attempt at a time (`TaskLeases`). A result counts only under the lease
-  that holds its item, so late and repeated results are ignored.
+  commit contains the ledger. For each result log, it also contains the position up to which the
+  ledger includes the results. The next incarnation begins with this state, reads later results
+  again and requests missing results again.
+- Each item is leased to one attempt at a time (`TaskLeases`). A result counts only under the
+  current lease of its item, so late and repeated results have no effect.
 - The items of an attempt that is lost, leaves or cannot write are queued again.
-- A step takes only samples that could be read (`SampleChecks`). Samples remain on disk as long as a
-commit names them (`SampleSweep`).
+- A step takes only samples that the master could read (`SampleChecks`). Samples remain on disk as
+  long as a commit names them (`SampleSweep`).
 
-Tasks may start and end at any time, and they outlive the incarnations of the trainers. This delays
-or ends an incarnation in only two cases: a step waits for enough finished groups, and the trial
-fails if all tasks fail at their start in the same way (`FailedTasks`). See "Leases of samples" and
+Tasks may start and end at any time, and outlive the incarnations of the trainers. A step waits for
+enough finished groups. If all tasks fail at their start in the same way, the trial fails
+(`FailedTasks`). Otherwise tasks neither delay nor end an incarnation. See "Leases of samples" and
 "Samples of rollout tasks" in docs/protocols.md.
 """
 
@@ -76,11 +76,11 @@ logger = log.get(__name__)
 LEAVE_S = 300.0
 """Seconds that a surplus task may take to finish its items."""
 POLL_GROWTH = 1.1
-"""Growth of pauses: a message of an attempt without items waits at most a tenth longer."""
+"""Factor by which each pause between two reads of an idle attempt's log is longer than the last."""
 
 
 class RolloutTasks:
-    """The tasks of a trial. Call `look` often, and `start` (to lease) when the dataset is known."""
+    """The tasks of a trial. Call `look` often. Call `start` when the order of items is known."""
 
     def __init__(
         self,
@@ -102,15 +102,15 @@ class RolloutTasks:
         """Begin with the ``ledger`` and ``record`` of one commit.
 
         The master looks for new attempts every ``look_s``. It reads the log of an attempt with
-        items every ``poll_s``, other logs after up to ``look_s``. The status omits an attempt that
-        has not joined if its agent has sent no heartbeat for ``lease_ttl_s``. ``numbers`` decides
-        how many must join before items are leased, and how many may remain; None: one, and all.
+        items every ``poll_s``, and other logs at least every ``look_s``. The status omits an
+        attempt that has not joined if its agent has sent no heartbeat for ``lease_ttl_s``. By
+        default of ``numbers``, one task must join before items are leased, and all may remain.
         """
         self.agents: dict[str, Identity] = {}
-        """Newest attempt that has joined for each task, while it is alive, by its label."""
+        """Newest attempt at each task that has joined and lives, by the label of the task."""
         self._begun_of: dict[str, int] = {}
-        """The number of the newest attempt at each task that has begun. Earlier attempts have
-        ended, and their items need not wait until it joins."""
+        """Number of the newest attempt at each task that has begun. Earlier attempts have ended, so
+        their items are queued again even before the newest attempt joins."""
         self.unreadable: set[VersionId] = set()
         """Versions of this incarnation that a task cannot read; the caller empties this set."""
         self._paths = paths
@@ -126,17 +126,17 @@ class RolloutTasks:
         """Leases of agents whose attempts have not joined."""
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
-        """Number of groups for which a step waits."""
+        """Number of groups for which a step waits; 0 without a wait."""
         self._wait = StepWait(clock)
         self._attempts: dict[str, RolloutAttempt] = {}
         """Attempts by name, including ended attempts that still have a directory."""
         self._living: dict[str, RolloutAttempt] = {}
-        """Attempts that have not ended."""
+        """Attempts that have not ended, by name."""
         self._sweep = SampleSweep(paths)
         self._checks = SampleChecks(paths, clock)
         self._checks.add(ledger.finished)
         self._snapshot: tuple[RolloutsRecord, LedgerRecord] | None = None
-        """Content of the checkpoint that is being written."""
+        """Attempts and ledger in the checkpoint that the ranks are writing."""
         self._failed = FailedTasks(paths, inside=self._numbers.fixed)
         self._counts = SampleCounts(ledger)
         self._leases = TaskLeases(
@@ -164,10 +164,10 @@ class RolloutTasks:
         self._leases.rows = rows
 
     def look(self, dead: Collection[str], step: int) -> None:
-        """When due, look for attempts, read their results, and request more.
+        """Look for attempts, read their results and lease items to them, each when due.
 
-        ``dead`` names the agents whose leases have expired, ``step`` is the last trained step.
-        Raises ReportedError if no task can start.
+        ``dead`` are the labels of agents whose leases have expired. ``step`` is the last trained
+        step. Raises ReportedError if no task can start.
         """
         self._leases.step = step
         if self._looks.due():
@@ -191,7 +191,7 @@ class RolloutTasks:
         self._sweep.look()
 
     def tell_weights(self) -> None:
-        """Tell the tasks that a version was published."""
+        """Send wake-ups to the tasks, because a version was published."""
         self.wakeups.wake(self._living.values())
 
     def take(
@@ -199,8 +199,8 @@ class RolloutTasks:
     ) -> Sequence[StoredGroup] | None:
         """Take ``count`` readable groups for a step, which are then in flight.
 
-        If they will be ``filtered``, take more if available, so that probably ``count`` remain.
-        Return None if there are not enough yet, or if waiting for others is better.
+        If a filter follows (``filtered``), take more groups if available, so that probably
+        ``count`` remain. Return None if there are too few groups, or if it is better to wait.
         """
         self._wait.begin(step)
         samples: Sequence[StoredGroup] = ()
@@ -221,9 +221,9 @@ class RolloutTasks:
         return samples
 
     def _overtakes(self, step: int, count: int) -> bool:
-        """Return whether taking groups now would make unfinished groups too stale to train.
+        """Return whether the step should wait, because unfinished groups would become too stale.
 
-        Their tasks may finish them soon, and training must not lack their mostly long completions.
+        Otherwise training would lack many long completions, whose groups finish last.
         """
         if len(self._checks.sound) < count:
             return False
@@ -231,9 +231,9 @@ class RolloutTasks:
         return bool(holders & self._leases.able().keys()) and self._wait.lasts()
 
     def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
-        """Queue groups that a step had taken for the next step, after they were read again.
+        """Return groups that a step has taken but not used, for the next step.
 
-        Groups that the next step cannot train are generated again.
+        The master reads them again first. Tasks generate groups again that would be too stale.
         """
         for sample in samples:
             age = step - 1 - oldest_step(sample)
@@ -244,7 +244,7 @@ class RolloutTasks:
                 self._ledger.redo(sample)
 
     def leave(self, name: str, within_s: float) -> None:
-        """Tell an attempt to finish or return its items, and to exit. Call `start` first."""
+        """Tell an attempt to finish or return its items and exit. Call `start` before."""
         attempt = self._attempts[name]
         if not attempt.leaving:
             attempt.leaving = True
@@ -253,13 +253,13 @@ class RolloutTasks:
     # -- commits -----------------------------------------------------------------------------
 
     def record(self) -> RolloutsRecord:
-        """Return the content of a checkpoint, together with the current ledger."""
+        """Return the state of the attempts for a checkpoint that also contains the ledger."""
         record = RolloutsRecord(attempts=tuple(one.record for one in self._attempts.values()))
         self._snapshot = record, self._ledger.record()
         return record
 
     def committed(self) -> None:
-        """Note that the last `record` is committed, so that unneeded files are removed."""
+        """Plan to remove files that the last `record`, which is now committed, does not need."""
         if self._snapshot is not None:
             self._sweep.plan(*self._snapshot)
             self._snapshot = None
@@ -267,7 +267,7 @@ class RolloutTasks:
     # -- reports -----------------------------------------------------------------------------
 
     def waits_for(self) -> str:
-        """Return why there are no groups for the next step."""
+        """Return what the next step waits for, as the end of a sentence."""
         agents = self._joined()
         if not agents:
             return "for a rollout task"
@@ -282,16 +282,16 @@ class RolloutTasks:
 
     @property
     def lack_weights(self) -> bool:
-        """Whether there are tasks, but none has weights whose samples the next step could use."""
+        """Whether tasks have joined, but none has weights whose samples the next step could use."""
         joined = any(one.record.agent is not None for one in self._living.values())
         return joined and not self._leases.able()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the steps taken since the last call."""
+        """Return the metrics of the steps since the last call."""
         return self._counts.metrics()
 
     def view(self) -> RolloutsView:
-        """Return the content of the status."""
+        """Return the rollout tasks as the status shows them."""
         now = self._clock()
         finished = Counter(self._leases.step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
@@ -336,10 +336,10 @@ class RolloutTasks:
             self.agents[agent.label] = agent
 
     def _find(self) -> None:
-        """List the attempts; forget those without a directory that never joined or have ended."""
+        """Find new attempts; forget those without a directory that have ended or never joined."""
         try:
             names = set(filter(is_name, atomic.list_names(self._paths.rollouts)))
-        except FileNotFoundError:  # no task has started yet
+        except FileNotFoundError:  # No task has started so far.
             names = set()
         except EnvironmentFailure as error:
             logger.warning("cannot look for rollout tasks, will retry: %s", error)
@@ -348,14 +348,14 @@ class RolloutTasks:
             label = self._add(AttemptRecord(name=name)).label
             for one in self._living.values():
                 if one.label == label:
-                    one.read_at = self._clock()  # read the earlier attempt now: its results count
+                    one.read_at = self._clock()  # Read the last results of the earlier attempt now.
         for attempt in list(self._attempts.values()):
             if attempt.name not in names and (attempt.over or attempt.record.agent is None):
                 del self._attempts[attempt.name]
                 self._living.pop(attempt.name, None)
 
     def _read(self) -> None:
-        """Read the logs of living attempts that are due; those with items are due often."""
+        """Read the due result logs of living attempts."""
         now = self._clock()
         self.wakeups.receive(self._living.values(), now)
         for attempt in [one for one in self._living.values() if one.read_at <= now]:
@@ -366,13 +366,13 @@ class RolloutTasks:
                     self._take(attempt, result)
                 attempt.listened(now, self._pauses_s[1])
             except EnvironmentFailure as error:
-                attempt.silent_s = 0.0  # perhaps tasks cannot write either
+                attempt.silent_s = 0.0  # The task may be silent because it cannot write either.
                 logger.warning("%s; will retry", error)
             except CorruptFileError as error:
                 self._end(attempt, LOST, str(error))
             if attempt.heard_at == now or self._ledger.leased_by(attempt.name):
                 attempt.polls.reset()
-            # A wake-up causes a read of the task's log; polls find results whose wake-up was lost.
+            # Poll less often if wake-ups arrive. Polls still find results whose wake-up was lost.
             attempt.read_at = now + attempt.polls.next_s() * (2 if attempt.announces else 1)
 
     def _take(self, attempt: RolloutAttempt, result: RolloutResult) -> None:
@@ -386,7 +386,7 @@ class RolloutTasks:
                     if self._ledger.finish(group.lease, sample):
                         self._checks.add([sample])
             case GaveBack():
-                attempt.leaving = True  # it would get the returned items again
+                attempt.leaving = True  # Otherwise it would get the returned items again.
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts.items["given_back"] += len(returned)
             case Holds():
@@ -397,7 +397,7 @@ class RolloutTasks:
                 self._end(attempt, LEFT, result.reason)
 
     def _reject(self, attempt: RolloutAttempt, result: Unreadable) -> None:
-        """Note a version of this incarnation that a task cannot read."""
+        """Note a version that a task cannot read, if this incarnation has published it."""
         version = VersionId.parse(result.version)
         if version.incarnation != self._incarnation:
             return
@@ -420,7 +420,7 @@ class RolloutTasks:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:
-        """End an attempt: its later results do not count."""
+        """End an attempt, whose later results do not count, and queue its items again."""
         if attempt.over:
             return
         attempt.record = replace(attempt.record, over=reason or state)
@@ -442,7 +442,7 @@ def _by_age(counts: Counter[int]) -> dict[str, int]:
 
 
 class TaskNumbers:
-    """Decisions about the number of tasks that have joined."""
+    """Decides how many tasks must join, and how many may remain."""
 
     def __init__(
         self,
@@ -454,10 +454,11 @@ class TaskNumbers:
         patience_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Let ``planned`` tasks run at a time, or as many as a user sets unless that is ``fixed``.
+        """Let ``planned`` tasks run at a time, or the number that a user sets with `slurmrl scale`.
 
-        It is fixed in the trainers' job. An incarnation needs ``least`` tasks to begin. Tasks count
-        as surplus only after ``patience_s`` seconds, because lost tasks are detected by then.
+        With ``fixed``, users cannot set the number, because tasks run in the trainers' job. An
+        incarnation leases items only after ``least`` tasks have joined. Tasks count as surplus only
+        after ``patience_s`` seconds, in which the master detects lost tasks.
         """
         self.allowed = planned
         """Number of tasks that may run now."""
@@ -480,12 +481,12 @@ class TaskNumbers:
             logger.warning("the number of tasks is unchanged: %s", error)
 
     def are_enough(self, joined: int) -> bool:
-        """Return whether the least number has joined since the incarnation began."""
+        """Return whether enough tasks have joined at any time in this incarnation."""
         self._were_enough = self._were_enough or joined >= self.least
         return self._were_enough
 
     def surplus(self, joined: Iterable[RolloutAttempt]) -> Sequence[RolloutAttempt]:
-        """Return surplus attempts (highest tasks) if there were too many for ``patience_s``."""
+        """Return the surplus attempts (of the highest tasks) after ``patience_s`` with too many."""
         staying = sorted(
             (one for one in joined if not one.leaving), key=lambda one: (one.task, one.number)
         )

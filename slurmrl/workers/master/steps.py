@@ -1,7 +1,7 @@
-"""A step or an evaluation, executed by the ranks.
+"""Steps and evaluations, which the ranks execute.
 
-Either one batch goes through all calls, or rounds of candidates go through the calls up to a
-filter. The candidates that it accepts then go through the calls after it.
+Without a filter, one batch passes through all calls. With a filter, rounds of candidates pass
+through the calls up to the filter, and the accepted candidates pass through the other calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True)
 class Executed:
-    """Reports of the ranks about a step or an evaluation."""
+    """The ranks' reports on a step or an evaluation."""
 
     metrics: dict[str, Any]
     texts: list[Any]
@@ -61,8 +61,7 @@ class StepRunner:
     ) -> None:
         """With ``rollouts``, a step uses the items that rollout tasks have finished.
 
-        ``while_idle`` is called often while the ranks wait for them, with the weights of the last
-        step.
+        Call ``while_idle`` often while a step waits for items and the ranks are idle.
         """
         self._rollouts, self._while_idle = rollouts, while_idle
         self._waited_s = 0.0
@@ -76,8 +75,8 @@ class StepRunner:
     def train(self, step: int) -> Executed | None:
         """Train on the next items.
 
-        Return None if the job will end before rollout tasks have finished them. Raises UsageError
-        if the filter leaves too few items and the settings require a full batch.
+        Return None if the job will end before rollout tasks have finished enough items. Raises
+        UsageError if the filter leaves too few items and the settings require a full batch.
         """
         began = time.monotonic()
         self._waited_s = 0.0
@@ -103,7 +102,7 @@ class StepRunner:
     def _take_samples(
         self, rollouts: RolloutTasks, step: int, count: int, *, filtered: bool = False
     ) -> Sequence[StoredGroup] | None:
-        """Wait for the samples of the next items. Return None if the job will end before that."""
+        """Wait for samples of the next items. Return None if the job will end during the wait."""
 
         def take() -> Sequence[StoredGroup] | None:
             self._while_idle()
@@ -117,7 +116,7 @@ class StepRunner:
         return samples
 
     def evaluate(self, step: int) -> Executed:
-        """Evaluate held-out items, one suite after another; the training state does not change."""
+        """Evaluate held-out items, one suite after another. The training state does not change."""
         metrics: dict[str, Any] = {}
         rows: list[Any] = []
         answered: Answered = []
@@ -135,8 +134,8 @@ class StepRunner:
     def _evaluate(self, step: int, suite: str, first: int) -> Executed:
         """Evaluate a suite.
 
-        ``first`` is the number of its first call among the calls of all suites: each has its own
-        part files.
+        ``first`` is the number of its first call among the calls of all suites. The part files of a
+        call have this number in their names.
         """
         began = time.monotonic()
         items, calls = self._progress.evaluation_items(suite), self._plan.evaluation(suite)
@@ -156,10 +155,10 @@ class StepRunner:
         return Executed(measured, publish.texts(answered), answered)
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
-        """Take candidates until enough for a batch are accepted, and train on the accepted ones.
+        """Take candidates until the filter has accepted a full batch, then train on the batch.
 
-        Stop after the allowed number of rounds. Candidates beyond a batch are queued again,
-        or their groups wait for the next step.
+        Take no more candidates after the allowed number of rounds. Queue surplus candidates again,
+        or keep their groups for the next step.
         """
         progress, calls = self._progress, self._plan.calls
         before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]
@@ -203,13 +202,13 @@ class StepRunner:
         return answered, {f"filter/{name}": count for name, count in counts.items()}
 
     def _tell_short(self, step: int, items: int, rounds: int, reasons: Counter[str]) -> None:
-        """Report a batch that is not full. Raises UsageError if the settings require a full one."""
+        """Report a batch that is not full. Raises UsageError if the settings forbid this."""
         dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
         short = f"{items} of {self._progress.batch_size} items after {rounds} rounds ({dropped})"
         if self._progress.refill.complete:
             raise UsageError(
                 f"the filter left step {step} only {short}. Allow more rounds or more candidates "
-                "in a round, or train on batches that are not full "
+                "per round, or train on batches that are not full "
                 "(docs/algorithms/policy-gradients.md)"
             )
         outcome = "training on these" if items else "nothing is trained"
@@ -227,9 +226,9 @@ class StepRunner:
         candidates: bool = False,
         samples: Sequence[StoredGroup] = (),
     ) -> Answered:
-        """Post a batch and calls at once, in their fixed order, and collect the answers.
+        """Post a batch and its calls together, in their fixed order; collect the answers.
 
-        ``parts`` are the prefixes of the calls' part files, where each call has its own.
+        ``parts`` are the prefixes of the calls' part files; if empty, all calls share one prefix.
         """
         scalars = self._progress.scalars()
         load = LoadBatch(
@@ -260,7 +259,7 @@ class StepRunner:
 
 
 def _dropped(call: CallPlan, answers: publish.Answers, candidates: Sequence[int]) -> dict[int, str]:
-    """Return the reason for each item that a filter dropped on any rank, by the item's number."""
+    """Return the numbers of the items that a filter dropped on any rank, with the reasons."""
     return {
         candidates[place]: reason
         for rank in call.ranks

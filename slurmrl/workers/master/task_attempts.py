@@ -1,8 +1,8 @@
-"""The attempts of rollout tasks as the master sees them.
+"""The attempts of rollout tasks, in the master's process.
 
-A `RolloutAttempt` has a result log and a log of requests. `AttemptWakeups` exchanges wake-ups about
-both, `TaskEvents` reports the ends of attempts, and `FailedTasks` ends a trial whose tasks all fail
-at their start in the same way.
+A `RolloutAttempt` has a result log and a request log. `AttemptWakeups` exchanges wake-ups about
+both logs. `TaskEvents` reports states of attempts. `FailedTasks` ends a trial if all tasks fail at
+their start in the same way.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ _NAME = re.compile(r"(.+)\.([0-9]{1,9})\.([0-9]{1,9})")
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRecord:
-    """An attempt in a commit."""
+    """State of an attempt in a commit."""
 
     name: Annotated[str, FILE_NAME]
-    """Name of its directory: ``<group>.<task>.<attempt>``."""
+    """Name of the attempt's directory: ``<group>.<task>.<attempt>``."""
     agent: Identity | None = None
     version: Annotated[str, VERSION] | None = None
-    """The weight version that it has."""
+    """Weight version that the attempt has loaded; None without weights."""
     read: LogPosition = field(default_factory=LogPosition)
-    """The results before this place of its log are in the commit."""
+    """Position in the result log; the commit contains the results before it."""
     last_file: Annotated[str, FILE_NAME] | None = None
-    """The newest file of samples that these results name."""
+    """Newest sample file that these results name."""
     over: str = ""
-    """Reason why the attempt has ended; empty if it has not."""
+    """Reason why the attempt has ended; empty while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsRecord:
-    """The attempts in a commit."""
+    """States of all attempts in a commit."""
 
     attempts: tuple[AttemptRecord, ...] = ()
 
@@ -78,7 +78,7 @@ class RolloutsRecord:
         """Check the fields. Raises CorruptFileError that names ``where``."""
         names = [one.name for one in self.attempts]
         if len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)):
-            raise corrupt(where, f"has attempts of tasks named {names}")
+            raise corrupt(where, f"has repeated or invalid names of attempts: {names}")
 
 
 def rollouts_of(values: Mapping[str, Any], where: object) -> RolloutsRecord:
@@ -100,33 +100,33 @@ ATTEMPTS = FieldType("attempts of rollout tasks, each once", _are_rollouts)
 
 @dataclass
 class RolloutAttempt:
-    """One start of a task. Its log is read from the beginning, or from the place in a commit."""
+    """One start of a task. Its result log is read from the position in ``record``."""
 
     paths: RunPaths
     incarnation: int
     record: AttemptRecord
-    """Content of a commit at this time. `read` and `take` keep it up to date."""
+    """State for the next commit. `read` and `take` keep it up to date."""
     polls: Backoff
-    """The pauses between two reads of its log."""
+    """Pauses between two reads of the result log."""
     read_at: float
-    """Time of the next read of its log, by the master's clock."""
+    """Time of the next read of the result log, by the master's clock."""
     heard_at: float
-    """Time at which its last message was read, by the same clock."""
+    """Time at which the master read the last message of the attempt."""
     wakeups: WakeupAddress | None = None
-    """Address for wake-ups when there are messages for it."""
+    """Address for wake-ups about new requests and weights."""
     silent_s: float = 0.0
-    """Seconds without a message while its log could be read."""
+    """Seconds without a message while the master could read the result log."""
     counts: Mapping[str, float] = field(default_factory=dict)
     problem: str = ""
-    """Reason why it cannot take newer weights."""
+    """Reason why the attempt cannot read newer weights; empty without a problem."""
     lag_s: float = 0.0
-    """Seconds from when the first attempt took the newest weights until this one did."""
+    """Seconds by which the attempt loaded the newest weights later than the first attempt."""
     is_read: bool = False
-    """Whether its log was read to the end by this master."""
+    """Whether this master has read the result log to its end."""
     confirmed: bool = False
-    """Whether the master has sent it the valid leases."""
+    """Whether the master has sent the valid leases to the attempt."""
     leaving: bool = False
-    """Whether it gets no more leases."""
+    """Whether the attempt gets no more leases."""
 
     def __post_init__(self) -> None:
         self.group, self.task, self.number = parse_name(self.record.name)
@@ -135,7 +135,7 @@ class RolloutAttempt:
         self._reader = LogReader(path, start=self.record.read)
         self._read_at = self.heard_at
         self.announces = False
-        """Whether a wake-up announced its last news."""
+        """Whether a wake-up announced the last message."""
         self._announced = False
         self._spare = SPARE_LOOKS
         self._nonce = uuid.uuid4().hex
@@ -149,7 +149,7 @@ class RolloutAttempt:
 
     @property
     def who(self) -> dict[str, Any]:
-        """Its name in events."""
+        """Fields that identify the attempt in events."""
         return {"task": self.label, "attempt": self.number}
 
     @property
@@ -157,7 +157,7 @@ class RolloutAttempt:
         return bool(self.record.over)
 
     def view(self, now: float, leased: int) -> RolloutTaskView:
-        """Return the content of the status, given the master's time and the number of items."""
+        """Return the status at the master's time ``now``; ``leased`` is the number of items."""
         agent = self.record.agent
         return RolloutTaskView(
             task=self.label,
@@ -172,7 +172,7 @@ class RolloutAttempt:
         )
 
     def read(self) -> Iterator[RolloutResult]:
-        """Yield the new results, which `take` and the ledger must all get before the next commit.
+        """Yield new results. `take` and the ledger must get all of them before the next commit.
 
         Raises CorruptFileError, EnvironmentFailure.
         """
@@ -183,18 +183,18 @@ class RolloutAttempt:
             yield RESULT_LOG.from_json(values)
 
     def announce(self, read_at: float) -> None:
-        """Note that its log has grown; it is due at ``read_at``.
+        """Schedule a read at ``read_at``, because a wake-up says that the result log has grown.
 
-        Wake-ups without news bring reads forward less and less (see `run.channel.follower`).
+        Ignore wake-ups of an attempt that has often sent some without news (see `SPARE_LOOKS`).
         """
         if self._spare > 0:
             self._announced = True
             self.read_at = min(self.read_at, read_at)
 
     def listened(self, now: float, most_s: float) -> None:
-        """Note that its log was read to the end; the next read is due within ``most_s``.
+        """Update the seconds of silence after the result log was read to its end.
 
-        If the read hung, the time before it does not count as silence.
+        The time since the previous read counts up to ``most_s``, because the read may have hung.
         """
         news = self.heard_at == now
         silent_s = self.silent_s + min(now - self._read_at, most_s)
@@ -228,10 +228,10 @@ class RolloutAttempt:
         self._outbox += map(REQUEST_LOG.to_json, requests)
 
     def send(self) -> bool:
-        """Append the queued requests to the log. Return whether anything was appended.
+        """Append queued requests to the request log; return whether there were any.
 
-        Requests stay queued if the directory rejects them. Nothing is appended to a file that has
-        replaced the log: the task fails by itself, because it cannot read this file.
+        If the directory rejects them, keep them for the next call and return False. Never append to
+        a file that has replaced the log: the task notices the replacement and fails by itself.
         """
         if not self._outbox and not self._unsent:
             return False
@@ -253,20 +253,20 @@ def is_name(name: str) -> bool:
 
 
 def parse_name(name: str) -> tuple[str, int, int]:
-    """Return group, task and attempt from the name of a directory."""
+    """Return group, task and attempt from the name of an attempt's directory."""
     found = _NAME.fullmatch(name)
     assert found is not None, "checked by the caller"
     return found[1], int(found[2]), int(found[3])
 
 
 AT_ONCE = 15
-"""Maximum number of logs that are read at once, which takes the master at most 0.1 s."""
+"""Maximum number of logs that the master reads at once, which takes at most 0.1 s."""
 
 
 class AttemptWakeups:
     """Receives wake-ups of attempts that have recorded results, and sends wake-ups to attempts.
 
-    Without a socket, it receives nothing.
+    Without a socket, there are no wake-ups.
     """
 
     def __init__(self, wakeups: WakeupSocket | None = None) -> None:
@@ -282,9 +282,9 @@ class AttemptWakeups:
         return () if self._wakeups is None else (self._wakeups.fileno(),)
 
     def receive(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
-        """Schedule reads of the logs of attempts that have sent wake-ups, a few at once.
+        """Schedule reads of the result logs of attempts that have sent wake-ups.
 
-        If a thousand sent one, their logs are read at the pace at which logs of results are read.
+        Read `AT_ONCE` logs at once and the others at `RESULTS_PER_S`.
         """
         if self._wakeups is None:
             return
@@ -300,7 +300,7 @@ class AttemptWakeups:
             attempt.announce(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
 
     def wake(self, attempts: Iterable[RolloutAttempt]) -> None:
-        """Send wake-ups: there are requests or new weights."""
+        """Send wake-ups to attempts, because there are requests or new weights."""
         if self._wakeups is not None:
             self._wakeups.wake([one.wakeups for one in attempts if one.wakeups is not None])
 
@@ -313,15 +313,15 @@ LOST: Final = "lost"
 
 
 class TaskEvents:
-    """Reports each state of an attempt once, even if the trial was resumed.
+    """Reports each state of an attempt as an event, once.
 
-    After a resume, a master reads messages again that earlier masters have reported.
+    After a restart, a master reads messages again that an earlier master has already reported.
     """
 
     def __init__(
         self, paths: RunPaths, writer: EventWriter, lineage: Lineage, incarnation: int
     ) -> None:
-        """``incarnation`` is this master's, the newest of ``lineage``."""
+        """``incarnation`` is the number of this master's incarnation, the newest of ``lineage``."""
         self._writer = writer
         base = max(lineage.last_steps.keys() - {incarnation}, default=1)
         self._told = {
@@ -334,11 +334,11 @@ class TaskEvents:
         self._tell(attempt, JOINED, host=host)
 
     def ended(self, attempt: RolloutAttempt, state: str, reason: str, items: int) -> None:
-        """Report the end of an attempt, of which ``items`` items are queued again."""
+        """Report the end of an attempt, whose ``items`` items are queued again."""
         self._tell(attempt, state, reason=reason, items=items)
 
     def silent(self, attempt: RolloutAttempt, items: int) -> None:
-        """Report that a silent attempt loses its ``items`` to others."""
+        """Report that other attempts get the ``items`` items of a silent attempt."""
         logger.warning("%s is silent; its %d items are queued again", attempt.name, items)
         said = {"silent_s": attempt.silent_s, "items": items}
         self._writer.write("task_silent", **attempt.who, **said)
@@ -350,7 +350,7 @@ class TaskEvents:
         self._writer.write("weights_unreadable", **attempt.who, **what)
 
     def damaged(self, sample: StoredGroup, reason: str) -> None:
-        """Report that the item of a damaged sample is generated again."""
+        """Report that tasks generate the item of a damaged sample again."""
         group, task, attempt = parse_name(sample.task)
         logger.warning("item %d is generated again: %s", sample.item, reason)
         self._writer.write(
@@ -370,7 +370,7 @@ class TaskEvents:
 
 
 def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
-    """Return the events of an incarnation's master; nothing if they cannot be read."""
+    """Return the events about states of attempts in an incarnation; none after a read error."""
     try:
         return events.read_kind(paths, f"master.{incarnation}", STATE)
     except (CorruptFileError, EnvironmentFailure) as error:
@@ -379,20 +379,21 @@ def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
 
 
 STARTS: Final = 2
-"""Number of failures in the same way, per task that may run, after which the trial fails."""
+"""Number of equal failures, per task that may run, after which the trial fails."""
 FEWEST: Final = 3
+"""Minimum number of equal failures after which the trial fails."""
 OF_ONE_HOST: Final = 4
-"""Factor of this number if all failures were on one host, because the host may be the cause."""
+"""Factor for this number if all failures were on one host, because the host may be the cause."""
 _NUMBER = re.compile(r"\d+")
 
 
 class FailedTasks:
-    """Failures of attempts that never had weights, counted since any attempt last had weights."""
+    """Counts failures of attempts that never had weights, as long as no attempt has weights."""
 
     def __init__(self, paths: RunPaths, *, inside: bool) -> None:
-        """Ignore earlier failures. ``inside`` says whether the tasks run in the trainers' job.
+        """Ignore failures before this call.
 
-        There, each task is started again on its own GPUs.
+        With ``inside``, tasks run in the trainers' job, where each restarts on the same GPUs.
         """
         self._names = NameStore(paths.names)
         self._inside = inside
@@ -403,10 +404,7 @@ class FailedTasks:
     def look(
         self, attempts: Collection[RolloutAttempt], lives: Callable[[RolloutAttempt], bool]
     ) -> None:
-        """Read new failures.
-
-        Start to count again when an attempt that ``lives`` has weights.
-        """
+        """Read new failures. Forget all failures if a living attempt has weights."""
         worked = {(one.task, one.number) for one in attempts if one.record.version}
         try:
             self._read_new(worked)
@@ -431,11 +429,11 @@ class FailedTasks:
         lives: Callable[[RolloutAttempt], bool],
         allowed: int,
     ) -> None:
-        """Raise ReportedError if all tasks can be expected to fail at their start in the same way.
+        """Raise ReportedError if all tasks are likely to fail at their start in the same way.
 
-        That holds if there are enough failures for the ``allowed`` tasks that may run at a time,
-        and each attempt that still starts is on a host, or at a task of the trainers' job, where
-        one has failed.
+        Require enough equal failures for the ``allowed`` tasks that may run at a time. In addition,
+        each attempt that is starting must be on a host where an attempt has failed, or in the
+        trainers' job, at a task that has failed.
         """
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():
@@ -453,12 +451,12 @@ class FailedTasks:
         where = f"{ROLLOUTS}/{places[-1][0]}" + (f" on {last.host}" if last.host else "")
         reason = (
             f"{len(places)} rollout tasks failed in the same way at their start, and none works; "
-            f"the last one ({where}): {reports.attempt_failure_words(last)}"
+            f"the last failure ({where}): {reports.attempt_failure_words(last)}"
         )
         raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host="", final=True))
 
     def _may_work(self, attempt: RolloutAttempt) -> bool:
-        """Whether an attempt may succeed because it differs from failed attempts."""
+        """Return whether an attempt may succeed, because it runs elsewhere than failed attempts."""
         if self._inside:
             return all(task != attempt.task for task, _ in self._failures)
         try:

@@ -1,10 +1,8 @@
 """Leases of items to attempts of rollout tasks, and the samples that the attempts make.
 
-A lease gives items to an attempt. This module also takes items back, and it checks, counts and
-removes samples.
-
-Each call of `look` checks a few finished samples, so that steps take only readable ones, and
-removes a few samples that no commit needs. See "Leases of samples" in docs/protocols.md.
+A lease gives items to an attempt. This module also takes items back. It checks samples, so that
+steps take only readable samples, counts them, and removes samples that no commit needs. See "Leases
+of samples" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -39,20 +37,20 @@ from slurmrl.workers.master.task_attempts import (
 from slurmrl.workers.rollout_messages import COUNTS_S, Abort, Confirm, Leave
 
 LAG_S = 10.0
-"""Seconds, in addition to twice its last time, that an attempt may take to load new weights before
-its share of the items goes to others."""
+"""Seconds, in addition to twice its last delay, for which an attempt that loads new weights keeps a
+share of the items."""
 
 SILENT_S = 6 * COUNTS_S
-"""Seconds without a message, while its log can be read, after which a living attempt counts as
-unable to write."""
+"""Seconds without a message, while the master can read the result log, after which a living attempt
+counts as unable to write."""
 
 logger = log.get(__name__)
 LOOK_S = 0.1
-"""Seconds after which a look begins no further check."""
+"""Seconds after which `SampleChecks.look` begins no further check."""
 
 
 class TaskLeases:
-    """Leases the items of a ledger to living attempts, as far as their weights allow."""
+    """Leases the items of a ledger to living attempts that have usable weights."""
 
     def __init__(
         self,
@@ -65,14 +63,14 @@ class TaskLeases:
         wakeups: WakeupAddress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``living``: the attempts that are not over, by name, which the caller keeps up to date.
+        """``living`` are the attempts that have not ended; the caller keeps this up to date.
 
-        ``wakeups``: the master's address for their wake-ups.
+        ``wakeups`` is the master's address for wake-ups of the attempts.
         """
         self.step = 0
-        """The last trained step; the caller sets it."""
+        """The last trained step; the caller keeps this up to date."""
         self.rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]] | None = None
-        """Returns (epoch, index) of each item; the caller sets it before the first lease."""
+        """Function that returns (epoch, index) of items; the caller sets it before `grant`."""
         self._ledger = ledger
         self._lineage = lineage
         self._admission = admission
@@ -82,13 +80,13 @@ class TaskLeases:
         self._wakeups = wakeups
         self._clock = clock
         self._newest: str | None = None
-        """The newest version that any attempt has taken."""
+        """The newest version that any attempt has loaded."""
         self._newest_at = clock()
 
     # -- attempts that may have items --------------------------------------------------------
 
     def note(self, attempt: RolloutAttempt, version: str) -> None:
-        """Note how much later than others an attempt has taken the newest weights."""
+        """Note by how many seconds an attempt has loaded the newest version later than others."""
         now = self._clock()
         if self._newest is None or VersionId.parse(self._newest) < VersionId.parse(version):
             self._newest, self._newest_at = version, now
@@ -96,7 +94,7 @@ class TaskLeases:
             attempt.lag_s = now - self._newest_at
 
     def able(self) -> dict[str, str]:
-        """Return the attempts that may get leases, each with its weight version."""
+        """Return the names of attempts that may get leases, each with its weight version."""
         held = {
             one.name: one.record.version
             for one in self._living.values()
@@ -116,7 +114,7 @@ class TaskLeases:
         }
 
     def _expected(self) -> set[str]:
-        """Return the attempts that should take the newest weights soon, and then need items too."""
+        """Return the attempts that will probably need items soon, with the newest weights."""
         since_s = self._clock() - self._newest_at
         return {
             one.name
@@ -128,17 +126,17 @@ class TaskLeases:
         }
 
     def _silent(self) -> set[str]:
-        """Return the living attempts that cannot write, if other attempts can take their items."""
+        """Return the living attempts that cannot write, if others can take over their items."""
         silent = {one.name for one in self._living.values() if one.silent_s >= SILENT_S}
         return silent if self.able().keys() - silent else set()
 
     # -- leases ------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Take items back that will not yield usable samples in time, and queue them again.
+        """Take back items that will not yield usable samples, and queue them again.
 
-        These are items whose samples would be too stale for every later step, and items of attempts
-        that cannot write. (With `max_staleness: 0`, a step would wait for such items.)
+        Their samples would be too stale for every later step, or their attempt cannot write. With
+        `max_staleness: 0`, a step would wait for such items.
         """
         oldest, silent = self._ledger.oldest, self._silent()
         useless = oldest - self._of_use(oldest).keys()
@@ -146,7 +144,7 @@ class TaskLeases:
             attempt = self._living[lease.holder]
             too_old = lease.oldest in useless and attempt.is_read
             if not too_old and lease.holder not in silent:
-                continue  # the attempt may have finished them
+                continue  # The unread results may contain these items.
             returned = self._ledger.return_items(lease.lease, lease.items)
             self._counts.items["aborted"] += len(returned)
             if attempt.confirmed:
@@ -155,13 +153,13 @@ class TaskLeases:
                 self._events.silent(attempt, len(returned))
 
     def confirm(self) -> None:
-        """Tell attempts which leases are valid, after all their earlier messages were read."""
+        """Tell attempts which leases are valid, as soon as all their earlier messages are read."""
         for attempt in self._living.values():
             if attempt.is_read and attempt.record.agent is not None and not attempt.confirmed:
                 self.post(attempt)
 
     def post(self, attempt: RolloutAttempt, *requests: Leave) -> None:
-        """Post requests; the first request in a log says which leases are valid."""
+        """Post requests to an attempt, after a first request with the valid leases."""
         if not attempt.confirmed:
             attempt.confirmed = True
             held = self._ledger.leases_of(attempt.name)
@@ -170,9 +168,9 @@ class TaskLeases:
         attempt.post(*requests)
 
     def grant(self) -> None:
-        """Lease items to the attempts with the fewest items, as far as their weights allow.
+        """Lease items to attempts with usable weights, first to those with the fewest items.
 
-        No attempt gets more than its share of the items that may be with tasks now.
+        No attempt gets more than an equal share of the items that tasks may have now.
         """
         silent = self._silent()
         able = {name: held for name, held in self.able().items() if name not in silent}
@@ -197,10 +195,10 @@ class TaskLeases:
 
 
 def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:
-    """Return the number of items for each task; each item goes to the task with the fewest.
+    """Return the number of new items for each task; each item goes to the task with the fewest.
 
-    No task gets more than its ``share``, including its load, or more than its room. The room counts
-    the items given to all tasks.
+    ``loads`` are the items that tasks already have. No task gets more than ``share`` items,
+    including its load. A task gets no item when its room is used up by items for all tasks.
     """
     queue = [(load, name) for name, load in loads.items()]
     heapq.heapify(queue)
@@ -222,11 +220,11 @@ class _Check:
     number: int
     sample: StoredGroup = field(compare=False)
     failed: int = field(default=0, compare=False)
-    """Number of times that it looked damaged."""
+    """Number of earlier checks in which the sample looked damaged."""
 
 
 class SampleChecks:
-    """Reads each sample once: a sample that the trainers would reject is damaged."""
+    """Reads each sample once to find samples that the trainers would reject as damaged."""
 
     def __init__(
         self, paths: RunPaths, clock: Callable[[], float], *, calls: SystemCalls = REAL
@@ -244,14 +242,14 @@ class SampleChecks:
             heapq.heappush(self._due, _Check(self._clock(), next(self._numbers), sample))
 
     def keep(self, samples: Iterable[StoredGroup]) -> None:
-        """Forget the checks of all other samples."""
+        """Keep the results and checks of these samples; forget all others."""
         wanted = set(samples)
         self.sound &= wanted
         self._due = [check for check in self._due if check.sample in wanted]
         heapq.heapify(self._due)
 
     def look(self) -> list[tuple[StoredGroup, str]]:
-        """Check due samples. Return damaged samples with the reasons."""
+        """Check due samples for about `LOOK_S`. Return damaged samples with the reasons."""
         damaged = []
         now = self._clock()
         until = now + LOOK_S
@@ -265,16 +263,16 @@ class SampleChecks:
     def _check(self, check: _Check, now: float) -> tuple[StoredGroup, str] | None:
         """Read a sample; return it with the reason if it is damaged.
 
-        It may only be invisible to this host for a while, so it counts as damaged if it still looks
-        damaged after about a minute.
+        A file server may show this host an old state for a while. Therefore a sample counts as
+        damaged only if it still looks damaged after about a minute.
         """
         folder = self._paths.samples_of(check.sample.task)
         try:
             read_once(folder, check.sample, calls=self._calls)
         except SampleFileError as error:
-            cached = self._calls.caches(self._paths.rollouts)  # the folder itself may be missing
+            cached = self._calls.caches(self._paths.rollouts)  # `folder` may be missing.
             pauses_s = HIDDEN_PAUSES_S if cached else ()
-            if check.failed >= len(pauses_s):  # the count may be greater if the folder was missing
+            if check.failed >= len(pauses_s):
                 return check.sample, str(error)
             due = now + pauses_s[check.failed]
             heapq.heappush(self._due, replace(check, due=due, failed=check.failed + 1))
@@ -289,26 +287,26 @@ class SampleChecks:
 
 
 class SampleCounts:
-    """Counts since the incarnation began; the ledger has the others."""
+    """Counts since the incarnation began, in addition to the ledger's counts."""
 
     def __init__(self, ledger: SampleLedger) -> None:
         self._ledger = ledger
         self.items: Counter[str] = Counter()
-        """``damaged``, ``aborted``, ``given_back`` and ``lost`` items."""
+        """Number of ``damaged``, ``aborted``, ``given_back`` and ``lost`` items."""
         self.ages: Counter[int] = Counter()
         """Number of groups that steps have taken, by staleness."""
         self._told = Counter({f"rollout/dropped_{STALE}": ledger.dropped.get(STALE, 0)})
-        """The sums at the time of the last metrics."""
+        """Sums at the last call of `metrics`."""
         self._taken: list[int] = []
-        """Staleness of the groups taken since the last metrics."""
+        """Staleness of each group that steps have taken since the last call of `metrics`."""
 
     def take(self, ages: Sequence[int]) -> None:
-        """Count groups of this staleness that a step has taken."""
+        """Count groups that a step has taken. ``ages`` is the staleness of each."""
         self.ages.update(ages)
         self._taken += ages
 
     def give_back(self, age: int) -> None:
-        """Undo the count of a group of this staleness, because its step does not use it."""
+        """Undo the count of a group of staleness ``age``, because its step does not use it."""
         self.ages[age] -= 1
         self.ages = +self.ages
         self._taken.remove(age)
@@ -333,21 +331,21 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class _Visit:
-    """An attempt, and its files that a commit needs."""
+    """An attempt, and the names of its files that a commit needs."""
 
     attempt: AttemptRecord
     needed: frozenset[str]
 
 
 class SampleSweep:
-    """Removal of unneeded files; each look visits one attempt of the newest commit."""
+    """Removes sample files that no commit needs; `look` visits one attempt at a time."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._visits: list[_Visit] = []
 
     def plan(self, rollouts: RolloutsRecord, ledger: LedgerRecord) -> None:
-        """Start again with the attempts and samples of a commit."""
+        """Plan visits of all attempts of a new commit, which needs the samples of ``ledger``."""
         needed: dict[str, set[str]] = {}
         for sample in ledger.samples:
             needed.setdefault(sample.task, set()).add(sample.file)
@@ -360,8 +358,8 @@ class SampleSweep:
     def look(self) -> None:
         """Visit the next attempt and remove its files that the commit does not need.
 
-        If the attempt is over, remove the whole directory. A failed removal is retried after the
-        next commit.
+        Remove the whole directory of an ended attempt without needed files. The next commit retries
+        failed removals.
         """
         if not self._visits:
             return
@@ -379,7 +377,7 @@ class SampleSweep:
 
 
 class StepWait:
-    """Limit of a step's wait for samples: the duration of the previous step."""
+    """Limits a step's wait for samples to the duration of the previous step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -389,14 +387,14 @@ class StepWait:
         self._since: float | None = None
 
     def begin(self, step: int) -> None:
-        """Begin to wait. Call this whenever a step requests samples."""
+        """Begin a step's wait. Repeated calls in the same step have no effect."""
         if step != self._step:
             now = self._clock()
             self._step, self._began, self._most_s = step, now, now - self._began
             self._since = None
 
     def lasts(self) -> bool:
-        """Whether to continue waiting. The time counts from the step's first call."""
+        """Return whether the step may wait longer. Time counts from the first call in a step."""
         now = self._clock()
         if self._since is None:
             self._since = now

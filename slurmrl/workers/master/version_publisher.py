@@ -1,7 +1,8 @@
 """Publication of weight versions (the ranks' parts, then the manifest) and removal of old versions.
 
-The master starts a version and then polls it while the ranks continue training. The version exists
-once its manifest exists; if it fails, its directory is removed. A `Publication` reports both.
+The master starts a publication and then polls it while the ranks continue training. The version
+exists once its manifest exists. After a failure, the master removes the version's directory. A
+`Publication` reports success or failure.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Publication:
     version: VersionId
     base: VersionId | None
     seconds: float
-    """Duration from its start to its end."""
+    """Duration of the publication."""
     stall_s: float
-    """Time for which training waited: while ranks copied, and while the master was blocked."""
+    """Time for which training waited, because ranks copied weights or the master was blocked."""
     bytes: int = 0
     error: str | None = None
-    """Reason why it failed; None if it is published."""
+    """Reason of the failure; None if the version is published."""
 
 
 @dataclass
@@ -49,19 +50,19 @@ class _Writing:
     version: VersionId
     base: VersionId | None
     number: int
-    """Number of its `WriteVersion`."""
+    """Number of the `WriteVersion` order."""
     began: float
     stall_s: float = 0.0
     distrusted: bool = False
-    """Whether it builds on a version that cannot be read."""
+    """Whether the version builds on a version that cannot be read."""
 
 
 class VersionPublisher:
     """Publishes one version at a time in ``folder``; each of ``ranks`` writes a part.
 
-    ``permit`` raises if this incarnation is not the newest one. A version is full, not a
-    delta, if it is the first one of an incarnation, or follows a failure or an unreadable
-    version (`distrust`): only the ranks' memory has the base of a delta.
+    ``permit`` raises if this incarnation is not the newest one. A version is full, not a delta, if
+    it is the first version of an incarnation, or follows a failure or an unreadable version
+    (`distrust`). In these cases, the ranks lack a usable base for a delta in their memory.
     """
 
     def __init__(
@@ -83,11 +84,11 @@ class VersionPublisher:
         self._permit = permit
         self._writing: _Writing | None = None
         self._last: VersionId | None = None
-        """The newest version, if it is readable and the ranks still have its bits."""
+        """Base for the next delta: the newest version, if readable and in the ranks' memory."""
         self._newest: VersionId | None = None
-        """The newest version that was published; None after a failure, or if it cannot be read."""
+        """The newest published version; None after a failure, or if tasks cannot read it."""
         self._chain: set[VersionId] = set()
-        """The newest full version, and the versions that build on it."""
+        """The newest full version and the versions that build on it."""
         self._since_whole = 0
 
     def is_due(self, step: int) -> bool:
@@ -96,8 +97,8 @@ class VersionPublisher:
     def distrust(self, versions: Collection[VersionId]) -> None:
         """Note that tasks cannot read these versions.
 
-        Versions that build on them cannot be read either. Versions before the newest full one no
-        longer matter.
+        Therefore tasks cannot read deltas that build on them. Ignore versions before the newest
+        full version.
         """
         if not self._chain & set(versions):
             return
@@ -109,9 +110,9 @@ class VersionPublisher:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether the newest version is missing and no other version is being written.
+        """Whether tasks have no newest version to read and ranks are writing none.
 
-        It is missing if it was not published, cannot be read or was removed. Raises
+        The publication has failed, tasks cannot read the version, or it was removed. Raises
         EnvironmentFailure.
         """
         if self._writing is not None:
@@ -121,9 +122,9 @@ class VersionPublisher:
     def start(self, step: int, *, again: bool = False) -> Publication | None:
         """Tell the ranks to write the version of ``step``, whose weights they have now.
 
-        The previous write must have ended (`wait`). With ``again``, the ranks write a full version
-        that replaces any existing one; readers of the old one then find it missing. Return the
-        outcome only if the write cannot be started.
+        The previous publication must have ended (`wait`). With ``again``, the ranks write a full
+        version that replaces an existing version of the step, whose readers then find it missing.
+        Return an outcome only if the publication cannot be started, else None.
         """
         assert self._writing is None, "one version at a time"
         version = VersionId(step, self._incarnation)
@@ -143,7 +144,7 @@ class VersionPublisher:
         return None
 
     def poll(self) -> Publication | None:
-        """Publish once all ranks have written; return None before that, and if nothing is pending.
+        """Publish if all ranks have written. Return None before that, and without a publication.
 
         Raises StaleIncarnationError, TrialEndedError.
         """
@@ -157,7 +158,7 @@ class VersionPublisher:
         return self._finish(writing, [saved for _, saved in answers])
 
     def wait(self) -> Publication | None:
-        """Wait until the pending publication ends; return None if there is none.
+        """Wait until the current publication ends; return None without a publication.
 
         Raises WaitTimeoutError, and as `poll`.
         """
@@ -189,7 +190,7 @@ class VersionPublisher:
         return self._outcome(writing, written=manifest.bytes)
 
     def _parts(self, folder: Path) -> list[PartIndex]:
-        """Return the parts that the ranks have written, which may become visible here later."""
+        """Return the parts that the ranks have written. Wait if this host cannot see them yet."""
         pauses_s = HIDDEN_PAUSES_S if REAL.caches(folder) else ()
         for last in attempts(pauses_s):
             try:
@@ -200,18 +201,18 @@ class VersionPublisher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _prune(self) -> None:
-        """Remove versions that are not needed after the newest full version."""
+        """Remove versions that no reader needs after a new full version."""
         try:
             prune(self._folder, self._settings.keep_whole)
-        except EnvironmentFailure as error:  # the next full version tries again
+        except EnvironmentFailure as error:  # The next full version retries.
             logger.warning("cannot remove old weight versions: %s", error)
 
     def _give_up(self, writing: _Writing, reason: str) -> Publication:
         """Remove the files of a failed version at once, because the disk may be full."""
-        logger.warning("no weight version %s: %s", writing.version, reason)
+        logger.warning("cannot publish weight version %s: %s", writing.version, reason)
         try:
             remove(self._folder, writing.version)
-        except EnvironmentFailure as error:  # the next incarnation removes it
+        except EnvironmentFailure as error:  # The next incarnation retries.
             logger.warning("cannot remove weight version %s: %s", writing.version, error)
         self._last = self._newest = None
         return self._outcome(writing, reason)
@@ -219,7 +220,7 @@ class VersionPublisher:
     def _outcome(
         self, writing: _Writing, error: str | None = None, *, written: int = 0
     ) -> Publication:
-        """Make the outcome; waiting and copying may overlap, so the stall is capped."""
+        """Return the outcome. The stall is at most the duration: waits and copies may overlap."""
         seconds = time.monotonic() - writing.began
         stall_s = min(writing.stall_s, seconds)
         return Publication(writing.version, writing.base, seconds, stall_s, written, error)
@@ -232,7 +233,7 @@ def remove_leftovers(folder: Path, lineage: Lineage, incarnation: int) -> None:
     """
     for version in version_ids(folder):
         if version.incarnation >= incarnation:
-            continue  # a newer master may be writing
+            continue  # A newer master may be writing this version.
         rolled_back = not lineage.has(version.step, version.incarnation)
         if rolled_back or not _is_published(folder / version.name):
             remove(folder, version)

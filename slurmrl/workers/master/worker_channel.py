@@ -1,7 +1,7 @@
 """The master's channel to the trainers: one log to write, one log per agent to read.
 
-This module also has the registry of the trainers' agents, including agents that have only claimed a
-task. It forwards user requests for stacks of ranks from the name store.
+`AgentRegistry` knows the trainers' agents, even agents that have claimed a task but sent no
+message. `StackRequests` forwards users' requests for stacks from the name store to the agents.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Mailbox:
     """Messages from the agents' logs that the master has not used yet."""
 
     ready: dict[int, Ready] = field(default_factory=dict)
-    """Answers by rank."""
+    """`Ready` messages by rank."""
     preparing: int = 0
-    """Number of `Preparing` messages."""
+    """Number of `Preparing` messages so far."""
     done: dict[int, dict[int, Done]] = field(default_factory=dict)
-    """Answers by the number of the order, then by rank."""
+    """`Done` messages by the number of the order, then by rank."""
     saved: dict[int, dict[int, Saved]] = field(default_factory=dict)
-    """Answers by the number of the `Save`, then by rank."""
+    """`Saved` messages by the number of the order, then by rank."""
     agents: dict[str, Identity] = field(default_factory=dict)
-    """Agents by ``group/task``."""
+    """Agents that have sent `Hello`, by ``group/task``."""
     warning: str | None = None
-    """The signal that warned that the job will end soon."""
+    """Signal that warns of the job's end; None without a warning."""
 
     def put(self, message: FromAgent) -> None:
         """Sort a message. Raises ReportedError for a failure."""
@@ -91,7 +91,7 @@ class WorkerChannel:
     """Posts messages to all ranks of the trainers and collects their answers.
 
     ``longest_poll_s`` is the maximum pause between reads of the agents' logs (see `Follower`). With
-    ``wakeups``, master and agents send wake-ups to each other when there is something to read.
+    ``wakeups``, master and agents send each other wake-ups about new messages.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class WorkerChannel:
         wakeups: WakeupSocket | None = None,
         wakers: Collection[int] = (),
     ) -> None:
-        """``wakers`` are descriptors, readable when ``while_waiting`` has something to do."""
+        """``wakers`` are descriptors that are readable if ``while_waiting`` has something to do."""
         self.plan = plan
         self.mailbox = Mailbox()
         self._path = paths.master_log(incarnation)
@@ -124,10 +124,10 @@ class WorkerChannel:
         """The agents' addresses for wake-ups, by task."""
         self._while_waiting, self._wakers = while_waiting, wakers
         self._woken_at = 0.0
-        """Time at which a waker may last have woken the master."""
+        """Time of the last wait that a descriptor of ``wakers`` could end."""
         self._numbers = itertools.count()
         self._waits: tuple[Callable[[], str], Callable[[], set[int]], float] | None = None
-        """The reason of the current wait, its ranks and its start; None without a wait."""
+        """Description, missing ranks and start of the current wait; None without a wait."""
         if wakeups is not None:
             self._append(WakeMaster(wakeups=wakeups.address))
 
@@ -169,14 +169,14 @@ class WorkerChannel:
         self._wake()
 
     def _queue(self, *batch: Order) -> Callable[[], None]:
-        """Return a function that appends the batch, and in later calls its queued remainder."""
+        """Return a function that appends the batch. Later calls append only the rest of it."""
         batches = iter([[CONTROL_LOG.to_json(order) for order in batch]])
         return lambda: self._log.append(*next(batches, ()))
 
     def end(self, stacks: str = "") -> None:
-        """Tell the agents that this incarnation has ended; if that fails, they detect it later.
+        """Tell the agents that this incarnation has ended. After a failure, they find out later.
 
-        ``stacks`` is the reason why they first collect stacks; empty if they do not.
+        ``stacks`` is the reason for which they first collect stacks; empty to collect none.
         """
         try:
             self._log.append(CONTROL_LOG.to_json(Over(stacks=stacks)))
@@ -185,7 +185,7 @@ class WorkerChannel:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
     def collect_stacks(self, timeout_s: float) -> list[Stacked]:
-        """Return the reports of agents that have said hello and answer in time."""
+        """Return the reports on stacks of agents that answer within ``timeout_s``."""
         stacked: dict[str, Stacked] = {}
         deadline = time.monotonic() + timeout_s
         while self.mailbox.agents.keys() - stacked and time.monotonic() < deadline:
@@ -206,13 +206,16 @@ class WorkerChannel:
         return ready
 
     def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Done]:
-        """Wait until every rank has executed order ``number``."""
+        """Wait until every rank has executed order ``number``; return the answers by rank."""
         done = self.mailbox.done.setdefault(number, {})
         self._wait(f"to finish {what}", lambda: set(self.ranks) - done.keys(), timeout_s)
         return self.mailbox.done.pop(number)
 
     def saved(self, number: int) -> list[tuple[Done, Saved]] | None:
-        """Return every rank's answers to `Save` ``number``; None until all have sent both."""
+        """Return every rank's answers to the `Save` or `WriteVersion` with this number.
+
+        Return None until all ranks have sent both answers.
+        """
         if self._unsaved(number):
             return None
         done, saved = self.mailbox.done.pop(number), self.mailbox.saved.pop(number)
@@ -227,7 +230,7 @@ class WorkerChannel:
         return set(self.ranks) - (done.keys() & saved.keys())
 
     def rest(self, seconds: float) -> None:
-        """Pause before another attempt; errors of ranks are raised during the pause."""
+        """Pause before another attempt. Raises ReportedError if a rank fails during the pause."""
         end = time.monotonic() + seconds
         while (left_s := end - time.monotonic()) > 0:
             if not self._take(self._agents.read()):
@@ -237,7 +240,7 @@ class WorkerChannel:
     def wait_for(self, take: Callable[[], T | None], what: Callable[[], str]) -> T | None:
         """Call ``take`` until it returns a value; return None if the job will end.
 
-        Errors of ranks are raised during the wait. ``what`` returns a description of the wait.
+        ``what`` returns a description of the wait. Raises ReportedError if a rank fails.
         """
         since = time.monotonic()
         while (found := take()) is None and not self.warned:
@@ -260,7 +263,7 @@ class WorkerChannel:
         return bool(news)
 
     def _meet(self, task: int, wakeups: WakeupAddress) -> None:
-        """Send wake-ups to this agent from now on, and identify its wake-ups by their address."""
+        """Send wake-ups to this address of an agent, and read its log after wake-ups from there."""
         self._wake_at[task] = wakeups
         self._agents.listen_for(wakeups.source, task)
 
@@ -269,7 +272,7 @@ class WorkerChannel:
             self._wakeups.wake(self._wake_at.values())
 
     def waiting(self) -> dict[str, Any] | None:
-        """Return the ranks that the master waits for, the reason and the time, or None."""
+        """Return ranks, description and duration of the master's current wait, or None."""
         if self._waits is None:
             return None
         what, missing, since = self._waits
@@ -282,9 +285,10 @@ class WorkerChannel:
         timeout_s: float,
         news: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait for a value of ``take``; time without answers of the directory does not count.
+        """Wait until no rank is ``missing``. Raises WaitTimeoutError after ``timeout_s``.
 
-        The time-out starts again whenever ``news`` returns another number.
+        The time-out starts again whenever ``news`` returns another number. Time during which the
+        directory does not answer does not count.
         """
         left_s, known = timeout_s, news()
         looked_at = time.monotonic()
@@ -306,9 +310,9 @@ class WorkerChannel:
         self._waits = None
 
     def _pause(self, most_s: float) -> None:
-        """Wait until there may be something to do.
+        """Wait until there may be something to do, at most ``most_s``.
 
-        The master reads at most every `LOOK_S` because of wake-ups, however many arrive.
+        However many wake-ups arrive, these end a wait at most once per `LOOK_S`.
         """
         early_s = self._woken_at + LOOK_S - time.monotonic()
         if self._wakers and early_s > 0:
@@ -331,8 +335,8 @@ class WorkerChannel:
 class AgentRegistry(Mapping[str, Identity]):
     """The known agents by ``group/task``.
 
-    ``heard`` grows as agents say hello. The name store has the claims of agents that die before
-    that. It is read every ``look_s`` while agents are missing.
+    ``heard`` contains the agents that have sent `Hello`. The name store contains the claims of all
+    agents, even if they die before that. Read it every ``look_s`` while agents are missing.
     """
 
     def __init__(
@@ -364,7 +368,7 @@ class AgentRegistry(Mapping[str, Identity]):
         return len({**self._claimed, **self._heard})
 
     def look(self) -> None:
-        """When due, look for claims of agents that have not said hello."""
+        """Look for claims of agents that have not sent `Hello`, when due."""
         if not self._looks.due():
             return
         missing = {task for task in range(self._hosts) if f"{TRAINERS}/{task}" not in self}
@@ -384,10 +388,10 @@ class AgentRegistry(Mapping[str, Identity]):
             logger.warning("cannot look for agents, will retry: %s", error)
 
     def report_lost(self, labels: list[str]) -> None:
-        """End the incarnation if one of these lost agents is an agent of the trainers.
+        """End the incarnation if an agent of the trainers is lost. Raises ReportedError.
 
-        Record its host as lost in the name store, unless it is the master's host: there, only the
-        agent can hang. Raises ReportedError.
+        Publish that its host is lost. On the master's host, however, only the agent hangs, because
+        this process is running there.
         """
         ours = f"{TRAINERS}/0"
         watched = {f"{TRAINERS}/{task}" for task in range(self._hosts)}
@@ -404,7 +408,7 @@ class AgentRegistry(Mapping[str, Identity]):
 
 
 def _newest(claims: list[str], root: str) -> dict[int, int]:
-    """Return the newest attempt of each task."""
+    """Return the number of the newest claimed attempt for each task."""
     newest: dict[int, int] = {}
     for key in claims:
         task, _, attempt = key.removeprefix(f"{root}/").partition("/")
@@ -414,10 +418,11 @@ def _newest(claims: list[str], root: str) -> dict[int, int]:
 
 
 class StackRequests:
-    """Forwards requests to the agents, which answer with files.
+    """Forwards users' requests for stacks to the agents, which answer with files.
 
-    The requests of an incarnation have consecutive numbers, each made by an exclusive add. So a
-    look for the next request costs one failed open, and no request is lost or answered twice.
+    The requests of an incarnation have consecutive numbers in the name store. A user's command adds
+    the next number exclusively, so no request is lost or answered twice. Looking for the next
+    request costs one failed open.
     """
 
     def __init__(
@@ -436,17 +441,17 @@ class StackRequests:
         self._number = 1
 
     def look(self) -> None:
-        """When due, look for the next request and forward it."""
+        """Look for the next request, when due, and forward it."""
         if not self._looks.due():
             return
         try:
             request = published.stacks_request(self._names, self._incarnation, self._number)
         except CorruptFileError as error:
-            logger.warning("request skipped: %s", error)
+            logger.warning("skipping a request for stacks: %s", error)
             self._number += 1
             return
         except EnvironmentFailure as error:
-            logger.warning("cannot look for requests, will retry: %s", error)
+            logger.warning("cannot look for requests for stacks, will retry: %s", error)
             return
         if request is None:
             return

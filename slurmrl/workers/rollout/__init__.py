@@ -1,1 +1,1 @@
-"""The worker of a rollout task, which makes samples for the newest incarnation."""
+"""The worker of a rollout task, which generates samples for the newest incarnation."""

@@ -1,10 +1,10 @@
-"""Items that a rollout task owes the masters, and the messages about them.
+"""Items that masters have requested from a rollout task, and the messages about them.
 
 `Session` is a state machine without files, processes or clocks. It decides which items the task
-makes, records, gives back or forgets. An attempt answers an item of a lease at most once: it
-records its samples, or gives it back. `ResultWriter` writes samples and the attempt's result log,
-of which the worker is the only writer. `MasterWakeups` exchanges wake-ups with the master in the
-asyncio loop (see `run.channel.wakeups`). Torch-free.
+generates, records, returns or forgets. An attempt answers each item of a lease at most once: it
+records the samples or returns the item. `ResultWriter` writes samples and the attempt's result log,
+which has no other writer. `MasterWakeups` exchanges wake-ups with the master in the asyncio loop
+(see `run.channel.wakeups`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -51,28 +51,27 @@ logger = log.get(__name__)
 class Retirement:
     reason: str
     until: float
-    """Time at which the task gives unfinished items back."""
+    """Time at which the task returns unfinished items."""
 
 
 class Session:
-    """The items that masters have requested, for one incarnation after the other.
+    """The items that the masters of successive incarnations have requested.
 
-    Between `serve` and the new master's `Confirm`, nothing begins and nothing is recorded, because
-    it is not known which leases are valid.
+    Between `serve` and the `Confirm` of the new master, the task begins and records nothing,
+    because it does not know which leases are valid.
     """
 
     def __init__(self, *, most_begun: int, most_unwritten: int) -> None:
         """Limit the number of items in progress.
 
         ``most_begun`` limits the items that are sampled at a time. ``most_unwritten`` limits the
-        items whose samples wait for a score or to be recorded; no further item begins at that
-        limit.
+        items whose samples are not yet scored or recorded. At this limit, no further item begins.
         """
         self.incarnation: int | None = None
         self.held: VersionId | None = None
-        """The task's weight version, which samples the next token."""
+        """The weight version that samples the next token; None without weights."""
         self.paused = False
-        """Whether no item may begin for now."""
+        """Whether the caller forbids to begin items for now."""
         self.retirement: Retirement | None = None
         self._most_begun, self._most_unwritten = most_begun, most_unwritten
         self._confirmed = self._expired = False
@@ -84,18 +83,18 @@ class Session:
         """Items whose tokens are sampled but not yet scored."""
         self._finished: dict[Key, SampleGroup] = {}
         self._returned: dict[Key, str] = {}
-        """Items to give back, with the reasons."""
+        """Items to return, with the reasons."""
         self._recording: dict[Key, SampleGroup] = {}
-        """Items being written to disk; some may no longer be wanted."""
+        """Items that the task is writing to disk; the master may no longer want some of them."""
         self._answered: set[Key] = set()
-        """Answered keys of all incarnations, because a new incarnation may begin at an older commit
-        than the last one."""
+        """Answered items of all incarnations, because a new incarnation may begin at an older
+        commit than the previous one and request them again."""
         self._aborted: list[Key] = []
 
     # -- requests ----------------------------------------------------------------------------
 
     def serve(self, incarnation: int) -> None:
-        """Note that this incarnation is now the newest."""
+        """Record a new incarnation; wait for the `Confirm` of its master."""
         if self.incarnation is None or incarnation > self.incarnation:
             self.incarnation, self._confirmed = incarnation, False
 
@@ -112,9 +111,9 @@ class Session:
                 self.retire(ASKED, request.within_s, now)
 
     def retire(self, reason: str, within_s: float, now: float) -> None:
-        """Begin no further items, and give back items that are unfinished after ``within_s``.
+        """Begin no further items, and return items that are unfinished after ``within_s``.
 
-        The earliest deadline counts.
+        Of several calls, the earliest deadline counts.
         """
         until = now + within_s
         if self.retirement is None or until < self.retirement.until:
@@ -122,10 +121,7 @@ class Session:
         self._return(self._waiting)
 
     def expire(self, now: float) -> None:
-        """Give back unfinished items at the deadline.
-
-        Samples are recorded without rewards.
-        """
+        """Return unsampled items at the deadline, and record sampled items without scores."""
         if self.retirement is None or now < self.retirement.until:
             return
         self._expired = True
@@ -137,7 +133,7 @@ class Session:
     # -- what to do --------------------------------------------------------------------------
 
     def begin(self) -> dict[Key, Row]:
-        """Return items to make from now on."""
+        """Return the items that the task must begin now."""
         if not self._confirmed or self.paused or self.held is None or self.retirement is not None:
             return {}
         room = self._most_begun - len(self._begun)
@@ -149,17 +145,17 @@ class Session:
         return chosen
 
     def aborted(self) -> list[Key]:
-        """Return items that the task must stop making, since the last call."""
+        """Return the items that the task must abort since the last call."""
         aborted, self._aborted = self._aborted, []
         return aborted
 
     def to_record(self) -> list[SampleGroup]:
-        """Return the samples that can be recorded now; call `recorded` or `unrecorded` then."""
+        """Return the samples to record now. Call `recorded` or `unrecorded` afterwards."""
         self._recording = dict(self._finished) if self._confirmed else {}
         return list(self._recording.values())
 
     def to_give_back(self) -> list[GaveBack]:
-        """Return the answers about items that will not be made; they count as sent from now on."""
+        """Return the answers that return items. These items count as answered from now on."""
         if not self._confirmed:
             return []
         found: dict[tuple[str, str], list[int]] = {}
@@ -175,7 +171,7 @@ class Session:
     # -- events ------------------------------------------------------------------------------
 
     def sampled(self, key: Key, group: SampleGroup) -> None:
-        """Note that an item's tokens are sampled and must be scored; call `finish` later.
+        """Record that an item's tokens are sampled. Call `finish` after they are scored.
 
         Do nothing if the item is no longer wanted.
         """
@@ -183,36 +179,36 @@ class Session:
             self._sampled[key] = group
 
     def finish(self, key: Key, group: SampleGroup) -> None:
-        """Note that an item is finished; do nothing if it is no longer wanted."""
+        """Record that an item is finished. Do nothing if it is no longer wanted."""
         if self._sampled.pop(key, None) is not None:
             self._finished[key] = group
 
     def recorded(self) -> None:
-        """Note that the samples from `to_record` are on disk, and in the result log now or soon."""
+        """Mark the samples from `to_record` as answered: they are on disk."""
         for key in self._recording:
             self._finished.pop(key, None)
         self._answered |= self._recording.keys()
         self._recording = {}
 
     def unrecorded(self) -> None:
-        """Note that these samples are not on disk; record those that are still wanted again."""
+        """Keep the samples from `to_record` for another attempt: they are not on disk."""
         self._recording = {}
 
     @property
     def idle(self) -> bool:
-        """Whether no item is being generated."""
+        """Whether the task is generating no item."""
         return not self._begun
 
     @property
     def answers(self) -> bool:
-        """Whether there are results to record or items to give back."""
+        """Whether there are results to record or items to return."""
         return self._confirmed and bool(self._finished or self._returned)
 
     @property
     def over(self) -> bool:
-        """Whether the task retires and owes no more answers.
+        """Whether the task retires and has answered all items.
 
-        After the deadline, this is true even if it is unknown which leases are valid.
+        After the deadline, this is also true if no master has confirmed the leases.
         """
         at_work = self._waiting or self._begun or self._sampled or self._recording
         if self.retirement is None or at_work:
@@ -255,7 +251,7 @@ class Session:
                 each.pop(key, None)
 
     def _return(self, items: dict[Key, Row]) -> None:
-        assert self.retirement is not None, "items are given back by a task that retires"
+        assert self.retirement is not None, "only a retiring task returns items"
         self._returned |= dict.fromkeys(items, self.retirement.reason)
         items.clear()
 
@@ -264,19 +260,19 @@ class ResultWriter:
     """Writer of results, in the order of the calls."""
 
     def __init__(self, paths: RunPaths, agent: Identity, *, calls: SystemCalls = REAL) -> None:
-        """Create the log. Raises EnvironmentFailure, FileExistsError if the attempt has a log."""
+        """Create the result log. Raises FileExistsError if there is one, EnvironmentFailure."""
         place = agent.group, agent.task, agent.attempt
         self._samples = SampleWriter(paths.rollout_samples(*place), calls=calls)
         self._log = LogWriter(paths.rollout_results(*place), calls=calls, durable=True)
         self.settled = True
-        """Whether all messages are on disk; if not, the next call of `record` writes them."""
+        """Whether all messages are on disk. If not, the next call of `record` writes the others."""
         self._append(Joined(agent=agent))
 
     def record(self, messages: Sequence[RolloutResult], groups: Sequence[SampleGroup]) -> None:
         """Record messages, then groups in one file.
 
-        Raises EnvironmentFailure. The next call then records these messages too, but the groups
-        must be passed again.
+        Raises EnvironmentFailure. After that, the next call also records these messages, but the
+        caller must pass the groups again.
         """
         if messages or not self.settled:
             self._append(*messages)
@@ -286,7 +282,7 @@ class ResultWriter:
         try:
             self._append(GroupsFinished(groups=stored))
         except EnvironmentFailure as error:
-            logger.warning("%d groups are recorded later: %s", len(groups), error)
+            logger.warning("cannot record %d groups, will retry: %s", len(groups), error)
 
     def _append(self, *messages: RolloutResult) -> None:
         self.settled = False
@@ -298,37 +294,37 @@ class MasterWakeups:
     """Exchanges wake-ups with the master. Without a socket, it does nothing."""
 
     def __init__(self, wakeups: WakeupSocket | None, spread_s: float) -> None:
-        """React after half of ``spread_s`` to ``spread_s`` seconds; ignore wake-ups until then.
+        """React to a wake-up after 0.5 to 1 times ``spread_s``; ignore others until then.
 
-        The delay spreads the load, because the master may have sent wake-ups to 1,000 tasks.
+        The random delay spreads the load, because the master may wake 1,000 tasks at once.
         """
         self._wakeups, self._spread_s = wakeups, spread_s
         self._random = random.Random()
         self._master: WakeupAddress | None = None
         self._next = asyncio.Event()
         self.heard = 0
-        """Number of the master's wake-ups; wake-ups within `LOOK_S` count as one."""
+        """Number of wake-ups from the master; all wake-ups within `LOOK_S` count as one."""
         self._counted_at = -math.inf
         """Time of the last counted wake-up, by the monotonic clock."""
         self._late: asyncio.TimerHandle | None = None
-        """Timer that counts wake-ups that arrived too early to be counted at once."""
+        """Timer that counts wake-ups later that arrived within `LOOK_S`; None without these."""
 
     @property
     def address(self) -> WakeupAddress | None:
         return None if self._wakeups is None else self._wakeups.address
 
     def wake_at(self, master: WakeupAddress | None) -> None:
-        """From now on, exchange wake-ups with the owner of this address; None for nobody."""
+        """Exchange wake-ups with the master at this address from now on; None for no master."""
         self._master = master
 
     def wake(self) -> None:
-        """Send a wake-up: results are recorded."""
+        """Send the master a wake-up, because results are recorded."""
         if self._wakeups is not None and self._master is not None:
             self._wakeups.wake([self._master])
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for wake-ups within the context."""
+        """Listen for wake-ups during the block; close the socket at its end."""
         if self._wakeups is None:
             yield
             return
@@ -343,7 +339,7 @@ class MasterWakeups:
                 self._late.cancel()
 
     async def rest(self, heard: int, seconds: float) -> None:
-        """Wait until the master has sent more wake-ups than ``heard``, or for a time."""
+        """Wait until `heard` differs from its earlier value ``heard``, at most ``seconds``."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.heard == heard:

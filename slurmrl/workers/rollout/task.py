@@ -38,28 +38,28 @@ from slurmrl.workers.rollout_messages import (
 logger = log.get(__name__)
 
 POLL_GROWTH = 1.05
-"""Growth of the pauses. Looks for requests and looks for weights share them, so they grow by a
-tenth in each round of both."""
+"""Factor by which each pause is longer than the previous one. Polls for requests and for weights
+share the pauses, so a round of both lengthens them by a tenth."""
 LAST_S = 10.0
-"""Seconds of the time to retire that are reserved to record the last results."""
+"""Seconds at the end of the time to retire that are reserved for recording the last results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     interruptible: bool = True
-    """Whether items in progress continue with new weights. If not, new weights wait until all items
-    in progress are finished."""
+    """Whether items in progress continue with new weights. Otherwise the task finishes all items in
+    progress before it loads new weights."""
     most_unwritten: int = 256
-    """Number of items whose samples may wait for the directory before generation pauses."""
+    """Maximum number of items that wait to be recorded. Generation pauses at this number."""
     poll_s: tuple[float, float] = (1.0, 1.0)
-    """Minimum and maximum pause between two looks for requests, and for weight versions. Pauses
+    """Minimum and maximum pause between two polls for requests, and for weight versions. Pauses
     grow until there are new requests or weights."""
     gather_s: float = 0.5
-    """Seconds that finished items wait for items in progress, to share a file with them."""
+    """Seconds for which finished items wait for items in progress, to share a file with them."""
     record_s: float = 0.0
     """Minimum time between two records of results."""
     spread_s: float = 0.0
-    """See `MasterWakeups`."""
+    """Maximum delay of reactions to wake-ups (see `MasterWakeups`)."""
     counts_s: float = COUNTS_S
     """Time between two records of the counts."""
 
@@ -80,10 +80,9 @@ class TaskAtWork:
         wakeups: WakeupSocket | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``scoring``: None leaves scoring to the trainers.
+        """Create the attempt's result log. Raises EnvironmentFailure.
 
-        ``wakeups``: closed at the end of `run`. Raises EnvironmentFailure if the attempt's files
-        cannot be made.
+        With ``scoring`` None, the trainers score all samples. `run` closes ``wakeups`` at its end.
         """
         self._paths, self._agent = paths, agent
         self._engine, self._weights = engine, weights
@@ -91,7 +90,7 @@ class TaskAtWork:
         self._options, self._calls = options, calls
         self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
         self._problem = ""
-        """Reason why weights could not be read at the last look."""
+        """Reason why the last poll could not read weights; empty if it could."""
         self._wakeups = MasterWakeups(wakeups, options.spread_s)
         self._results = ResultWriter(paths, agent, calls=calls)
         self._session = Session(
@@ -99,27 +98,28 @@ class TaskAtWork:
         )
         self._changed = asyncio.Condition()
         self._changes = 0
-        """Number of changes that affect the generated items."""
+        """Number of calls of `_tell`."""
         self._making: dict[Key, asyncio.Task[None]] = {}
+        """Asyncio tasks of the items in progress."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Aborted items that the engine has not dropped yet."""
+        """Asyncio tasks of aborted items that the engine has not dropped yet."""
         self._messages: list[RolloutResult] = []
-        """Messages to record."""
+        """Messages that the task has not recorded yet."""
         self._began_s = self._recorded_s = time.monotonic()
 
     async def serve(self, incarnation: int) -> None:
-        """Handle the requests of this incarnation, which is now the newest."""
+        """Handle the requests of a new incarnation from now on."""
         self._session.serve(incarnation)
         await self._tell()
 
     async def retire(self, reason: str, within_s: float) -> None:
-        """Take no more requests; `run` returns within the time, if the directory answers."""
+        """Take no more requests. `run` returns within ``within_s`` if the directory answers."""
         last_s = min(LAST_S, within_s / 2)
         self._session.retire(reason, within_s - last_s, time.monotonic())
         await self._tell()
 
     async def run(self) -> None:
-        """Run until the task exits.
+        """Run until the task has retired.
 
         Raises RunFailedError and UsageError of the engine, EpisodeError, and CorruptFileError for
         damaged requests or rows.
@@ -176,7 +176,7 @@ class TaskAtWork:
             await self._tell()
 
     def _meet(self, master: WakeupAddress | None) -> None:
-        """Exchange wake-ups with this incarnation's master."""
+        """Exchange addresses for wake-ups with the master of this incarnation."""
         self._wakeups.wake_at(master)
         if master is not None and self._wakeups.address is not None:
             self._messages.append(WakeTask(wakeups=self._wakeups.address))
@@ -211,7 +211,7 @@ class TaskAtWork:
             await self._tell()
 
     async def _install(self, version: WeightVersion) -> None:
-        """Switch to a version: at once, or between items."""
+        """Switch to a version: at once if interruptible, else when no item is in progress."""
         if not self._options.interruptible:
             self._session.paused = True
             await self._until(lambda: self._session.idle)
@@ -237,21 +237,21 @@ class TaskAtWork:
             await self._news(seen, left_s)
 
     def _abort(self, task: asyncio.Task[None] | None) -> None:
-        if task is None:  # its task has not started or has ended
+        if task is None:  # The item's asyncio task has not started or has ended.
             return
         task.cancel()
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
     async def _make(self, key: Key, row: Row) -> None:
-        if self._ending:  # the engine may still have requests of the same row
+        if self._ending:  # The engine may still have requests of the same row.
             await asyncio.wait(set(self._ending))
         held = self._session.held
         assert held is not None, "items begin once there are weights"
         group = await self._generation.group(key, row, held.name)
         self._session.sampled(key, group)
         if self._scoring is not None:
-            await self._tell()  # now generation may begin another item
+            await self._tell()  # Generation may begin another item now.
             group = await self._scoring.scored(row, group)
         self._making.pop(key)
         self._session.finish(key, group)
@@ -278,9 +278,9 @@ class TaskAtWork:
             await self._recorded([], [], backoff)
 
     async def _gather(self) -> None:
-        """Wait for further results, because finished groups wait for groups in progress."""
+        """Wait for further results, to record them together; a retiring task waits less."""
         rest_s = self._recorded_s + self._options.record_s - time.monotonic()
-        with suppress(TimeoutError):  # a task that leaves has no time for that
+        with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, rest_s)):
                 await self._until(lambda: self._session.retirement is not None)
         with suppress(TimeoutError):
@@ -294,7 +294,7 @@ class TaskAtWork:
     async def _recorded(
         self, messages: Sequence[RolloutResult], groups: Sequence[SampleGroup], backoff: Backoff
     ) -> bool:
-        """Whether the groups are recorded, or will be together with the messages."""
+        """Record messages and groups. Return False if the caller must pass the groups again."""
         try:
             await in_thread(lambda: self._results.record(messages, groups))
         except EnvironmentFailure as error:
@@ -320,15 +320,15 @@ class TaskAtWork:
     # -- parts -------------------------------------------------------------------------------
 
     async def _tell(self) -> None:
-        """Wake all waits for a change."""
+        """Wake all coroutines that wait for a change."""
         self._changes += 1
         async with self._changed:
             self._changed.notify_all()
 
     async def _news(self, seen: int, within_s: float | None) -> None:
-        """Wake others, and wait for a change after the changes that were ``seen``.
+        """Wake others, and wait until `_changes` differs from ``seen``, at most ``within_s``.
 
-        The wait takes at most ``within_s``; it has no limit if that is None or already over.
+        The wait has no limit if ``within_s`` is None or not positive.
         """
         limit_s = None if within_s is None or within_s <= 0 else within_s
         async with self._changed:

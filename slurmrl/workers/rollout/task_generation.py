@@ -1,7 +1,7 @@
-"""Generation of an item's samples, equal to the result of the trainers' generate call.
+"""Generation of an item's samples, which equal the results of the trainers' generate call.
 
-`TaskRows` reads the item's row, `Generation` runs its episodes, and `Scoring` scores them in
-processes while other items are generated.
+`TaskRows` reads the row of an item, `Generation` runs its episodes, and `Scoring` scores these in
+processes while the task generates other items.
 """
 
 from __future__ import annotations
@@ -56,25 +56,27 @@ class Generation:
     """Runs the episodes of items on one engine, and keeps their tools until it is closed."""
 
     def __init__(self, rows: TaskRows, call: CallContext, engine: RolloutEngine) -> None:
-        """``call`` is the generate call of any step. Make this in a running asyncio loop."""
+        """``call`` is the context of a generate call. Use this in a running asyncio loop."""
         self._settings, self._rows, self._call = call.settings, rows, call
         self._engine = engine
         self._episodes = ConfiguredEpisodes(self._settings.config)
         self._slots = asyncio.Semaphore(self._settings.config.rollout.episode.concurrency)
         self.counts = {"tokens": 0.0, "items": 0.0, "episodes_failed": 0.0}
-        """Sums over all items: sampled tokens, items, failed episodes."""
+        """Numbers of sampled tokens, finished items and failed episodes."""
 
     @property
     def items_at_a_time(self) -> int:
-        """Number of items whose episodes fill the engine, and one more to follow them."""
+        """Number of items whose episodes fill the engine, plus one item to continue with."""
         rollout = self._settings.config.rollout
         return -(-rollout.episode.concurrency // rollout.n) + 1
 
     async def group(self, key: Key, row: Row, held: str) -> SampleGroup:
-        """Return all completions of an item. ``held`` is the task's weight version when they begin.
+        """Return all completions of an item. ``held`` is the weight version at their beginning.
 
-        Raises RunFailedError if the engine is lost, EpisodeError if all episodes of several items
-        in a row have failed, CorruptFileError and EnvironmentFailure for a row that cannot be read.
+        Raises:
+            RunFailedError: the engine is lost.
+            EpisodeError: all episodes of several items in a row have failed.
+            CorruptFileError, EnvironmentFailure: the row cannot be read.
         """
         sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
         context = self._context(key[1])
@@ -90,15 +92,15 @@ class Generation:
         self._episodes.close()
 
     def _context(self, item: int) -> CallContext:
-        """Return the context of the item's step if the trainers never wait for samples."""
+        """Return the context of the step that trains the item if no item is dropped."""
         step = item // self._settings.algorithm.batch_size + 1
         return replace(self._call, step=step)
 
 
 class TaskRows:
-    """Reads rows for any number of threads.
+    """Reads rows in any number of threads.
 
-    It opens the data at the first row: when trainers request one, all rows are prepared.
+    The first read opens the data, because the trainers have prepared all rows by then.
     """
 
     def __init__(self, folder: Path, config: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,7 +112,7 @@ class TaskRows:
     def sample(self, row: Row) -> SequenceSample:
         """Return the row as a sample of one item.
 
-        Raises CorruptFileError, and EnvironmentFailure if it cannot be read for `READ_S`.
+        Raises CorruptFileError, and EnvironmentFailure if the row cannot be read for `READ_S`.
         """
         return retry("read the dataset", lambda: self._read(row), timeout_s=READ_S)
 
@@ -128,19 +130,20 @@ class TaskRows:
 
 
 UNKNOWN: Final = frozenset({"step", "model_scores"})
-"""Arguments of a reward that only the trainers know."""
+"""Arguments of reward functions that only the trainers can provide."""
 CLOSING_S: Final = 5.0
 REWARD_CLOSING_S: Final = 10.0
 """Seconds that the functions of a reward may take to release their resources."""
 MOST_LATE: Final = 2
-"""Number of times that an item's score may be abandoned; once may be a restart of the trainers."""
+"""Number of cancelled scores after which the trainers score an item. A restart of the trainers may
+cause one cancellation."""
 
 
 class Scoring:
     """Scores groups in separate processes, each with the whole reward and one group at a time.
 
-    Groups that it cannot score are left to the trainers. If the reward is at fault, the trainers
-    get the same error and report it, as if they scored all groups.
+    The trainers score the groups that fail here. If the reward is the cause, they get the same
+    error and report it.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class Scoring:
         submission: int,
         timeout_s: float,
     ) -> None:
-        """``context`` is of any call, ``submission`` of the trial, ``timeout_s`` for one group."""
+        """``context`` is the context of any call. ``timeout_s`` is the time limit for one group."""
         self._submission = submission
         self._rows, self._context, self._timeout_s = rows, context, timeout_s
         cores = context.cores
@@ -162,22 +165,23 @@ class Scoring:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._asked = 0
-        """Number of groups without an answer."""
+        """Number of groups that wait for their scores."""
         self._left = False
-        """Whether all scoring is left to the trainers."""
+        """Whether the trainers must score all groups."""
         self._late: Counter[int] = Counter()
-        """Number of times that the score of an item was abandoned."""
+        """Number of cancelled scores of each item."""
 
     async def scored(self, row: Row, group: SampleGroup) -> SampleGroup:
-        """Return the group with its scores, or unchanged.
+        """Return the group with its scores, or unchanged if the trainers must score it.
 
-        If this is cancelled, the reward is stopped. An item whose scoring is cancelled repeatedly
-        is left to the trainers, which wait.
+        A cancellation of this coroutine stops the reward. The trainers score an item after
+        `MOST_LATE` cancellations.
         """
         if self._left:
             return group
         if self._late[group.item] >= MOST_LATE:
-            logger.warning("the trainers will score item %d: its score came too late", group.item)
+            text = "the trainers will score item %d, because the task did not score it in time"
+            logger.warning(text, group.item)
             return group
         try:
             sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
@@ -193,7 +197,7 @@ class Scoring:
         return group.with_scores(scored)
 
     def close(self) -> None:
-        """End the processes, at the latest when the threads end with this process."""
+        """End the threads and their processes. After `CLOSING_S`, do not wait any longer."""
         for _ in self._threads:
             self._jobs.put(None)
         deadline = time.monotonic() + CLOSING_S
@@ -225,7 +229,10 @@ class Scoring:
     def _scored(
         self, arguments: Mapping[str, Any], pool: ProcessPool, gone: Callable[[], bool]
     ) -> dict[str, Any]:
-        """``gone``: whether nobody waits for the scores any more."""
+        """Return the scores of all completions. Raises SlurmrlError if there are none.
+
+        ``gone`` returns whether the caller no longer waits for the scores.
+        """
         count = len(arguments["completions"])
         scores: list[float | None] = [0.0] * count
         parts: list[Mapping[str, float]] = [{}] * count
@@ -256,7 +263,7 @@ class Scoring:
             if gone():
                 waited_s = time.monotonic() - began
                 place = arguments["places"][0]
-                logger.warning("the reward for %s is stopped after %.0f s", place, waited_s)
+                logger.warning("the reward for %s was stopped after %.0f s", place, waited_s)
             raise RewardError(verdict.why)
         if "error" in verdict:
             raise RewardError(verdict["error"])
@@ -269,10 +276,7 @@ def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | 
     """Return the scorer of a task's groups, or None if the task does not score them.
 
     The task does not score if there is no reward function, if one needs the trainers' reward model,
-    or if only evaluations are scored.
-
-    :param call: the generate call of any step.
-    :param submission: number of the trial's submission.
+    or if only evaluations are scored. ``call`` is the context of a generate call.
     """
     config = call.settings.config
     if config.reward is None or config.reward.uses_model:

@@ -1,7 +1,7 @@
 """Construction of a rollout task's worker from the run directory: engine, weights, episodes.
 
-The engine is a model in the task's process, or a server that the task keeps running. A new kind of
-server needs no change here: its engine in ``ENGINES`` names it (`ServerEngine.kind`).
+The engine is a model in the task's process, or a server that the task keeps running. The engine in
+``ENGINES`` names the kind of server (`ServerEngine.kind`).
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 
 
 MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]
-"""Function that makes an engine without weights, in a running asyncio loop. Its argument is a
+"""Function that makes an engine without weights, in a running asyncio loop. The argument is a
 private folder (mode 0700) in the host's memory."""
 
 
 def build_rollout(
     paths: RunPaths, rank: int, start: StartRollout, activity: Activity
 ) -> TaskWorker | FollowingRank:
-    """Build a rank of a task. Its engine has no weights yet."""
+    """Build the worker of a task's rank. Its engine has no weights yet."""
     settings = read_input("the configuration", partial(load_run_settings, paths))
     plan = read_input("the plan", lambda: Plan.read(paths.plan))
     group = plan.group(start.agent.group)
@@ -143,9 +143,9 @@ def _peers(
 
 
 class FollowingRank:
-    """A rank other than the first of a task whose model is split.
+    """The worker of a later rank of a task with a split model.
 
-    Requests go to the first rank, which tells the others what to compute until it retires.
+    Only the first rank gets requests. It tells the other ranks what to compute until it retires.
     """
 
     def __init__(self, rank: int, make_engine: Callable[[], SplitRollout]) -> None:
@@ -155,16 +155,16 @@ class FollowingRank:
         return Ready(rank=self._rank, size=0, fingerprint="")
 
     def serve(self, agent: Connection) -> None:
-        """Compute until the first rank ends this rank.
+        """Repeat the model calls of the first rank until it retires.
 
-        Raises RuntimeError if the first rank has ended.
+        Raises RuntimeError if the first rank has failed.
         """
         with torch.no_grad():
             self._make_engine().follow()
 
 
 class TaskWorker:
-    """The first rank of a rollout task."""
+    """The worker of a rollout task's first rank."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class TaskWorker:
         cores: int,
         wakeups: WakeupSocket | None,
     ) -> None:
-        """``config`` belongs to the weights for the engine; ``cores`` are CPU cores for rewards."""
+        """``config`` is the architecture of the model; ``cores`` are CPU cores for rewards."""
         self._cores, self._wakeups = cores, wakeups
         self._paths, self._agent, self._settings = paths, start.agent, settings
         self._submission = start.submission
@@ -196,7 +196,7 @@ class TaskWorker:
     def serve(self, agent: Connection) -> None:
         """Serve the incarnations that the agent names, until `Retire` or the master's ``Leave``.
 
-        Raises RunFailedError if the agent is gone.
+        Raises RunFailedError if the agent has ended.
         """
         host = HostFolder()
         try:
@@ -236,7 +236,7 @@ class TaskWorker:
         actor = self._settings.config.actor
         if actor.lora is None:
             return None
-        assert actor.path is not None, "adapters without a path are refused at submission"
+        assert actor.path is not None, "submission rejects adapters without a path"
         source, device = Path(actor.path), self._device
         return MergingHost(source, folder, self._config, actor.dtype, actor.lora, device)
 
@@ -254,7 +254,7 @@ class TaskWorker:
 
 
 async def _listen(agent: Connection, task: TaskAtWork) -> None:
-    """Handle the agent's messages."""
+    """Handle the agent's messages. Raises RunFailedError when the agent has ended."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(agent.fileno(), readable.set)
@@ -273,11 +273,11 @@ async def _listen(agent: Connection, task: TaskAtWork) -> None:
                 await readable.wait()
     finally:
         loop.remove_reader(agent.fileno())
-    raise RunFailedError("the agent is gone")
+    raise RunFailedError("this worker cannot continue, because its agent has ended")
 
 
 def actor_config(model: Model) -> ModelConfig | HFConfig:
-    """Return the actor's architecture, as servers need it."""
+    """Return the actor's architecture in the form that servers need."""
     source = None if model.path is None else Path(model.path)
     return read_input("the model", lambda: served_config("actor", model, source))
 
@@ -292,7 +292,7 @@ def decoder_config(model: Model) -> ModelConfig:
 def _cores(trainers: GroupPlan) -> int:
     """Return the number of CPU cores for the rewards of a task.
 
-    A task gets all cores of its host; in the trainers' job, it gets its share of the job's cores.
+    In the trainers' job, that is the task's share of the cores. Otherwise it is all of the cores.
     """
     cores = len(os.sched_getaffinity(0))
     if not trainers.tasks_per_host:
@@ -305,8 +305,8 @@ def native(
 ) -> NativeRollout:
     """Build the native rollout engine.
 
-    ``decoder`` has arbitrary weights in ``actor.dtype``. ``decode`` is for stop strings. ``peers``
-    are the ranks of a split model.
+    ``decoder`` has arbitrary weights in ``actor.dtype``. ``decode`` turns tokens into text, for
+    stop strings. ``peers`` are the ranks of a split model.
     """
     config = settings.config
     rows, fit = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
@@ -322,7 +322,7 @@ def native(
 def own_config(model: Model) -> HFConfig:
     """Return the architecture of an actor that transformers runs in this process."""
     config = model_config("actor", model, None if model.path is None else Path(model.path))
-    assert isinstance(config, HFConfig), "see the caller"
+    assert isinstance(config, HFConfig), "the caller has checked the implementation"
     return config
 
 
@@ -333,9 +333,9 @@ def transformers_rollout(
     decode: Decode,
     peers: SplitRanks | None,
 ) -> Callable[[], HFRollout]:
-    """Make a model of transformers, or this rank's part of it; its weights are random at first.
+    """Make a model of transformers with random weights, or this rank's part of it.
 
-    Return a function that builds its engine. ``decode``, ``peers``: see `native`.
+    Return a function that builds the model's engine. ``decode``, ``peers``: see `native`.
     """
     actor, rollout = settings.config.actor, settings.config.rollout
     assert rollout.tasks is not None, "an engine of rollout tasks"
@@ -363,9 +363,9 @@ def served(
     log: Path,
     events: EventWriter,
 ) -> MakeEngine:
-    """A server on all GPUs of this worker, of which ``device`` is one, that writes to ``log``.
+    """Return a function that starts a server on all GPUs of this worker, such as ``device``.
 
-    Its ends are reported in ``events``.
+    The server's output goes to ``log``. Each end of the server becomes an event in ``events``.
     """
     serving = own_server(settings, log, events, memory_bytes=_share(settings, device))
     make: type[ServerKind] = ENGINES.load(model.engine).kind
@@ -378,7 +378,7 @@ def served(
 def undefined_decoder(
     config: ModelConfig, dtype: str, target: torch.device, peers: SplitRanks | None = None
 ) -> Decoder:
-    """Return a model with undefined weights, or this rank's part of it."""
+    """Return a decoder with undefined weights, or this rank's part of it."""
     with torch.device("meta"):
         decoder = build(config, split=split_over(peers)).to(getattr(torch, dtype))
     decoder.to_empty(device=target)
@@ -387,7 +387,7 @@ def undefined_decoder(
 
 
 def split_over(peers: SplitRanks | None) -> Split:
-    """Return this rank's part of a model that ``peers`` share; the whole model without them."""
+    """Return this rank's part of a model that ``peers`` share; without peers, the whole model."""
     if peers is None:
         return WHOLE
     return Split(Axis(peers.group.rank(), peers.group.size(), peers.group))

@@ -1,8 +1,9 @@
 """The weights of a rollout task: a model folder for each version that its engine serves.
 
-If versions have adapters, the task merges them with the frozen weights as trainers do. A task reads
-the frozen weights once, from the folder of ``actor.path``, and keeps them in its host's memory,
-rounded like the trainers' weights. It merges only if both fingerprints are equal.
+If versions consist of adapters, the task merges them with the frozen weights as trainers do. It
+reads the frozen weights once, from ``actor.path``, and keeps them in its host's memory, rounded
+like the trainers' weights. It merges only if its fingerprint of the frozen weights equals the
+fingerprint in the version.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ Stamp: TypeAlias = tuple[int, int]
 """Inode and time of a manifest, which change when a version is published again."""
 logger = log.get(__name__)
 SHARED = "model-00001-of-00002.safetensors"
-"""File with the weights without adapters, to which all versions link."""
+"""File with the weights that have no adapters. The folders of all versions link to this file."""
 ADAPTED = "model-00002-of-00002.safetensors"
-"""File with the weights that have adapters: frozen, or merged in the folder of a version."""
+"""File with the weights that have adapters: merged in the folder of a version, else frozen."""
 METADATA = {"format": "pt"}
 
 
 class TaskWeights:
     """Model folders of the published versions.
 
-    Versions of a later incarnation of the trainers are newer, even if it began at an older step. So
-    the task loads the valid version after a rollback.
+    Versions of a later incarnation of the trainers count as newer, even with a lower step. Thus the
+    task loads the valid version after a rollback.
     """
 
     def __init__(
@@ -75,21 +76,21 @@ class TaskWeights:
         self._calls = calls
         self._held: VersionId | None = None
         self._rejected: dict[VersionId, Stamp] = {}
-        """Versions that cannot be read."""
+        """Versions that this host cannot read."""
         self.unreadable: list[tuple[VersionId, str]] = []
-        """Rejected versions with the reasons; the caller empties it."""
+        """Newly rejected versions with the reasons; the caller empties this list."""
 
     def newer(self) -> WeightVersion | None:
-        """Return the newest readable version if it is newer than the last one returned.
+        """Return the newest readable version, or None if the last call returned it.
 
-        Its folder exists until `drop_others`. Raises EnvironmentFailure, and UsageError or
-        CorruptFileError if the frozen weights cannot be used.
+        The version's folder exists until `drop_others`. Raises EnvironmentFailure, and UsageError
+        or CorruptFileError if the frozen weights cannot be used.
         """
         for version, stamp in self._published():
             try:
                 copied = self._copy.advance(version)
                 folder = self._model_folder(copied)
-            except WeightVersionError as error:  # the reason is already in the log
+            except WeightVersionError as error:  # `LocalCopy` has logged the reason.
                 self._rejected[version] = stamp
                 self.unreadable.append((version, str(error)))
                 continue
@@ -108,9 +109,9 @@ class TaskWeights:
         return self._folder / "models"
 
     def _published(self) -> Iterator[tuple[VersionId, Stamp]]:
-        """Yield newer versions, from new to old.
+        """Yield versions that are newer than the current one, the newest first.
 
-        Rejected versions are yielded only if they were published again.
+        Omit rejected versions that were not published again.
         """
         for version in reversed(version_ids(self._versions, calls=self._calls)):
             if self._held is not None and not self._held < version:
@@ -120,7 +121,7 @@ class TaskWeights:
                 yield version, stamp
 
     def _stamp(self, version: VersionId) -> Stamp | None:
-        """Return the stamp of a version; None if it is not (or no longer) published."""
+        """Return the stamp of a version; None if the version is not published."""
         folder = self._versions / version.name
         try:
             if MANIFEST not in atomic.list_names(folder, calls=self._calls):
@@ -133,9 +134,9 @@ class TaskWeights:
         return found.st_ino, found.st_mtime_ns
 
     def _model_folder(self, copied: CopiedVersion) -> Path:
-        """Return a folder that keeps the weights when the copy changes to another version.
+        """Make a folder with the weights and ``config.json``; return its path.
 
-        It has the configuration that servers read. They get the tokenizer by an argument.
+        The folder keeps the weights when the copy changes to another version.
         """
         folder = self._models / copied.id.name
         shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +158,7 @@ class TaskWeights:
 
 
 class MergingHost:
-    """The frozen weights on this host, with which the adapters of each version are merged."""
+    """Merges the adapters of each version with the frozen weights on this host."""
 
     def __init__(
         self,
@@ -170,10 +171,10 @@ class MergingHost:
         *,
         calls: SystemCalls = REAL,
     ) -> None:
-        """Merge adapters of versions with frozen weights, computing on ``device``.
+        """Merge adapters of versions with frozen weights on ``device``.
 
         ``source`` is the folder of ``actor.path``. ``folder`` is private to this task, in the
-        host's memory or on a local disk. ``dtype`` is the type of frozen and merged weights.
+        host's memory or on a local disk. ``dtype`` is the dtype of frozen and merged weights.
         """
         self._source, self._folder = source, folder
         self._config, self._dtype, self._device = config, dtype, device
@@ -189,17 +190,19 @@ class MergingHost:
             self._shapes = hf_adapters.adapted_shapes(config.values, "lm", lora)
             self._trained = hf_adapters.adapter_shapes(config.values, "lm", lora)
         self._adapted = {name: name for name in self._shapes}
-        """Weights with adapters, by their names in the files."""
+        """Names of the weights with adapters, by their names in the files."""
         self._calls = calls
         self._fingerprint: str | None = None
-        """Fingerprint of the frozen weights in the folder; None before they have been read."""
+        """Fingerprint of the frozen weights in the folder; None before the first read."""
 
     def write(self, version: CopiedVersion, target: Path) -> None:
-        """Add the merged weights of a version of adapters to a folder.
+        """Write the merged weights of a version into the folder ``target``.
 
-        Raises WeightVersionError if its adapters are not the model's; UsageError if the source is
-        missing, is another model, or has other weights than the trainers' frozen weights;
-        CorruptFileError if it is damaged; EnvironmentFailure.
+        Raises:
+            WeightVersionError: the version's adapters do not fit the model.
+            UsageError: the source is missing or differs from the trainers' frozen weights.
+            CorruptFileError: a file of the source is damaged.
+            EnvironmentFailure: the directory fails.
         """
         with_adapters = version.open()
         found = {name: (spec.shape, spec.dtype) for name, spec in with_adapters.specs.items()}
@@ -228,7 +231,8 @@ class MergingHost:
             except UnreadableInputError as error:
                 if error.absent:
                     raise
-                raise EnvironmentFailure(str(error)) from error  # it existed at submission
+                # The source existed at submission, so this failure may be temporary.
+                raise EnvironmentFailure(str(error)) from error
         if self._fingerprint != version.frozen:
             raise UsageError(
                 f"{self._source} does not hold the weights that the trainers read from actor.path: "
@@ -249,7 +253,7 @@ class MergingHost:
         return as_array(merged_weight(weight, b, a.to(self._device), self._scale))
 
     def _read(self) -> str:
-        """Copy the frozen weights, tensor by tensor; return their fingerprint."""
+        """Copy the frozen weights tensor by tensor; return their fingerprint."""
         logger.info("reading the frozen weights in %s", self._source)
         shutil.rmtree(self._folder, ignore_errors=True)
         atomic.make_private_directory(self._folder, calls=self._calls)
@@ -274,7 +278,7 @@ class MergingHost:
     def _read_files(self) -> str:
         """Copy the tensors of a model of transformers as its files store them.
 
-        Weights with adapters are rounded to the trainers' type.
+        Round only weights with adapters, to the trainers' dtype. Return the fingerprint.
         """
         files = open_folder(self._source)
         specs = files.specs()

@@ -1,7 +1,6 @@
 """Run ``python -m slurmrl.workers.supervisor --run RUN --submission N --group G --launcher L``.
 
-This is the last line of the batch script, so signals that Slurm sends to the batch process arrive
-here.
+This command replaces the batch script's shell, so it receives Slurm's signals to the batch process.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from slurmrl.workers.supervisor.watcher import Watchers
 logger = log.get(__name__)
 
 PREPARE_S = 300.0
-"""Timeout for reading the run's files: a file may be missing, and the job occupies hosts."""
+"""Timeout for reading the run's files, because the waiting job occupies hosts."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -83,19 +82,19 @@ def main() -> int:
             overview.keep_overview(paths)
             announce(paths)
             write_report(paths)
-            hand_over_results(paths)  # this may take minutes, so prepare the next job first
+            hand_over_results(paths)  # This is last, because it may take minutes.
         watchers.end()
 
 
 def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int:
-    """Return the exit code of this job."""
+    """Run this job; return its exit code."""
     link = Link.here(paths, options.submission, options.group)
     in_chain = options.launcher == "srun"
     reason = reason_to_leave(paths, options.submission)
     if reason is not None:
         logger.info("nothing to do: %s", reason)
         if in_chain:
-            end_chain(link)  # the process that ended the trial may have been killed
+            end_chain(link)  # The process that ended the trial may have died before doing so.
         return 0
     if options.failed is not None:
         cannot_begin(link, UsageError(options.failed), in_chain=in_chain)
@@ -111,12 +110,12 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
     except RunGoneError as error:
         logger.error("%s", error)
         if in_chain:
-            end_chain(link)  # queued links would have nothing to do
+            end_chain(link)  # Without the run directory, queued links have nothing to do.
         return 1
 
 
 def run_rounds(rounds: Rounds) -> int:
-    """Run the rounds of the trainers; submit evaluations of their checkpoints at the same time."""
+    """Run the rounds of a job. In the trainers' job, also submit evaluations of checkpoints."""
     options = rounds.options
     if options.group != TRAINERS:
         return rounds.run()
@@ -131,9 +130,9 @@ def run_rounds(rounds: Rounds) -> int:
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
-    """Prepare the job. Raises EnvironmentFailure, and UsageError for errors in every job."""
+    """Prepare the rounds. Raises UsageError if every job would fail so, EnvironmentFailure."""
     cluster = load_resolved(paths.config).cluster
-    os.environ.update(cluster.env)  # agents and workers inherit the variables
+    os.environ.update(cluster.env)  # Agents and workers inherit the variables.
     if file := cluster.variables_file:
         os.environ.update(read_variables(Path(file)))
     group = Plan.read(paths.plan).group(options.group)
@@ -143,8 +142,8 @@ def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
 def read_variables(file: Path) -> dict[str, str]:
     """Return the variables in ``file``.
 
-    Raises UsageError for errors that its owner must fix, EnvironmentFailure for others: this host
-    may lack a mount or map users differently.
+    Raises UsageError for errors that the user must fix, EnvironmentFailure for errors of this host,
+    which may lack a mount or map users differently.
     """
     try:
         return inputs.read_variables(file)
@@ -157,10 +156,10 @@ def read_variables(file: Path) -> dict[str, str]:
 
 
 def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
-    """Leave a job whose preparation failed.
+    """Leave a job whose preparation failed; return the exit code.
 
-    A user error ends the trial. This host may be the cause of any other error, so the link is
-    queued again. Returns the exit code.
+    A user error ends the trial. After any other error, requeue the link, because this host may be
+    the cause.
     """
     logger.error("this job cannot start: %s", error)
     events = EventWriter(link.run, f"supervisor.{link.group}.{job_tag()}")
@@ -178,7 +177,7 @@ def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
 
 
 def was_removed(paths: RunPaths) -> bool:
-    """Whether the variables file certainly no longer exists."""
+    """Return whether the file in ``cluster.variables_file`` certainly no longer exists."""
     try:
         file = load_resolved(paths.config).cluster.variables_file
     except SlurmrlError:
@@ -189,12 +188,12 @@ def was_removed(paths: RunPaths) -> bool:
 def run_link(link: Link, rounds: Rounds) -> int:
     """Run the rounds of a Slurm job, then prepare the next link; return the rounds' exit code.
 
-    The upkeep of the trial's other jobs runs at the same time as the rounds.
+    During the rounds, a thread looks after the other jobs of the trial (`Upkeep`).
     """
     jobs = Plan.read(link.run.plan).jobs
     elastic = {group.name: group.hosts for group in jobs if group.elastic}
     if link.group in elastic:
-        return run_task(link, rounds)  # the trainers' job manages this group
+        return run_task(link, rounds)  # The trainers' job looks after the jobs of this group.
     if not takes_over(link, rounds.events):
         return 0
     upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))
@@ -205,17 +204,16 @@ def run_link(link: Link, rounds: Rounds) -> int:
         end_chain(link)
     elif rounds.began or rounds.warned:
         after = continue_after(link, extend=at_rest, lost_host=rounds.lost_host)
-        logger.info("after this: %s", after)
+        logger.info("after this job: %s", after)
     else:
         give_back(link, *rounds.failed_start())
     return code
 
 
 def run_task(link: Link, rounds: Rounds) -> int:
-    """Run a task of an elastic group.
+    """Run a task of an elastic group; return the exit code.
 
-    If the trainers are absent, no queued task starts until they are back; without a job of the
-    trainers, no task ever starts.
+    If the trainers are missing, then hold the queued tasks until a job of the trainers runs again.
     """
     code = rounds.run()
     try:
@@ -229,7 +227,7 @@ def run_task(link: Link, rounds: Rounds) -> int:
 
 
 def takes_over(link: Link, events: EventWriter) -> bool:
-    """Return whether this job continues the trial, instead of another job that is also alive."""
+    """Wait for the leader lock; return whether this job must run the trial."""
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
     names = NameStore(link.run.names)
     ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
@@ -238,7 +236,7 @@ def takes_over(link: Link, events: EventWriter) -> bool:
 
 
 def lease_ttl_s(paths: RunPaths) -> float:
-    """Return the setting, or its default if the configuration is damaged (the trial then ends)."""
+    """Return ``cluster.lease_ttl_s``, or its default if the configuration is damaged."""
     try:
         return load_resolved(paths.config).cluster.lease_ttl_s
     except ConfigError:

@@ -1,13 +1,12 @@
-"""The trials that evaluate each checkpoint of a trial (`evaluation.tasks`).
+"""Submission of the trials that evaluate each checkpoint of a trial (`evaluation.tasks`).
 
-The batch process links the files of a checkpoint soon after its commit. So the trial may delete the
-checkpoint, however late its evaluations are submitted. The batch process submits them with
-``slurmrl eval``. Nothing waits for them; readers find the results in the evaluation trials
-(`run.metrics`).
+Soon after a commit, the batch process links the files of the checkpoint into a folder of
+``being_evaluated/`` and submits the evaluations with ``slurmrl eval``. Because of the links, the
+trial may delete the checkpoint before its evaluations begin. Training does not wait for
+evaluations. Readers find the results in the evaluation trials (`run.metrics`).
 
-The links are in a folder of ``being_evaluated/``, which is removed when all evaluations of the
-checkpoint have ended. Folders in ``export/``, which `slurmrl eval` and ``trial:`` references make,
-are kept, because others may read them.
+The folder is removed when all evaluations of the checkpoint have ended. Folders in ``export/``,
+which `slurmrl eval` and ``trial:`` references make, remain, because other trials may read them.
 """
 
 from __future__ import annotations
@@ -53,24 +52,24 @@ LAST_PAUSE_S: Final = 5.0
 TIMEOUT_S: Final = 120.0
 """Maximum time of one submission."""
 PAUSES_S: Final = (60.0, 900.0)
-"""First and longest pause before another attempt at a failed submission: a scheduler that does not
-answer, or accepts no more jobs, often does so for minutes."""
+"""Minimum and maximum pause before a failed submission is retried. Slurm may need minutes until it
+answers or accepts jobs again."""
 TRIES: Final = 3
 """Number of failures before a failure is reported, and of attempts at the end of the trial."""
 SWEEP_S: Final = 60.0
 SAID: Final = 500
 """Maximum number of reported characters of a failed command's message."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_to_evaluate"
-"""The function that links a checkpoint. It reads models, so it is loaded only if needed."""
+"""The function that links a checkpoint. Its imports are slow, so it is loaded only if needed."""
 _FOLDER: Final = re.compile(r"(step-(\d+)\.(\d+))-checkpoint")
 HAND_OVER_S: Final = 180.0
-"""Maximum time that a job waits for other jobs and servers until results are sent to sinks."""
+"""Maximum time for which a job waits until its evaluation results are sent to the sinks."""
 
 
 class CheckpointEvaluations:
-    """Submission of evaluations for each commit, in a separate thread.
+    """Submits the evaluations of each commit, in a separate thread.
 
-    ``kind`` is the scheduler of the evaluation trials, ``told`` writes an event.
+    ``kind`` is the scheduler of the evaluation trials. ``told`` writes an event.
     """
 
     def __init__(
@@ -86,21 +85,21 @@ class CheckpointEvaluations:
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. It receives no signals."""
+        """Start the thread, which receives no signals."""
         with signals_held_back():
             self._thread.start()
 
     def stop(self, *, ended: bool) -> None:
-        """Stop.
+        """Stop the thread.
 
-        If the trial has ``ended``, look once more, for its last commit. Otherwise the next link
-        does this, and this link must not delay it.
+        If the trial has ``ended``, submit the evaluations of its last commit first. Otherwise the
+        next link submits them, so this link need not wait.
         """
         self._last = ended
         self._stop.set()
         if ended:
             self._thread.join(TIMEOUT_S)
-        if ended and self._thread.is_alive():  # no other link will look
+        if ended and self._thread.is_alive():  # No later link submits the missing evaluations.
             reason = f"the last submissions took longer than {TIMEOUT_S:g} s"
             logger.warning("evaluations of the last checkpoint may be missing: %s", reason)
             self._told("evaluation_failed", {"reason": reason})
@@ -118,9 +117,9 @@ class CheckpointEvaluations:
             remove_evaluated(self._paths, given_up=True)
 
     def _look(self, *, now: bool = False) -> bool:
-        """Submit missing evaluations; with ``now``, recently failed ones too.
+        """Submit missing evaluations. With ``now``, also retry those that failed recently.
 
-        Return whether the configuration wants any evaluation.
+        Return whether the configuration requests any evaluation.
         """
         try:
             config = load_resolved(self._paths.config)
@@ -142,9 +141,9 @@ class CheckpointEvaluations:
         return True
 
     def _missing(self, config: Config, commits: Sequence[Commit]) -> Iterator[tuple[Commit, str]]:
-        """Yield checkpoints and suites that no link has submitted, by step.
+        """Yield each checkpoint and suite that no link has submitted, in the order of steps.
 
-        Checkpoints that the trial has deleted are included if they are linked.
+        Include deleted checkpoints whose files are linked.
         """
         marks = self._paths.evaluation_marks
         make_private_directory(marks)
@@ -159,14 +158,14 @@ class CheckpointEvaluations:
     def _command(self, config: Config, commit: Commit, suite: str) -> list[str]:
         """Return the command that submits the evaluation of a suite.
 
-        It evaluates as many rows as an evaluation during training, rounded up to whole batches. It
-        uses the trial's own copy of the code.
+        The evaluation has as many rows as an evaluation during training, rounded up to whole
+        batches. It uses the trial's copy of the code.
         """
         folder = str(self._paths.checkpoint_to_evaluate(commit.directory))
         root = str(self._paths.run.parents[2])
         whole = [sys.executable, "-P", "-m", "slurmrl", "eval", str(self._paths.config)]
         whole += ["--checkpoint", folder, "--root", root, "--scheduler", self._kind]
-        whole += ["--profile", profiles.NONE]  # the configuration contains the profile's settings
+        whole += ["--profile", profiles.NONE]  # The resolved configuration has its settings.
         copies = [str(SNAPSHOT / Path(path).name) for path in config.code]
         own_code = [f"code={json.dumps(copies)}"] if copies else []
         chosen = [] if suite == WHOLE else ["--suite", suite]
@@ -177,11 +176,9 @@ class CheckpointEvaluations:
         return [*whole, *chosen, "--detach", "--no-check", *limit, *own_code]
 
     def _submit(self, commit: Commit, suite: str, command: list[str], *, now: bool) -> None:
-        """Submit an evaluation.
+        """Submit an evaluation and mark it as submitted. Raises EnvironmentFailure.
 
-        After a kill before the mark is written, the command runs again and finds its trial.
-
-        Raises EnvironmentFailure.
+        After a kill before the mark, the same command runs again and finds the existing trial.
         """
         mark = self._paths.evaluation_mark(commit.directory, suite)
         failed = self._failed.setdefault(mark, _Failures())
@@ -229,7 +226,7 @@ class _Failures:
 
 
 def _error(command: list[str]) -> str:
-    """Run a command; return why it failed, or "" if it succeeded."""
+    """Run a command; return the reason if it failed, else ""."""
     try:
         done = child.run(command, TIMEOUT_S)
     except OSError as error:
@@ -240,13 +237,13 @@ def _error(command: list[str]) -> str:
 
 
 def link_files(paths: RunPaths, commit: Commit) -> None:
-    """Make the folder of a commit if it does not exist. Raises SlurmrlError."""
+    """Make the folder with links to a commit's files if it does not exist. Raises SlurmrlError."""
     if not is_pinned(paths.checkpoint_to_evaluate(commit.directory)):
         resolve(PIN)(paths, commit)
 
 
 def linked_commits(paths: RunPaths) -> list[Commit]:
-    """Return the checkpoints that have a folder. Raises EnvironmentFailure."""
+    """Return the checkpoints whose files are linked. Raises EnvironmentFailure."""
     try:
         names = atomic.list_names(paths.being_evaluated)
     except FileNotFoundError:
@@ -258,8 +255,8 @@ def linked_commits(paths: RunPaths) -> list[Commit]:
 def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
     """Remove folders that no evaluation needs any more. Raise nothing: a later call retries.
 
-    A folder is removed when the evaluations of all suites were submitted or are ``given_up``, and
-    the submitted ones have ended. Any process may call this.
+    Remove a folder when the evaluations of all suites were submitted and have ended. With
+    ``given_up``, do not wait for unsubmitted evaluations. Any process may call this.
     """
     try:
         commits = linked_commits(paths)
@@ -268,14 +265,14 @@ def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
             wanted: Collection[str] = () if given_up else suites
             if _submitted(paths, commit, wanted) and not _in_use(paths, commit, len(wanted)):
                 folder = paths.checkpoint_to_evaluate(commit.directory)
-                atomic.remove(folder / ORIGIN)  # nothing may read the remains after a kill
+                atomic.remove(folder / ORIGIN)  # After a kill, no process may use the remains.
                 shutil.rmtree(folder, ignore_errors=True)
-    except (SlurmrlError, OSError) as error:  # a file system may fail to list files
+    except (SlurmrlError, OSError) as error:
         logger.info("cannot remove evaluated checkpoints yet: %s", error)
 
 
 def remove_leftovers(paths: RunPaths) -> None:
-    """Remove the leftovers of a killed `link`; no other process may call `link` now."""
+    """Remove incomplete folders of a killed process. No other process may link files now."""
     with suppress(OSError):
         for path in paths.being_evaluated.iterdir():
             if is_temporary(path.name):
@@ -287,9 +284,9 @@ def _submitted(paths: RunPaths, commit: Commit, suites: Collection[str]) -> bool
 
 
 def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
-    """Whether an evaluation reads the folder or may do so again: a failed one can be resumed.
+    """Return whether an evaluation may still read the folder; a failed one can be resumed.
 
-    A listing with fewer than ``least`` trials is stale; the folder then counts as in use.
+    Return True if fewer than ``least`` evaluation trials are visible, because the listing is stale.
     """
     folder = paths.checkpoint_to_evaluate(commit.directory)
     trials = evaluating_trials(paths, commit.step, folder)
@@ -300,9 +297,9 @@ def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
 
 
 def evaluated_trial(paths: RunPaths) -> RunPaths | None:
-    """Return the trial whose checkpoint this trial evaluates. Raises ConfigError, UsageError.
+    """Return the trial whose checkpoint this trial evaluates, or None for another trial.
 
-    Return None if it evaluates no checkpoint of a trial.
+    Raises ConfigError, UsageError.
     """
     model = _model(paths)
     if model is None or len(model.parents) < 2:
@@ -314,9 +311,9 @@ def evaluated_trial(paths: RunPaths) -> RunPaths | None:
 
 
 def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
-    """Return the trials that evaluate a folder of a step of a trial. Raises as `subject`.
+    """Return the trials that evaluate the folder ``model`` of a step. Raises ConfigError.
 
-    They may name the folder by any path to the root.
+    Their configurations may name the folder by another path to the same root.
     """
     own = (trial for number, trial in metrics.evaluation_trials(paths) if number == step)
     found = ((trial, _model(trial)) for trial in own if trial.config.is_file())
@@ -324,16 +321,16 @@ def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]
 
 
 def _model(paths: RunPaths) -> Path | None:
-    """Return the folder with a trial's model."""
+    """Return the folder of a trial's initial model; None without one."""
     actor = source.read(paths.config).values.get("actor")
     path = actor.get("path") if isinstance(actor, dict) else None
     return Path(path) if isinstance(path, str) else None
 
 
 def hand_over_results(paths: RunPaths) -> None:
-    """Send all results to the sinks of the trial that this trial evaluates. Raise nothing.
+    """Send new evaluation results to the sinks of the evaluated trial. Raise nothing.
 
-    If other trials evaluate this trial, send their results to the sinks of this trial.
+    The evaluated trial is the trial whose checkpoint this trial evaluates, or else this trial.
     """
     try:
         trained = evaluated_trial(paths) or paths

@@ -1,9 +1,9 @@
 """Work of the batch process at the end of a trial: a notification and a report.
 
-The notice that a trial has finished or failed is one JSON object, posted to the user's webhook. A
-batch process that finds the trial ended claims the notice of this end by a file, and posts it. So
-it is posted at most once; if the process dies in between, never. This module does not change the
-outcome of a job or delay it for long.
+The notification is a JSON object that a batch process posts to the user's webhook when a trial has
+finished or failed. The process first claims the notification with a file, so it is posted at most
+once. If the process dies in between, nobody posts it. This module neither changes the outcome of a
+job nor delays the job for long.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slurmrl.watch.status import assemble
 logger = log.get(__name__)
 
 LONGEST_S = 30.0
-"""Maximum time that a job waits for the notice."""
+"""Maximum time for which a job waits until the notification is posted."""
 TRY_S = 8.0
 """Timeout of each network operation of an attempt."""
 PAUSES_S = (2.0, 4.0)
@@ -47,16 +47,17 @@ PAUSES_S = (2.0, 4.0)
 TEMPORARY = (408, 425, 429)
 """HTTP status codes below 500 after which another attempt may succeed."""
 REPORT_S = 30.0
-"""Seconds after which a job ends without the report; one of 50,000 steps takes a few seconds."""
+"""Maximum seconds to write the report. A report of 50,000 steps takes a few seconds."""
 
 
 def announce(paths: RunPaths) -> None:
-    """Post the notice of a trial's end, unless another process has done so. Raise nothing."""
+    """Post the notification of a trial's end unless another process has done so. Raise nothing."""
     thread = threading.Thread(target=_post_notice, args=(paths,), daemon=True)
     thread.start()
     thread.join(LONGEST_S)
     if thread.is_alive():
-        logger.warning("no notification: the webhook did not answer within %.0f s", LONGEST_S)
+        text = "no notification was sent: the webhook did not answer within %.0f s"
+        logger.warning(text, LONGEST_S)
 
 
 def _post_notice(paths: RunPaths) -> None:
@@ -68,30 +69,31 @@ def _post_notice(paths: RunPaths) -> None:
             return
         url = _environment(config.cluster).get(name, "")
         if urlsplit(url).scheme not in ("http", "https"):
-            logger.warning("no notification: the variable %s holds no http or https URL", name)
+            logger.warning("no notification was sent: variable %s holds no http or https URL", name)
         elif _claim(paths, end):
             post(url, message(assemble(snapshot.read(paths), [])))
     except (SlurmrlError, OSError, ValueError) as error:
-        logger.warning("no notification: %s", type(error).__name__)  # the message may have the URL
+        # The message of the error may contain the URL, which is secret.
+        logger.warning("no notification was sent: %s", type(error).__name__)
 
 
 def _environment(cluster: Cluster) -> dict[str, str]:
-    """Return the variables of the run's processes, even if this process started none."""
+    """Return the environment that the agents of the run get."""
     found = {**os.environ, **cluster.env}
-    with suppress(SlurmrlError):  # this error has ended the trial, and is in the reason
+    with suppress(SlurmrlError):  # This error ended the trial, so its reason already names it.
         if file := cluster.variables_file:
             found |= inputs.read_variables(Path(file))
     return found
 
 
 def _claim(paths: RunPaths, end: Record) -> bool:
-    """Return whether this process must post the notice of an end."""
+    """Return whether this process must post the notification, because no other has claimed it."""
     claim = {"time": time.time(), "nonce": uuid.uuid4().hex}
     return atomic.exclusive_create(paths.notice(end.slot), json.dumps(claim).encode() + b"\n")
 
 
 def message(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the notice. Chat programs show its ``text``."""
+    """Return the JSON object of the notification. Chat programs show its ``text``."""
     total = "" if status["total_steps"] is None else f"/{status['total_steps']}"
     why = f": {first_line(status['reason'])}" if status["state"] == "FAILED" else ""
     kept = ("trial", "state", "reason", "step", "total_steps", "run")
@@ -102,7 +104,7 @@ def message(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def post(url: str, notice: Mapping[str, Any]) -> None:
-    """Post an object as JSON, in a few attempts. Log a failure without the URL, which is secret."""
+    """Post an object as JSON; retry a few times. Log a failure without the URL, which is secret."""
     body = json.dumps(notice).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     for pause_s in (*PAUSES_S, None):
@@ -110,7 +112,7 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
             with urllib.request.urlopen(request, timeout=TRY_S):
                 return
         except urllib.error.HTTPError as error:
-            why = f"the webhook answers {error.code}"
+            why = f"the webhook answered with HTTP status {error.code}"
             if error.code < 500 and error.code not in TEMPORARY:
                 break
         except urllib.error.URLError as error:
@@ -119,13 +121,13 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
             why = f"the webhook cannot be reached: {type(error).__name__}"
         if pause_s is not None:
             time.sleep(pause_s)
-    logger.warning("no notification: %s", why)
+    logger.warning("no notification was sent: %s", why)
 
 
 def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
     """Write ``report.html`` if the trial has finished or failed, unless `logging.report` is off.
 
-    If the report fails or takes too long, only this time is lost.
+    Give up after ``within_s`` seconds. Errors do not change the outcome of the job.
     """
     try:
         end = recent(paths.history, exports=False).end
@@ -139,20 +141,20 @@ def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
 
 
 def _wanted(paths: RunPaths) -> bool:
-    """Read only this setting, because other problems of the configuration do not matter here."""
+    """Return whether the report is on. Read only this setting, to ignore errors in others."""
     section = source.read(paths.config).values.get("logging")
     return not (isinstance(section, dict) and section.get("report") is False)
 
 
 def _command(paths: RunPaths) -> list[str]:
-    """Return the command that writes a report: a separate process can be killed at any time."""
+    """Return the command that writes a report in a process that can be killed at any time."""
     root = paths.run.parents[2]
     place = ["--root", str(root), "--output", str(paths.report)]
     return [sys.executable, "-m", "slurmrl", "report", f"{paths.experiment}/{paths.trial}", *place]
 
 
 def _run(command: Sequence[str], within_s: float) -> str:
-    """Return why it failed, or "" if it succeeded. Its errors go to this process's output."""
+    """Run a command with its errors in this process's output. Return why it failed, or ""."""
     code = child.run(command, within_s, shown=True).code
     if code is None:
         return f"it took longer than {within_s:.0f} s"

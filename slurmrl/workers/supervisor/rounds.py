@@ -1,7 +1,7 @@
 """The rounds of a job: starts and restarts of its agents.
 
-After some agents have exited, all are restarted on the usable hosts of the job. Jobs avoid hosts
-that repeatedly cause incarnations or rollout tasks to fail.
+When an agent has exited, the supervisor restarts all agents on the usable hosts of the job. Later
+jobs avoid hosts that repeatedly make incarnations or rollout tasks fail.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ from slurmrl.workers.supervisor.tasks_inside import (
 logger = log.get(__name__)
 
 FRUITLESS_ROUNDS = 2
-"""Number of consecutive rounds without a new incarnation after which the job ends. For rollout
-tasks, which begin no incarnations, rounds that lasted `SOUND_ROUND_S` do not count."""
+"""Number of consecutive rounds without a new incarnation after which the job ends. Rollout tasks
+begin no incarnations; for them, rounds of at least `SOUND_ROUND_S` do not count."""
 SOUND_ROUND_S = 3600.0
-"""Seconds after which a round counts as sound: longer than three failing starts of a server."""
+"""Seconds after which the round of a rollout task counts as successful. Three failing starts of a
+server take less time."""
 LOOK_S = 15.0
-"""Interval between looks for hosts that the master has reported lost."""
+"""Interval at which the supervisor looks for hosts that the master has reported lost."""
 LOST_GRACE_S = 30.0
-"""Seconds that srun may take to end by itself after the loss of a host: it waits for every host."""
+"""Seconds from the report of a lost host until the supervisor terminates srun."""
 KILL_GRACE_S = 60.0
-"""Seconds that srun may take after TERM: a hung srun would block all hosts of the job."""
+"""Seconds from TERM to KILL for srun. A hung srun would block all hosts of the job."""
 CAUSES = (Cause.LOST_HOST, Cause.GPU_FAULT, Cause.ENVIRONMENT)
-"""Causes of failures that count as caused by the host."""
+"""Causes of failures for which the host is to blame."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class JobHosts:
         return JobHosts(paths, needed, given, _end_of_job(), job)
 
     def choose(self) -> tuple[str, ...] | None:
-        """Return the hosts of the next round, the first usable ones; None if too few are left.
+        """Return the hosts of the next round; None if too few usable hosts are left.
 
-        Spares replace hosts because of which an incarnation failed, such as one without a mount.
-        With too few spares, those that failed longest ago are used again.
+        Spares replace hosts that made an incarnation fail, for example without a mount. With too
+        few spares, use the hosts that failed longest ago again.
         """
         failed = {start.host for start in self.failed_starts()}
         good = usable_hosts(self.hosts, self.lost() | failed)
@@ -100,7 +101,7 @@ class JobHosts:
         return tuple(host for host in good if host in best)
 
     def failed_starts(self) -> list[BadHost]:
-        """Return the failed starts in this start of the job, as recorded by its hosts."""
+        """Return the failed agent starts that the hosts of this job recorded since it started."""
         try:
             return failed_starts(self.paths, self.job)
         except (CorruptFileError, EnvironmentFailure) as error:
@@ -115,7 +116,7 @@ class JobHosts:
             return {}
 
     def lost(self) -> set[str]:
-        """Return the hosts whose agents died in this start of the job."""
+        """Return the hosts that were reported lost since the job started."""
         try:
             names = NameStore(self.paths.names)
             return {host for host in self.hosts if self._is_lost(names, host)}
@@ -145,15 +146,15 @@ def agent_command(
 ) -> list[str]:
     """Return the command that starts the agents on ``hosts``, or on all hosts of the job.
 
-    With ``overlap``, use resources even if an earlier step has not released them yet.
+    With ``overlap``, the step may use resources that an earlier step has not released yet.
     """
     agent = [sys.executable, "-P", "-m", AGENT]
     agent += ["--run", str(options.run), "--submission", str(options.submission)]
     agent += ["--group", options.group]
     if options.launcher == "direct":
         return agent
-    # The loss of an agent ends the step. The loss of a host does not: if this host is lost, the
-    # other agents requeue the job (workers/agent/loss_detection.py).
+    # --kill-on-bad-exit: the end of an agent ends the step. --no-kill: the loss of a host does not,
+    # because the agents on other hosts must then requeue the job (agent/loss_detection.py).
     srun = [*SRUN, "--kill-on-bad-exit=1", "--no-kill"]
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
@@ -168,7 +169,7 @@ class Rounds:
     def __init__(
         self, options: Namespace, paths: RunPaths, allocation: JobHosts, tasks_per_host: int = 0
     ) -> None:
-        """``tasks_per_host`` is the number of rollout tasks per host that this job also runs."""
+        """``tasks_per_host`` is the number of rollout tasks that this job runs on each host."""
         self.options = options
         self.paths = paths
         self.allocation = allocation
@@ -190,12 +191,13 @@ class Rounds:
         self.lost_host = False
         """Whether the job ends because too few of its hosts are left."""
         self._no_agents = ""
-        """Why the command that starts the agents cannot run on this host; empty if it can."""
+        """Reason why this host cannot run the command that starts the agents; empty if it can."""
 
     def run(self) -> int:
-        """Return the exit code of the last round (128 plus the number of a signal).
+        """Run rounds to the end; return the exit code of the last round.
 
-        Return 0 if nothing is left to do: srun also fails after kills that the trial survived.
+        The code of a signal is 128 plus its number. Return 0 if the trial has ended or another
+        submission has taken over, even if srun failed.
         """
         for warning in SIGNALS:
             signal.signal(warning, self._relay)
@@ -250,7 +252,7 @@ class Rounds:
             logger.warning("cannot record why %s/%d failed: %s", ROLLOUTS, task, error)
 
     def failed_start(self) -> tuple[str, str]:
-        """Return why nothing began in this job and the host to blame.
+        """Return why no incarnation began in this job, and the host to blame.
 
         The host is empty if it is unknown or already recorded.
         """
@@ -306,15 +308,15 @@ class Rounds:
                 "srun (pid %d) did not end after a host was lost: sending KILL", child.pid
             )
             self.events.write("killed", pid=child.pid, why="srun did not end after TERM")
-            child.kill()  # the second process of srun then ends the step
+            child.kill()  # srun has a second process, which then ends the step.
             child.wait()
         elif late_s >= 0:
-            child.terminate()  # srun ends its step
+            child.terminate()  # On TERM, srun ends its step.
 
     def _start(self, number: int, hosts: Sequence[str]) -> subprocess.Popen[bytes] | None:
-        """Start the agents' process with signals blocked, until it can receive them.
+        """Start the agents' process. Block signals until they can be forwarded to it.
 
-        Return None if a signal has already arrived, or if the process cannot start.
+        Return None if a signal has already arrived or the process cannot start.
         """
         direct = self.options.launcher == "direct"
         end = self.allocation.end
@@ -340,10 +342,10 @@ class Rounds:
             return self.child
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
-        """Return the child's exit code, or None after a limited wait.
+        """Wait for the child; return its exit code, or None after a limited wait.
 
-        The wait has a limit only in a job of several hosts, which can lose one, or in one with
-        tasks, which must be started again.
+        The wait has a limit only if the job has several hosts, which may be lost, or rollout tasks,
+        which must be restarted after failures.
         """
         look_s = LOOK_S if len(self.allocation.hosts) > 1 else None
         try:
@@ -352,10 +354,9 @@ class Rounds:
             return None
 
     def _relay(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal.
+        """Forward a signal to the agents.
 
-        Slurm itself sends TERM to every task of a step, so under srun only the warning is
-        forwarded.
+        Under srun, forward only the warning: Slurm itself sends TERM to all tasks of a step.
         """
         self.warned = True
         if number != signal.SIGUSR2 and self.options.launcher != "direct":
@@ -370,7 +371,7 @@ def job_tag() -> str:
 
 
 def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
-    """Exclude a host from jobs, unless it is already excluded or no job could start without it."""
+    """Exclude a host from later jobs, unless it is excluded or no job could start without it."""
     if host not in {one.host for one in avoided(paths)}:
         SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
 
@@ -386,7 +387,7 @@ def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[BadHost])
 
 
 def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
-    """Record the hosts that made these incarnations fail, and exclude them if `_blame` says so."""
+    """Record the hosts that made these incarnations fail; exclude them as `_blame` does."""
     try:
         names = NameStore(paths.names)
         failures = [(number, published.failure(names, number)) for number in incarnations]
@@ -403,14 +404,14 @@ def _blame(
     incarnation: int,
     attempt: tuple[int, int] | None = None,
 ) -> None:
-    """Record the host that caused a failure, of an incarnation or an attempt at a rollout task.
+    """Record the host that made an incarnation or an attempt at a rollout task fail.
 
-    Exclude a host that did so before, or whose GPU has certainly failed. Raises CorruptFileError,
-    EnvironmentFailure.
+    Exclude a host that is already recorded for another failure, or whose GPU has certainly failed.
+    Raises CorruptFileError, EnvironmentFailure.
     """
     if failure is None or failure.cause not in CAUSES or not failure.host:
         return
-    if failure.echo:  # after a lost connection, any host may have failed
+    if failure.echo:  # After a lost connection, it is unknown which host has failed.
         return
     again = blame(paths, failure.host, incarnation, failure.reason, attempt)
     if again or failure.certain:

@@ -1,8 +1,8 @@
-"""Rollout tasks in the trainers' job, on the GPUs of its hosts after the trainers' GPUs.
+"""Rollout tasks in the trainers' job, on the GPUs that the trainers do not use.
 
-Each task is one process of the supervisor: an agent, or the srun of a step that shares the job with
-the trainers' step. Tasks outlive rounds and incarnations. A failed task is started again without
-effect on the trainers.
+Each task is a child process of the supervisor: an agent, or the srun of a step next to the
+trainers' step. Tasks outlive rounds and incarnations. The supervisor restarts a failed task without
+an effect on the trainers.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ logger = log.get(__name__)
 AGENT = "slurmrl.workers.agent"
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 KEEP_S = 5.0
-"""Interval between looks for tasks that have failed."""
+"""Interval at which the supervisor looks for failed tasks."""
 MOST_FAILURES = 8
-"""Number of failures of one task in a row after which it is not started again in this job."""
+"""Number of consecutive failures after which a task is not restarted in this job."""
 SOUND_S = 600.0
-"""Seconds after which the failures of a running task no longer count as in a row."""
+"""Seconds after which earlier failures of a running task no longer count."""
 RETIRE_S = 30.0
 """Seconds that tasks may take to retire after the trainers have left the job."""
 END_S = 10.0
-"""Seconds that tasks may take after TERM."""
+"""Seconds that tasks may take to exit after TERM."""
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block the signals to forward until their target process is known."""
+    """Block the signals that the supervisor forwards during the block."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -60,7 +60,7 @@ def unblock() -> None:
 
 @dataclass
 class _Task:
-    """One task; ``slot`` is its number among the tasks of a host."""
+    """A task. ``slot`` is its number among the tasks of its host."""
 
     number: int
     slot: int
@@ -69,7 +69,7 @@ class _Task:
     child: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
     failures: int = 0
-    """Number of failures in a row before this start."""
+    """Number of consecutive failures before this start."""
 
     @property
     def runs(self) -> bool:
@@ -81,7 +81,7 @@ class _Task:
 
 
 class TasksInside:
-    """The tasks of one job. Only the supervisor's main thread uses it, and its signal handler."""
+    """The tasks of one job. Only the supervisor's main thread and its signal handler use this."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class TasksInside:
     ) -> None:
         """Prepare ``per_host`` tasks on each of the ``hosts`` of a job.
 
-        ``job`` is this start of the job (``JOBID.RESTART``). ``job_end`` is the time of its time
-        limit by this host's clock. ``failed`` is called with the number of a task whose agent has
-        failed.
+        ``job`` is this start of the job (``JOBID.RESTART``). ``job_end`` is the time at which the
+        job reaches its time limit, by this host's clock. ``failed`` gets the number of each task
+        whose agent fails.
         """
         self._failed = failed
         self._options, self._job, self._events, self._clock = options, job, events, clock
@@ -110,7 +110,7 @@ class TasksInside:
         self._spent: set[int] = set()
         """Tasks that have failed too often."""
         self._told_s: float | None = None
-        """Time at which tasks were first told to retire."""
+        """Time at which the supervisor first asked tasks to retire."""
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -121,14 +121,14 @@ class TasksInside:
         return bool(self._tasks) and len(self._spent) == len(self._tasks)
 
     def start(self, hosts: Sequence[str]) -> None:
-        """Start the tasks that do not run, on the hosts of a new round (none without Slurm)."""
+        """Start all tasks that do not run on the hosts of a new round (empty without Slurm)."""
         self.keep(hosts)
         for task in self._tasks:
             if not task.runs and not task.failed:
                 self._start(task, hosts)
 
     def keep(self, hosts: Sequence[str]) -> None:
-        """Start failed tasks again."""
+        """Restart failed tasks."""
         for task in self._tasks:
             if task.failed and task.number not in self._spent:
                 self._take_failure(task)
@@ -137,7 +137,7 @@ class TasksInside:
                     self._start(task, hosts)
 
     def forward(self, number: int) -> None:
-        """Send a signal to the tasks that run."""
+        """Send a signal to all running tasks."""
         if self._told_s is None:
             self._told_s = self._clock()
         for task in self._tasks:
@@ -145,7 +145,7 @@ class TasksInside:
                 task.child.send_signal(number)
 
     def end(self) -> None:
-        """Let the tasks retire, unless they have already had the time to do so; then end them."""
+        """Give the tasks until `RETIRE_S` after their first warning to retire, then end them."""
         self.forward(signal.SIGUSR2)
         self._wait_until((self._told_s or 0.0) + RETIRE_S)
         self.forward(signal.SIGTERM)
@@ -185,10 +185,9 @@ class TasksInside:
         self._events.write("task_started", task=task.number, host=task.host, failures=task.failures)
 
     def _host(self, task: _Task, hosts: Sequence[str]) -> str:
-        """Return the host on which a task must run.
+        """Return the previous host of a task, or a host without a task in the same slot.
 
-        It is the task's previous host if the round still uses it, else a host on which no other
-        task has the same slot.
+        The previous host counts only if the round still uses it.
         """
         if not hosts or task.host in hosts:
             return task.host
@@ -209,8 +208,9 @@ class TasksInside:
 def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None:
     """Make the directory of the attempt that the next agent will claim.
 
-    The master then gives the items of the last attempt to other tasks. The next agent would make
-    the directory too, but Python takes a second to start, or a minute on a slow file system.
+    When the master sees this directory, it gives the items of the last attempt to other tasks. The
+    next agent would make the directory too late: Python takes a second to start, or a minute on a
+    slow file system.
 
     ``job`` is the start of the job (``JOBID.RESTART``) in which the task's agent has ended.
     """

@@ -1,9 +1,9 @@
-"""The watchers of a job with spares: steps on its other hosts that outlive the batch host.
+"""The watchers of a job with spares: job steps that requeue the job if its batch host is lost.
 
-``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST``
-requeues the job when Slurm has taken away HOST, on which its batch process runs. A job with spares
-needs this (see `workers.link`). Agents of a round notice the loss sooner, but there may be none on
-other hosts: the trainers run on one host, or the agents that watch were lost too.
+``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST`` runs
+on other hosts of the job. It requeues the job when Slurm has taken away HOST, on which the batch
+process runs. A job with spares needs this (see `workers.link`). Agents notice the loss sooner, but
+there may be no agent left that watches, for example if the trainers run on one host.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from slurmrl.workers.supervisor.tasks_inside import unblock
 logger = log.get(__name__)
 
 END = signal.SIGUSR2
-"""Signal that the supervisor sends at the end of the job; srun forwards it without a message."""
+"""Signal that the supervisor sends at the end of the job; srun forwards it silently."""
 ASK_S = 30.0
 """Interval between two queries of Slurm while no agent is known to be alive."""
 MOST = 3
 """Maximum number of hosts with a watcher."""
 END_S = 5.0
-"""Seconds that watchers may take to end. Slurm ends remaining watchers with the job."""
+"""Seconds that watchers may take to exit. Slurm ends remaining watchers with the job."""
 
 
 class Watcher:
-    """Watches the batch host of this start of a link."""
+    """Watches the batch host of a job."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Watcher:
         self._first = FirstAgent(link.run, names, ttl_s, clock)
 
     def watch(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Return when the job was requeued, or has changed since the beginning."""
+        """Watch until the job was requeued or has ended."""
         while True:
             if not self._is_busy() and self._asks.due():
                 lost = self._is_lost()
@@ -80,8 +80,7 @@ class Watcher:
     def _is_busy(self) -> bool:
         """Return whether the first agent of the newest round is alive.
 
-        As long as it is, the trial continues, even without a batch process, and Slurm is not
-        queried.
+        Such an agent continues the trial even without a batch process, so Slurm is not queried.
         """
         known = self._first.claim
         if known is not None and self._first.observe().alive:
@@ -89,9 +88,9 @@ class Watcher:
         return self._first.try_to_find(self._start) not in (None, known)
 
     def _is_lost(self) -> bool | None:
-        """Return whether the job runs without its batch host, but with this host.
+        """Return whether the job still has this host but no longer its batch host.
 
-        Return None if this start of the job is over.
+        Return None if the job has ended or was requeued.
         """
         try:
             row = this_start(self._client, self._link)
@@ -124,12 +123,12 @@ class Watchers:
         batch = env.NODE_NAME.get()
         others = [host for host in job.hosts if host != batch]
         if len(job.hosts) == job.needed or batch not in job.hosts:
-            return  # Slurm ends a job without spares; a watcher must know the batch host
+            return  # Slurm itself ends a job without spares.
         for host in others[-MOST:]:
             logger.info("a watcher of %s starts on %s", batch, host)
             try:
                 step = subprocess.Popen(self._command(host, batch), preexec_fn=unblock)
-            except OSError as error:  # the rounds report this too
+            except OSError as error:  # The rounds fail too and report the error to the user.
                 logger.warning("there are no watchers: %s", error)
                 return
             self._steps.append(step)

@@ -1,4 +1,4 @@
-"""The entry point of a host's fork server; a forked child continues here as the worker of a rank.
+"""The entry point of a host's fork server. Forked children continue here as workers of ranks.
 
 ``python -m slurmrl.workers.worker --run RUN --world W --pipe-fd FD --pulse-s S --stacks-fd FD``
 """
@@ -51,7 +51,7 @@ def main() -> int:
     drop_failed_output()
     log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)
-    gc.disable()  # collections would take a tenth of the import time
+    gc.disable()  # Garbage collections would take a tenth of the import time.
     try:
         import numpy.random
 
@@ -69,7 +69,7 @@ def main() -> int:
     who = RankId(options.world, forked.rank)
     log.configure(str(who))
     allow_tracing()
-    numpy.random.seed()  # a fork must not repeat numbers; Python seeds its own
+    numpy.random.seed()  # Forks must differ. Python's own generator does this itself.
     activity = new_activity()
     collectives = Collectives()
 
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def new_activity() -> Activity:
-    """Return the activity of this rank, which shows when the rank compiles operators."""
+    """Return the activity of this rank, and make it show when the rank compiles operators."""
     from slurmrl.tensors.parallel.groups import Activity
 
     activity = Activity()
@@ -111,7 +111,7 @@ def new_activity() -> Activity:
 
 
 def _explained(error: ImportError) -> str:
-    """Return the error; if a module is missing, also the package to install."""
+    """Return the text of an import error, with advice if a module is missing."""
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return text

@@ -1,10 +1,9 @@
 """Execution of the master's messages on this rank's models and its part of the batch.
 
-`checked` checks the results of an algorithm's interfaces, which may be a user's own. `UpdateKept`
-measures how much of each update of the actor reaches generation. Weights for generation may have a
-narrower type, in which a small update disappears until several add up; generation then uses older
-weights, plus rounding errors. The share is computed as for exports (see
-`tensors.checkpoint.export`), over equally spaced weights of this rank.
+`checked` checks the results of an algorithm's interfaces, which may be a user's code. `UpdateKept`
+measures the share of each update of the actor that reaches generation. If generation has a narrower
+dtype, rounding hides small updates until several add up, so generation uses older weights. The
+share is computed from equally spaced weights of this rank (see `tensors.checkpoint.export`).
 """
 
 from __future__ import annotations
@@ -94,22 +93,22 @@ class Executor:
         self._cores = cores
         self.batch: Batch | None = None
         self._stored: dict[str, StoredGroup] = {}
-        """Samples of rollout tasks for the batch's items, by their ids."""
+        """File positions of the samples of rollout tasks, by the ids of the batch's items."""
         self._candidates: list[Batch] = []
-        """The batches of candidates for the next batch."""
+        """Batches of this step's candidates, from which the filter accepts the next batch."""
         self._mail = mail
         self._reallocations = reallocations
         self._residence = residence
         self._activity = activity
         self._interfaces: dict[tuple[str, str], Interface] = {}
-        """Interfaces by suite and name: a suite has its own reward and episodes."""
+        """Interfaces by suite and name, because each suite has its own reward and episodes."""
         self._saver = Saver(rank)
         self._versions = versions
         self._submission = submission
         self._kept = kept or UpdateKept()
 
     def ready(self) -> Ready:
-        """Return the facts about data and tokens for the master."""
+        """Return the message with facts about data and tokens for the master."""
         texts = map(self.tokenizer.convert_ids_to_tokens, self.stop_token_ids)
         return Ready(
             rank=self.rank,
@@ -127,7 +126,7 @@ class Executor:
     # -- messages ----------------------------------------------------------------------------
 
     def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
-        """Execute a message. ``say`` sends later messages (see `save`)."""
+        """Execute a message; return the answer. ``say`` sends later messages (see `save`)."""
         match order:
             case LoadBatch():
                 return self.load(order)
@@ -142,8 +141,8 @@ class Executor:
     def load(self, order: LoadBatch) -> Done:
         """Begin a batch.
 
-        Every rank reads the ids and lengths of all items, so all ranks agree on the shares without
-        communication. Then it reads only the items of its shares.
+        Every rank reads the ids and lengths of all items and computes the same shares from them,
+        without communication. Later, the rank reads only the items of its shares.
         """
         began = time.monotonic()
         self._mail.finish()
@@ -176,9 +175,9 @@ class Executor:
         return self._done(order, began)
 
     def call(self, order: RunCall) -> Done:
-        """Execute one call of the dataflow graph on this rank's part, if the rank takes part in it.
+        """Execute one call of the dataflow graph on this rank's part of the batch, if it has one.
 
-        If several ranks have the same part, only the first one's results count.
+        If several ranks have the same part, only the results of the first of them count.
         """
         began = time.monotonic()
         call = next(call for call in self._calls(order) if call.name == order.name)
@@ -194,13 +193,13 @@ class Executor:
             self._reallocations.trained(call.role)
         for hook in call.post_hooks:
             if isinstance(hook, Offloading):
-                continue  # see `Residence`
+                continue  # `Residence` offloads the model.
             with self._residence.using(hook.source, hook.target):
                 self._reallocations.run(hook)
         return self._done(order, began, result, tokens)
 
     def _execute(self, call: CallPlan, order: RunCall) -> tuple[CallResult, int]:
-        """Execute a call. Return the report of this rank, and its number of tokens."""
+        """Execute a call. Return the result of this rank, and its number of tokens."""
         if self.batch is None:
             raise RuntimeError("no batch was loaded before this call")
         place = self._place(call) if self.rank in call.ranks else None
@@ -241,8 +240,8 @@ class Executor:
     def save(self, order: Save, say: Callable[[Saved], None]) -> Done:
         """Write this rank's part of a checkpoint of every trained model.
 
-        An asynchronous save only copies it to host memory, and a thread writes it during the next
-        messages. ``say`` receives `Saved` once it is on disk, perhaps from that thread.
+        An asynchronous save only copies the part to host memory. A thread then writes it during the
+        next messages. ``say`` receives `Saved` when the part is on disk, perhaps in that thread.
         """
         began = time.monotonic()
         self._make_room(())
@@ -263,8 +262,8 @@ class Executor:
     def publish(self, order: WriteVersion, say: Callable[[Saved], None]) -> Done:
         """Copy this rank's tensors of a weight version to host memory.
 
-        A thread writes them during the next messages, and ``say`` receives `Saved` once they are on
-        disk.
+        A thread writes the tensors during the next messages. ``say`` receives `Saved` when they are
+        on disk.
         """
         began = time.monotonic()
         assert self._versions is not None, "the master publishes versions without settings"
@@ -279,7 +278,7 @@ class Executor:
     def _read_stored(self, name: str) -> SampleGroup:
         """Read a rollout task's samples of an item.
 
-        Scores of another submission do not count: the reward may have changed since.
+        Drop scores of another submission, because its reward may be different.
         """
         sample = self._stored[name]
         folder = self.paths.samples_of(sample.task)
@@ -296,11 +295,11 @@ class Executor:
         return call.layout or call.role or ACTOR
 
     def _place(self, call: CallPlan) -> ParallelContext:
-        """Return this rank's place in the layout of a call."""
+        """Return this rank's place in the layout that a call uses."""
         return self.engines[self._layout(call)].context
 
     def _make_room(self, needed: Sequence[str]) -> None:
-        """Offload models. Every rank records all calls, so all agree on the dropped weights."""
+        """Offload models that are not ``needed``. Record moved weights that are thereby lost."""
         for model in self._residence.make_room(*needed):
             self._reallocations.discarded(model)
 
@@ -351,7 +350,7 @@ class Executor:
         )
 
     def _places_by_reason(self, dropped: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Return the places in the batch of items that a filter dropped."""
+        """Return the batch positions of items that a filter dropped, by reason."""
         if self.batch is None or not dropped:
             return {}
         places: dict[str, list[int]] = {}
@@ -362,34 +361,32 @@ class Executor:
 
 
 def _scored(order: Order, result: CallResult) -> bool:
-    """Whether a call of an evaluation gives the scores of its items."""
+    """Return whether a result contains scores of an evaluation's items."""
     return isinstance(order, RunCall) and order.evaluation and bool(result.records)
 
 
 def _peak_bytes() -> int:
-    """Return the maximum memory that this process has used."""
+    """Return the maximum bytes of memory that this process has used, on its GPU if it has one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _read(action: Callable[[], T]) -> T:
-    """Read the dataset; its directory may fail to answer for a while."""
+    """Read the dataset. Retry for `READ_S` while its directory does not answer."""
     return retry("read the dataset", action, timeout_s=READ_S)
 
 
 def checked(result: Any, call: CallPlan, *, leads: bool) -> CallResult:
-    """Return the result of a call after checking it.
+    """Check and return the result of a call.
 
-    A rank that ``leads`` the ranks that work on the same samples must return the call's outputs.
-    Other ranks need not.
-
-    :raises UsageError: the result is not a CallResult, lacks an output of the call, or has a metric
+    Of the ranks that work on the same samples, only the rank that ``leads`` must return the call's
+    outputs. Raises UsageError if the result is not a CallResult, lacks an output, or has a metric
     that is not a pair.
     """
     made = f"{call.interface}.{call.method.value}() of call '{call.name}'"
     if not isinstance(result, CallResult):
-        raise UsageError(f"{made} returned {type(result).__name__}, must return a CallResult")
+        raise UsageError(f"{made} returned {type(result).__name__}, but must return a CallResult")
     keys = () if result.sample is None else result.sample.keys
     if leads and (missing := [key for key in call.outputs if key not in keys]):
         raise UsageError(
@@ -414,31 +411,31 @@ def _is_pair(value: Any) -> bool:
 
 
 MOST: Final = 2**18
-"""Maximum number of a rank's weights that are compared."""
+"""Maximum number of weights that a rank compares."""
 
 
 class UpdateKept:
-    """Measures the actor's updates in the type of generation."""
+    """Measures the share of the actor's updates that survives rounding to generation's dtype."""
 
     def __init__(self, dtype: str | None = None) -> None:
-        """Compare in ``dtype``; None measures nothing."""
+        """``dtype`` is the dtype of generation; None measures nothing."""
         self._dtype = dtype
 
     @staticmethod
     def of(settings: Settings, plan: Plan, served: Collection[str] = ()) -> UpdateKept:
-        """Return the measure of a trial. ``served``: see `rounds_to`."""
+        """Return the measurement for a trial. ``served``: see `rounds_to`."""
         generates = any(call.method is Method.GENERATE for call in plan.calls)
         return UpdateKept(rounds_to(settings.config, served) if generates else None)
 
     def before(self, call: CallPlan, engine: Engine | None) -> Array | None:
-        """Return weights to compare with the weights after the call; None to measure nothing."""
+        """Return the weights before a call that trains the actor; None to measure nothing."""
         trains = call.method is Method.TRAIN_STEP and call.role == ACTOR
         return _part_of(engine) if self._dtype and engine is not None and trains else None
 
     def stats(self, before: Array, engine: Engine | None) -> Stats:
-        """Return the share of the update since ``before`` that is kept, as training statistics.
+        """Return the kept share of the update since ``before`` as training statistics.
 
-        They are empty without an update.
+        Return no statistics without an update.
         """
         assert self._dtype is not None, "there are weights to compare with"
         assert engine is not None, "there are weights to compare with"

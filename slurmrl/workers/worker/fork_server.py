@@ -1,9 +1,9 @@
-"""The fork server of a host: a process with all imports done, from which the workers are forked.
+"""The fork server of a host, which forks workers from a process with all imports done.
 
-The agent starts one fork server. For each incarnation it sends one ``fork`` per rank, with the
-worker's end of a new pipe, the file for its stacks and the rank's devices. The fork server reports
-the end of each worker as ``ended``. It uses no GPU and starts no thread, so a forked worker
-computes the same as a freshly started one.
+The agent starts one fork server. In each incarnation, the agent sends one ``fork`` per rank, with
+the worker's end of a new pipe, the file for its stacks and the rank's devices. The fork server
+reports the end of each worker as ``ended``. It uses no GPU and starts no thread, so a forked worker
+computes the same as a process that was started in the usual way.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ logger = log.get(__name__)
 
 OWN_PACKAGE = "slurmrl."
 LEFTOVERS_S = 1.5
-"""Seconds that leftover processes of a worker may take to end after they were killed. It is less
-than `loss_detection.ECHO_GRACE_S`, which the agent waits for an explaining end."""
+"""Seconds that killed leftover processes of a worker may take to end. This is less than
+`loss_detection.ECHO_GRACE_S`, so the agent still hears of the worker's end in time."""
 POLL_S = 0.01
 """Interval of polls for the end of leftover processes."""
 
 
 def preload(run: Path, group: str) -> None:
-    """Import the modules that the workers of a group need, except the user's modules.
+    """Import the modules that the workers of a group need. Later garbage collections ignore them.
 
-    Their import may have side effects. The imported objects are never collected as garbage.
+    Do not import the user's modules, because their import may have side effects.
     """
     from transformers import AutoTokenizer  # noqa: F401
 
@@ -57,18 +57,19 @@ def preload(run: Path, group: str) -> None:
 
     plan = Plan.read(RunPaths(run).plan)
     for model in plan.models_of(group).values():
-        if group == TRAINERS or BACKENDS[model.engine].serves:  # decoders of tasks need no engine
+        # Decoders of rollout tasks need no engine.
+        if group == TRAINERS or BACKENDS[model.engine].serves:
             ENGINES.load(model.engine)
     used = [plan.group(group).worker]
     if group == TRAINERS:
-        import torch._dynamo  # noqa: F401 - the first step of an optimizer does, for a second
+        import torch._dynamo  # noqa: F401 - an optimizer's first step would import it for a second
 
         used += [call.interface for call in plan.all_calls]
     for reference in used:
         if reference.startswith(OWN_PACKAGE):
             resolve(reference)
-    # Each full collection would visit its million objects, and write to pages that the workers
-    # share with this process.
+    # Otherwise each full collection would visit a million objects, and write to memory pages that
+    # the workers share with this process.
     gc.freeze()
     gc.enable()
 
@@ -81,13 +82,12 @@ class Forked(NamedTuple):
 
 
 def serve(agent: Connection, stacks_fd: int) -> Forked | None:
-    """Fork workers on request.
+    """Fork workers on request until the agent has ended; then return None.
 
-    Return in each worker; return None in the fork server when the agent has ended. Running workers
-    die with the fork server.
+    In a forked worker, return its rank and pipe at once. Running workers die with the fork server.
 
-    ``stacks_fd`` is the file for this process's stacks (see `write_stacks_on_signal`); in a worker,
-    it becomes the rank's file.
+    ``stacks_fd`` is the file for this process's stacks (see `write_stacks_on_signal`). In a worker,
+    the descriptor refers to the rank's file.
     """
     child_process.name_process("fork server")
     child_process.adopt_orphans()
@@ -102,8 +102,9 @@ class _Worker(NamedTuple):
 class _ForkServer:
     """The loop of a fork server.
 
-    Each worker adopts the orphans of its descendants. A child of this process that is no worker is
-    therefore left over from a worker that has ended. It may occupy a GPU.
+    Each worker adopts the orphans of its descendants. Therefore a child of this process that is no
+    worker is a leftover of an ended worker. Such a child may occupy a GPU, so this process kills
+    it.
     """
 
     def __init__(self, agent: Connection, stacks_fd: int) -> None:
@@ -112,7 +113,7 @@ class _ForkServer:
         self._workers: dict[int, _Worker] = {}
         """Running workers by rank."""
         self._ended: list[tuple[WorkerEnded, float]] = []
-        """Ends to report when the leftovers have ended, each with its deadline."""
+        """Ends of workers to report when the leftovers have ended, each with a deadline."""
         self._leftovers = Leftovers()
 
     def serve(self) -> Forked | None:
@@ -158,7 +159,7 @@ class _ForkServer:
             self._ended.remove((ended, latest))
             self._agent.send(FROM_FORK_SERVER.to_json(ended))
         if due:
-            remove_unused()  # this may take seconds
+            remove_unused()  # After the report, because this may take seconds.
 
     def _signal(self, worker: _Worker, request: Kill | WriteStacks) -> None:
         os.kill(

@@ -50,14 +50,14 @@ LINGER_S = 30.0
 """Seconds that a failed rank waits for its agent to kill it."""
 TEXT_CHARACTERS = 4_000
 TRACEBACK_CHARACTERS = 50_000
-"""Limit of a reported traceback, which goes through pipe, name store and history."""
+"""Maximum length of a reported traceback, which passes pipe, name store and history."""
 ECHOES = (ConnectionError, dist.DistError)
 ECHO_TEXTS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|gloo/transport|socket timeout"
     r"|remote process exited|timed out waiting|nccl (communicator|error)|timeout\(ms\)",
     re.IGNORECASE,
 )
-"""Pattern of messages of torch.distributed, gloo and NCCL if another rank is missing."""
+"""Pattern of the messages with which torch.distributed, gloo and NCCL report a missing rank."""
 
 
 class _Place(NamedTuple):
@@ -75,8 +75,8 @@ SERVING = _Place("rollout")
 def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
     """Execute messages until the last one or until the agent has ended.
 
-    Exit without the interpreter's clean-up, which would wait for process groups of ranks that may
-    have ended. It also takes seconds in a process that was forked from a large one.
+    Then exit without the interpreter's clean-up. The clean-up would wait for process groups of
+    ranks that may have ended, and takes seconds in a fork of a large process.
     """
     rank = _Rank(run, who, pipe, activity)
     code = 1
@@ -123,7 +123,7 @@ class _Rank:
             done = worker.execute(order, self.send)
             activity.end()
             self.send(done)
-        logger.warning("the agent is gone")
+        logger.warning("this worker exits, because its agent has ended")
         return 1
 
     def roll_out(self) -> int:
@@ -150,9 +150,9 @@ def _place(order: Order) -> _Place:
 
 
 def _linger(pipe: Connection) -> None:
-    """Wait until the agent kills this process, so that the report is sent completely.
+    """Wait until the agent has received the report and kills this process.
 
-    An earlier exit could make other ranks fail in collectives before the first failure is known.
+    If this process exited at once, other ranks could fail in collectives and report first.
     """
     deadline = time.monotonic() + LINGER_S
     while not pipe.closed and (left_s := deadline - time.monotonic()) > 0:
@@ -160,11 +160,11 @@ def _linger(pipe: Connection) -> None:
 
 
 def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
-    """Return the failure, without the host.
+    """Return the failure that an error means, without the host.
 
-    A user error is final: its message needs no traceback, and another start would raise it again.
-    Other errors may not occur again: another host may have resources that this host lacks, an input
-    may be readable later, and ranks may reach each other at the next start.
+    A user error is final, because every start would repeat it. Its message needs no traceback.
+    Another start may avoid other errors: another host may have the missing resources, an input may
+    become readable, and ranks may reach each other.
     """
     unreadable = isinstance(error, UnreadableInputError)
     user_error = isinstance(error, UsageError)
@@ -189,10 +189,10 @@ def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
 
 
 def recognize(error: BaseException) -> Failure:
-    """Classify an exception: its cause, the GPU that failed, and whether it is an echo.
+    """Return the cause of an exception, the failed GPU, and whether it is an echo.
 
-    A failed GPU also explains an exception that is only its consequence (see
-    `device.pending_error`).
+    An echo is an exception that looks like a consequence of another rank's end. A failed GPU also
+    explains other exceptions of the same rank (see `device.pending_error`).
     """
     chain = list(_chain(error))
     fault = _gpu_fault(chain)

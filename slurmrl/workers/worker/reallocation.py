@@ -1,6 +1,6 @@
-"""Reallocation: moves of the weights of a model of the plan into the layout of another model.
+"""Reallocations, which move weights of one model of the plan into the layout of another model.
 
-`Residence` manages models that are in device memory only while they are used.
+`Residence` keeps offloaded models in device memory only while they are used.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ Verify = Literal["first", "always", "never"]
 
 @dataclass(frozen=True)
 class PreparedMove:
-    """A reallocation in which this rank takes part.
-
-    An engine is None if the rank has no part of the model.
-    """
+    """A reallocation in which this rank takes part."""
 
     hook: Reallocation
     engines: tuple[Engine | None, Engine | None]
-    """The engines of source and target."""
+    """The engines of source and target; None if this rank has no part of that model."""
     layouts: tuple[PlacedLayout, PlacedLayout]
     plan: MovePlan
     group: dist.ProcessGroup
@@ -44,13 +41,13 @@ class PreparedMove:
     copies: BoxCopies
 
     def run(self, *, verify: bool) -> None:
-        """Execute the move.
+        """Execute the move. Collective over the ranks of both models.
 
-        Collective over the ranks of both models. Raises MoveError on every rank if ``verify`` finds
-        a difference; a moving average cannot be verified.
+        Raises MoveError on every rank if ``verify`` finds a difference. Moving averages are not
+        verified.
         """
         rank = dist.get_rank()
-        # an engine may have other storages than at the last move
+        # Get the storages again: an engine may have replaced them since the last move.
         held, taken = (
             Holdings(layout, rank, _storages(engine))
             for layout, engine in zip(self.layouts, self.engines, strict=True)
@@ -74,10 +71,10 @@ class PreparedMove:
 
 
 class Reallocations:
-    """The reallocations of a plan, each before calls whose weights have changed.
+    """The reallocations of a plan, executed only if the source has changed since the last move.
 
-    Every rank reports every call in the plan's order, whether it takes part in the call or not, so
-    all ranks agree without communication on which weights have changed since the last move.
+    Every rank reports every call in the plan's order, even if it takes no part in the call. Thus
+    all ranks know without communication which weights have changed.
     """
 
     def __init__(
@@ -89,11 +86,11 @@ class Reallocations:
         self._trained: dict[str, int] = {}
         """Number of times that each model was trained in this incarnation."""
         self._arrived: dict[str, int] = {}
-        """The training count of the weights in each target; absent if they are undefined."""
+        """Number of trainings that the weights of each target contain; absent without weights."""
         self._verified: set[Reallocation] = set()
 
     def run(self, hook: Reallocation) -> None:
-        """Move the weights unless the target already has them. Raises MoveError."""
+        """Move the weights unless the target already has the newest ones. Raises MoveError."""
         version = self._trained.get(hook.source, 0)
         if self._arrived.get(hook.target) == version:
             return
@@ -105,11 +102,11 @@ class Reallocations:
         self._verified.add(hook)
 
     def trained(self, model: str) -> None:
-        """Note that the weights of a model have changed."""
+        """Record that the weights of a model have changed."""
         self._trained[model] = self._trained.get(model, 0) + 1
 
     def discarded(self, model: str) -> None:
-        """Note that a model has lost the weights that were moved to it, if any."""
+        """Record that a model has lost the weights that a move gave to it."""
         self._arrived.pop(model, None)
 
 
@@ -122,9 +119,9 @@ def prepare(
     staging_bytes: int,
     timeout: timedelta,
 ) -> dict[Reallocation, PreparedMove]:
-    """Return this rank's part of each reallocation of the plan.
+    """Return this rank's part of each reallocation of the plan. Collective over all ranks.
 
-    Collective over all ranks. ``timeout`` limits a collective, ``staging_bytes`` a rank's buffers.
+    ``timeout`` is the time-out of a collective. ``staging_bytes`` limits the buffers of a rank.
     """
     prepared = {}
     for hook in plan.reallocations:
@@ -134,7 +131,7 @@ def prepare(
         if rank not in ranks:
             continue
         source, target = (_placed(engines, side, ranks, group, device) for side in sides)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # all ranks must connect first
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # Connect all ranks.
         per_host = plan.trainers.workers_per_host
         hosts = {member: member // per_host for member in ranks}
         prepared[hook] = PreparedMove(
@@ -158,7 +155,7 @@ def _placed(
 ) -> PlacedLayout:
     """Return a model's layout on all ``ranks`` of the group. Collective.
 
-    Ranks without a part of the model get the layout from its first rank.
+    Ranks without a part of the model receive the layout from the model's first rank.
     """
     engine = engines.get(model.role)
     layout = None if engine is None else engine.layout()
@@ -175,10 +172,10 @@ def _storages(engine: Engine | None) -> Storages:
 
 
 class Residence:
-    """A rank's engines; engines of ``offloaded`` models use no device memory between their calls.
+    """Keeps engines of ``offloaded`` models out of device memory between their calls.
 
-    Engines with ``moved`` weights remain in device memory until other models need it: a step may
-    generate several times in between, and each return would cost a move.
+    Models with ``moved`` weights lose them when they leave device memory. They remain there until
+    another model needs the memory, because a step may use them several times.
     """
 
     def __init__(
@@ -190,15 +187,15 @@ class Residence:
         self._engines = {name: engines[name] for name in engines if name in offloaded}
         self._moved = frozenset(moved) & frozenset(offloaded)
         self._staying: set[str] = set()
-        """Models that remain in device memory, on any rank, so that all ranks agree."""
+        """Models that remain in device memory on the ranks that have them; equal on all ranks."""
         for engine in self._engines.values():
             engine.offload()
 
     @contextmanager
     def using(self, *models: str) -> Iterator[None]:
-        """Keep the models in device memory during the block, if this rank has parts of them.
+        """Keep models of which this rank has parts in device memory during the block.
 
-        After an exception they stay there.
+        After an exception, the models remain in device memory.
         """
         for name in models:
             if name in self._engines:
@@ -208,7 +205,7 @@ class Residence:
         self._offload(name for name in models if name not in self._moved)
 
     def make_room(self, *needed: str) -> Collection[str]:
-        """Offload remaining models except ``needed`` ones; return the offloaded models."""
+        """Offload all remaining models that are not ``needed``; return the offloaded models."""
         left = self._staying.difference(needed)
         self._staying -= left
         self._offload(left)

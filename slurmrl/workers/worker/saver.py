@@ -1,6 +1,6 @@
-"""Writer of this rank's part of a checkpoint or a weight version, in the background of training.
+"""Writers of this rank's part of a checkpoint or a weight version.
 
-The part of a version is copied to host memory at once and written by a thread.
+A thread may write a part during training, after the rank has copied it to host memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ ACTOR = "actor"
 
 
 class Snapshot(Protocol):
-    """A copy of weights, ready to be written by any thread."""
+    """A copy of weights, which any thread may write."""
 
     def paths(self, directory: Path) -> list[Path]:
-        """The files that `write` makes."""
+        """Return the files that `write` makes."""
         ...
 
     def write(self, directory: Path) -> list[SavedFile]:
@@ -54,8 +54,8 @@ class Snapshot(Protocol):
 class Saver:
     """Writes the snapshots of one order at a time, then sends `Saved` with the files.
 
-    If the directory did not accept the files, `Saved` has the error, and the run continues. Any
-    other exception is a bug, which `wait` raises again.
+    If the directory rejects the files, `Saved` contains the error, and the run continues. Any other
+    exception is a bug, which `wait` raises again.
     """
 
     def __init__(self, rank: int) -> None:
@@ -70,7 +70,7 @@ class Saver:
         seq: int,
         say: Callable[[Saved], None],
     ) -> None:
-        """Write in a thread, which calls ``say`` when everything is on disk."""
+        """Write in a thread, which calls ``say`` when all files are on disk."""
 
         def run() -> None:
             say(self._write(snapshots, directory, seq))
@@ -85,12 +85,12 @@ class Saver:
         seq: int,
         say: Callable[[Saved], None],
     ) -> None:
-        """Write synchronously."""
+        """Write the files, then call ``say``."""
         say(self._write(snapshots, directory, seq))
         self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises the exception of a bug in `_write`."""
+        """Wait until all files are written. Raises an unexpected exception of the thread."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -104,7 +104,7 @@ class Saver:
         except EnvironmentFailure as error:
             logger.warning("%s", error)
             for path in (path for each in snapshots for path in each.paths(directory)):
-                discard(path, REAL)  # frees space, so that the error can be reported
+                discard(path, REAL)  # The report of the error needs space on a full disk.
             return replace(saved, error=str(error))
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
             traceback.print_exc()
@@ -117,7 +117,7 @@ class Saver:
 class VersionPart:
     """The tensors of a version that a rank owns, in host memory.
 
-    With a ``base``, the part stores deltas against it.
+    With a ``base``, the part stores the differences from that version.
     """
 
     number: int
@@ -134,9 +134,9 @@ class VersionPart:
         return [directory / part_file(self.number), directory / part_index(self.number)]
 
     def write(self, directory: Path) -> list[SavedFile]:
-        """Write the part and its index, durably; the index lists the file.
+        """Write the part and its index durably. Raises EnvironmentFailure.
 
-        Raises EnvironmentFailure.
+        Return no files, because the index already names the file.
         """
         with PartWriter(directory, self.number, self.base, frozen=self.frozen) as writer:
             for entry in self.entries:
@@ -146,15 +146,15 @@ class VersionPart:
 
 
 class VersionWriting:
-    """Writes this rank's parts, one at a time.
-
-    ``parts`` is None on a rank that has no weights of the actor.
-    """
+    """Writes this rank's parts of weight versions, one at a time."""
 
     def __init__(
         self, folder: Path, rank: int, parts: OwnedTensors | None, frozen: str | None = None
     ) -> None:
-        """``frozen`` is the fingerprint of the weights that versions omit."""
+        """``parts`` is None on a rank without weights of the actor.
+
+        ``frozen`` is the fingerprint of the frozen weights, which versions omit.
+        """
         self._folder = folder
         self._rank = rank
         self._parts, self._frozen = parts, frozen
@@ -164,10 +164,9 @@ class VersionWriting:
     def write(
         self, order: WriteVersion, engine: Engine | None, say: Callable[[Saved], None]
     ) -> None:
-        """Copy the current weights.
+        """Copy the current weights and begin to write them. Collective over the actor's ranks.
 
-        Collective over the actor's ranks. ``say`` receives `Saved` once the part is on disk,
-        perhaps from a thread.
+        ``say`` receives `Saved` when the part is on disk, perhaps from another thread.
         """
         if self._parts is None or engine is None:
             say(Saved(rank=self._rank, seq=order.seq))
@@ -182,7 +181,7 @@ class VersionWriting:
         self._saver.start([part], self._folder / version.name, order.seq, say)
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Raises the exception of a bug in the writing."""
+        """Wait until all parts are written. Raises as `Saver.wait`."""
         self._saver.wait()
 
 
@@ -195,9 +194,9 @@ def prepare_versions(
     accelerator: Accelerator,
     timeout: timedelta,
 ) -> VersionWriting | None:
-    """Return this rank's writer of versions; None if the trial publishes none.
+    """Return this rank's writer of versions; None if the trial publishes no versions.
 
-    Collective over all ranks. ``timeout`` bounds one collective.
+    Collective over all ranks. ``timeout`` is the time-out of one collective.
     """
     publish = settings.config.rollout.publish
     if publish is None:
@@ -207,11 +206,11 @@ def prepare_versions(
     engine = engines.get(ACTOR)
     if engine is None:
         return VersionWriting(paths.versions, rank, None)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # all ranks must connect first
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # Connect all ranks.
     per_host, model = plan.trainers.workers_per_host, settings.config.actor
     _, storage = file_form(config_values(model), model.implementation, engine.head)
     dtype = model.dtype
-    if engine.frozen is not None:  # adapters have the form that checkpoints have
+    if engine.frozen is not None:  # Versions store adapters as checkpoints do.
         storage, dtype = by_name, "float32"
     parts = OwnedTensors(
         PlacedLayout(engine.trained_layout(), ranks),

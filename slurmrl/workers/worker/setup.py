@@ -1,7 +1,6 @@
-"""Construction of a worker.
+"""Construction of a trainer from the run directory: process group, models, datasets, tokenizer.
 
-A trainer is built from the run directory: process group, models, datasets, tokenizer. Rank 0
-prepares the datasets, and all ranks read them (`Datasets`).
+Rank 0 prepares the datasets, and all ranks read them (`Datasets`).
 """
 
 from __future__ import annotations
@@ -81,26 +80,26 @@ T = TypeVar("T")
 
 
 class Worker(Protocol):
-    """A rank at work."""
+    """The worker of a trainer's rank."""
 
     def ready(self) -> Ready:
         """Return the facts that the master needs before it posts orders."""
 
     def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
-        """Execute an order. ``say`` sends later messages."""
+        """Execute an order; return the answer. ``say`` sends later messages."""
 
     def close(self) -> None: ...
 
 
 class RolloutWorker(Protocol):
-    """A rank of a rollout task at work."""
+    """The worker of a rollout task's rank."""
 
     def ready(self) -> Ready: ...
 
     def serve(self, agent: Connection) -> None:
         """Serve the incarnations that ``agent`` names, until `Retire` or the master's ``Leave``.
 
-        Also return if the agent is gone.
+        Raises RunFailedError if the agent has ended.
         """
 
 
@@ -111,7 +110,7 @@ def build(
     activity: Activity,
     say: Callable[[Answer], None],
 ) -> Worker:
-    """Build a trainer as the plan says. ``say`` sends a message to the master."""
+    """Build the worker of a trainer, as the plan says. ``say`` sends a message to the master."""
     worker: Worker = _maker(paths, who)(paths, who.rank, start, activity, say)
     return worker
 
@@ -122,7 +121,7 @@ def build_rollout(
     start: StartRollout,
     activity: Activity,
 ) -> RolloutWorker:
-    """Build the worker of a rollout task as the plan says for its group."""
+    """Build the worker of a rollout task, as the plan says."""
     worker: RolloutWorker = _maker(paths, who)(paths, who.rank, start, activity)
     return worker
 
@@ -140,7 +139,7 @@ def build_trainer(
     activity: Activity,
     say: Callable[[Preparing], None],
 ) -> Executor:
-    """Build a trainer's executor, with the weights of the commit that ``start`` names, if any."""
+    """Build the executor of a trainer; load the weights of the commit that ``start`` names."""
     settings = read_input("the configuration", lambda: load_run_settings(paths))
     read_input("the models and data", lambda: require_inputs(settings))
     plan = read_input("the plan", lambda: Plan.read(paths.plan))
@@ -158,7 +157,7 @@ def build_trainer(
     store = join(start, rank, paths.meeting(start.incarnation), accelerator, timeout)
     tokenizer = tokenizer_of(settings)
     datasets = Datasets(paths.data, start.incarnation, settings.config, store, activity)
-    opened = datasets.provide(tokenizer, rank, say)  # before any rank waits in a collective
+    opened = datasets.provide(tokenizer, rank, say)  # This may take hours: no rank waits so far.
     activity.phase("connecting to the other ranks")
     contexts = groups.build(
         plan.models_of(TRAINERS).values(),
@@ -249,10 +248,10 @@ def load(
 ) -> None:
     """Load a checkpoint after the ranks have verified it; each rank verifies a share.
 
-    Raises DamagedCheckpointError, and EnvironmentFailure if it cannot be read for `READ_S`.
+    Raises DamagedCheckpointError, and EnvironmentFailure if a file cannot be read for `READ_S`.
     """
     _verify(checkpoint, rank, ranks)
-    # a rank that finds damage reports it before any rank loads
+    # Wait, so that a rank that finds damage reports it before any rank loads.
     wait_for_others("checkpoint verified")
     for engine in engines:
         read_input("the checkpoint", partial(engine.load, checkpoint))
@@ -263,7 +262,7 @@ def verify_pinned(
 ) -> None:
     """Verify checkpoints of other trials from which models start; each rank verifies a share.
 
-    Raises UsageError for damaged ones, and EnvironmentFailure if they cannot be read for `READ_S`.
+    Raises UsageError for damage, and EnvironmentFailure if a file cannot be read for `READ_S`.
     """
     config = settings.config
     paths = {config.model(use.role).path for use in uses_of(config, settings.algorithm)}
@@ -281,7 +280,7 @@ def _verify(checkpoint: Path, rank: int, ranks: int) -> None:
 
 
 def require_inputs(settings: Settings) -> None:
-    """Raise UnreadableInputError for a path of the configuration that is not on this host."""
+    """Raise UnreadableInputError if this host cannot read a path of the configuration."""
     config = settings.config
     uses = uses_of(config, settings.algorithm)
     models = [config.model(use.role) for use in uses]
@@ -292,18 +291,18 @@ def require_inputs(settings: Settings) -> None:
 def _engines(
     settings: Settings, plan: Plan, contexts: Mapping[str, ParallelContext], paths: RunPaths
 ) -> dict[str, Engine]:
-    """Build the models of which this rank holds a shard, with their initial weights."""
+    """Build the models of which this rank has a shard, with their initial weights."""
     config = settings.config
     algorithm = settings.algorithm
     engines: dict[str, Engine] = {}
     for role, context in contexts.items():
         model = model_of(config, role)
         source = Path(model.path) if model.path is not None else None
-        if source is not None:  # check here: no other rank waits in a collective yet
+        if source is not None:  # Check this first, before other ranks wait in a collective.
             read_input(f"the model of {role}", partial(inputs.check_folder, source))
         steps = (config.total_steps or 0) - algorithm.untrained_steps(role)
         placed = plan.models[role]
-        if placed.averaged:  # like a trained model, but without moments
+        if placed.averaged:  # A moving average needs trained weights, but no optimizer moments.
             model = model.model_copy(update={"optimizer": Optimizer(name="sgd")})
         engines[role] = ENGINES.load(placed.engine)(
             role,
@@ -340,6 +339,7 @@ def _serving(
 
 
 SERVED_TYPES = "types of running servers"
+"""Key of the store with the dtypes in which running servers compute."""
 
 
 def wait_until_up(
@@ -349,10 +349,10 @@ def wait_until_up(
     store: RunStore,
     report: Callable[[], None],
 ) -> Collection[str]:
-    """Start servers, in the memory that the models leave. Collective over all ranks.
+    """Start servers in the memory that the models leave free. Collective over all ranks.
 
-    Return the types in which `rollout.servers` compute: the rank that speaks to them knows these,
-    and tells the others. ``report`` is called now and then.
+    Return the dtypes in which `rollout.servers` compute. The rank that uses the servers gets these
+    dtypes and shares them with the other ranks. Call ``report`` now and then during the start.
     """
     for engine in engines:
         engine.wait_until_up(report)
@@ -368,7 +368,7 @@ def wait_until_up(
 
 
 def _share_of_gpu(settings: Settings, device: torch.device) -> int | None:
-    """Return the bytes of this rank's GPU for a server; None if its own settings decide."""
+    """Return the bytes of this rank's GPU for a server; None if the server's settings decide."""
     if device.type != "cuda":
         return None
     total: int = torch.cuda.get_device_properties(device).total_memory
@@ -382,7 +382,7 @@ def tokenizer_of(settings: Settings) -> PreTrainedTokenizerBase:
 
 
 def read_input(what: str, action: Callable[[], T]) -> T:
-    """Read a file that existed when the trial was submitted; a failure may be temporary."""
+    """Read a file of the run. Retry for `READ_S`, because the file existed at submission."""
     return retry(f"read {what}", action, timeout_s=READ_S)
 
 
@@ -394,9 +394,9 @@ REPORTS_PER_TIMEOUT = 4
 class Datasets:
     """Prepares and opens the datasets of a configuration.
 
-    Only rank 0 of an incarnation looks for prepared data, so no two processes can disagree about
-    its state, and no stale lock can remain. The other ranks read the names of the directories from
-    the store of their world, in the run directory.
+    Only rank 0 of an incarnation looks for prepared data. Therefore no two processes can disagree
+    about its state, and no lock is needed. The other ranks read the names of the directories from
+    the store of their world.
     """
 
     def __init__(
@@ -414,14 +414,14 @@ class Datasets:
     ) -> tuple[SampleRows, ...]:
         """Return the training dataset and the datasets of `Config.evaluations`.
 
-        ``say`` sends `Preparing` to the master now and then while rank 0 tokenizes.
+        While rank 0 tokenizes, it sends `Preparing` with ``say`` now and then.
         """
         if rank == 0:
             self._prepare(tokenizer, lambda: say(Preparing(rank=rank)))
         return self._open()
 
     def _prepare(self, tokenizer: PreTrainedTokenizerBase, report: Callable[[], None]) -> None:
-        """Find or make the prepared data, and tell the other ranks."""
+        """Find or make the prepared data; store the names of its directories for other ranks."""
         timeout_s = self._config.cluster.start_timeout_s
         every_s = min(REPORT_S, timeout_s / REPORTS_PER_TIMEOUT)
         due = Interval(every_s, after_s=every_s)
@@ -445,7 +445,7 @@ class Datasets:
         self._store.set(KEY, json.dumps([directory.name for directory in directories]))
 
     def _open(self) -> tuple[SampleRows, ...]:
-        """Wait for rank 0 without a limit: the agents end this rank if rank 0 fails."""
+        """Open the prepared data. Wait for rank 0 without a limit: its failure ends this rank."""
         self._activity.phase("waiting for rank 0 to tokenize the dataset")
         self._store.wait([KEY], timedelta.max)
         names = iter(json.loads(self._store.get(KEY)))

@@ -1,7 +1,7 @@
 """The current batch on this rank. Results remain on their ranks until a call needs them elsewhere.
 
-`Shares` assigns items to data-parallel ranks, for each call. `Mail` sends samples from rank to
-rank. `share` sends them from a part's first rank to its other ranks.
+For each call, `Shares` divides the items into parts, one per data-parallel rank. `Mail` sends
+samples between ranks. `share` sends samples from the first rank of a part to its other ranks.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from slurmrl.tensors.parallel.groups import Activity, ParallelContext
 from slurmrl.tensors.parallel.topology import ModelRanks, topology_of
 
 COMPLETIONS = "input_ids"
-"""Key with the lengths of items with their completions."""
+"""Key whose lengths are the lengths of prompt and completion."""
 
 
 class Batch:
     """One batch, from its first call to its last.
 
-    Every rank executes `inputs` and `add` for every call in the plan's order, whether it takes part
-    in the call or not. The plan and the items' lengths determine which rank has which items of a
-    key. So ranks exchange only items and, after completions were made, lengths. Items are sent to
-    all later calls as soon as their readers are known. (When the readers need them, this rank may
-    be busy with a call without these readers.) A sender does not wait.
+    Every rank executes `inputs` and `add` for every call in the plan's order, even if it takes no
+    part in the call. The plan and the lengths of the items determine which rank has which items of
+    a key. Therefore ranks exchange only items and the lengths of completions.
+
+    A rank sends items to later calls as soon as it knows their readers, without waiting. If it sent
+    them only when the readers need them, it might be busy with a call of other ranks.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Batch:
         first: int = 0,
         stop: int | None = None,
     ) -> None:
-        """``take`` reads the items at these places of the batch from the dataset.
+        """Begin a batch that executes ``calls[first:stop]``.
 
-        This batch executes ``calls[first:stop]``; ``take_over`` gets the results of the calls
-        before ``first``.
+        ``take`` reads the items at given positions of the batch from the dataset. `take_over` gets
+        the results of earlier calls.
         """
         self.ids = meta.ids
         self._calls, self._first = calls, first
@@ -72,27 +73,27 @@ class Batch:
             (maker, [call for call in calls[first:stop] if _reads(call, maker)])
             for maker in calls[:stop]
         ]
-        """The calls that read a call's result and have not received it yet."""
+        """Each call, and the later calls that read its result and have not received it yet."""
         self._sent: dict[Spread, set[str]] = {}
-        """The keys that have been sent to the ranks of a spread; the same on every rank."""
+        """Keys that have been sent to the ranks of a spread; equal on every rank."""
         self._makers = {key: call for call in calls for key in call.outputs}
         self._last_readers = {key: index for index, call in enumerate(calls) for key in call.inputs}
         self._rank = rank
         self._mail = mail
         self._activity = activity
         self._made: dict[str, SequenceSample] = {}
-        """Results of this rank's part of each call, by call; on the part's first rank only."""
+        """Results of this rank's part by call. Only the first rank of a part has them."""
         self._held: dict[Spread, SequenceSample] = {}
         """This rank's part under each spread, with the keys that have arrived."""
         self._arrived: dict[Spread, set[str]] = {}
-        """The keys that all ranks of a spread have; the same on every rank."""
+        """Keys that all ranks of a spread have; equal on every rank."""
         self._lengths: Callable[[], Tensor] | None = None
-        """Function that waits for the lengths of all items with their completions."""
+        """Function that waits for the lengths of all items, completions included."""
 
     def take_over(self, sources: Sequence[Batch]) -> None:
-        """Get the results of earlier batches, of candidates, for this batch's items.
+        """Take the results of this batch's items from the batches of candidates.
 
-        Each item is in one of them, and remains on the ranks that have it.
+        Each item is in one of ``sources`` and remains on the ranks that have it.
         """
         origins = {
             name: (source, place)
@@ -113,7 +114,7 @@ class Batch:
             self._shares.use_lengths([lengths[source][place] for source, place in items])
 
     def inputs(self, call: CallPlan, context: ParallelContext | None) -> SequenceSample | None:
-        """Return this rank's items of the call's input; None if it does not take part."""
+        """Return this rank's part of a call's inputs; None without a part in the call."""
         spread = self._spread(call)
         self._send_made(self._order[call.name])
         arrived = self._arrived.setdefault(spread, set())
@@ -131,7 +132,7 @@ class Batch:
         return None if context is None else self._part(spread).only(call.inputs)
 
     def add(self, call: CallPlan, made: SequenceSample | None) -> None:
-        """Keep a call's output on the first rank of a part; drop keys that no later call reads."""
+        """Add a call's output on the first rank of a part; drop keys that no later call reads."""
         spread = self._spread(call)
         if made is not None and spread.speaks(self._rank):
             own = self._part(spread)
@@ -148,7 +149,10 @@ class Batch:
         self._held = {spread: _having(sample, read_later) for spread, sample in self._held.items()}
 
     def _own_lengths(self, call: CallPlan) -> Tensor:
-        """Return the lengths of items that this rank has made, at their places: int64 [items]."""
+        """Return the lengths of items whose completions this rank has made: int64 [items].
+
+        The lengths of other items are 0.
+        """
         lengths = torch.zeros(len(self.ids), dtype=torch.int64)
         if call.name in self._made:
             spread = self._shares.of(call)
@@ -161,7 +165,7 @@ class Batch:
         return lengths
 
     def _spread(self, call: CallPlan) -> Spread:
-        """Return the spread of a call, once completion lengths are known if it depends on them."""
+        """Return the spread of a call, after a wait for the lengths on which it may depend."""
         if self._shares.needs_lengths(call):
             self._shares.use_lengths(self._all_lengths())
         return self._shares.of(call)
@@ -174,7 +178,7 @@ class Batch:
         return lengths
 
     def _part(self, spread: Spread) -> SequenceSample:
-        """Return this rank's part under a spread of a layout that contains this rank."""
+        """Return this rank's part under a spread whose ranks include this rank."""
         if spread not in self._held:
             part = spread.part_of(self._rank)
             assert part is not None, "only ranks of the layout ask"
@@ -191,7 +195,7 @@ class Batch:
                 self._send(maker, readers.pop(0))
 
     def _send(self, maker: CallPlan, reader: CallPlan) -> None:
-        """Send this rank's outputs to a reader's ranks, unless these have them already."""
+        """Send this rank's outputs to the ranks of a reader that lack them."""
         source, target = self._shares.of(maker), self._shares.of(reader)
         sent = self._sent.setdefault(target, set())
         keys = [key for key in reader.inputs if key in maker.outputs and key not in sent]
@@ -206,7 +210,7 @@ class Batch:
     def _delivered(
         self, maker: CallPlan, keys: Sequence[str], reader: CallPlan
     ) -> SequenceSample | None:
-        """Return the keys that a call made, for all items of this rank's part for the reader.
+        """Return outputs of ``maker`` for all items of this rank's part of ``reader``.
 
         Return None on a rank that is not the first of a part.
         """
@@ -245,7 +249,7 @@ def _reads(call: CallPlan, maker: CallPlan) -> bool:
 
 
 def _by_ids(sample: SequenceSample, ids: Sequence[str]) -> SequenceSample:
-    """Return these items of a sample, in this order."""
+    """Return the items with these ids from a sample, in this order."""
     places = {name: place for place, name in enumerate(sample.ids)}
     return sample.take([places[name] for name in ids])
 
@@ -255,13 +259,12 @@ def _having(sample: SequenceSample, keys: Collection[str]) -> SequenceSample:
 
 
 class Shares:
-    """Balances items by their numbers of tokens, separately for each minibatch.
+    """Divides the items of a batch among data-parallel ranks, balanced by numbers of tokens.
 
-    Completions cost more than prompts, and their lengths are not known before they are made. So a
-    generation that begins a batch gets equal numbers of items, with prompt tokens as balanced as
-    that allows; once all ranks know the lengths (`use_lengths`), the models' later calls get new
-    shares. A call without a model runs where the completions were made, because its cost does not
-    depend on the lengths.
+    The division is separate for each minibatch. If a batch begins with generation, the lengths of
+    completions are still unknown. Therefore each rank first gets the same number of items, with
+    prompt tokens as balanced as that allows. When all ranks know the lengths (`use_lengths`), later
+    calls with a model get new shares. Calls without a model keep the shares of the generation.
     """
 
     def __init__(
@@ -281,22 +284,22 @@ class Shares:
         self._waiting = frozenset(
             call.name for call in calls[1:] if generates and call.role is not None
         )
-        """The calls whose shares depend on the lengths of completions."""
+        """Names of the calls whose shares depend on the lengths of completions."""
         self.generation = first.name if self._waiting else None
-        """The call that makes the completions on whose lengths other calls' shares depend."""
+        """Name of the call that makes these completions; None without such calls."""
         self._known: tuple[int, ...] | None = None
         self._spreads: dict[str, Spread] = {}
 
     def needs_lengths(self, call: CallPlan) -> bool:
-        """Whether `use_lengths` must be called before `of`."""
+        """Return whether `use_lengths` must be called before `of`."""
         return call.name in self._waiting and self._known is None
 
     def use_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the ``lengths`` of all items with completions, which are equal on every rank."""
+        """Set the lengths of all items, completions included. They are equal on every rank."""
         self._known = tuple(lengths)
 
     def use_spread(self, call: CallPlan, spread: Spread) -> None:
-        """Set the shares of a call that earlier batches have executed."""
+        """Set the shares of a call that the batches of candidates have executed."""
         self._spreads[call.name] = spread
 
     def of(self, call: CallPlan) -> Spread:
@@ -323,25 +326,21 @@ class Shares:
 
 
 ALL = "data"
-"""Name of the group of ranks with the same part; absent if there are no such ranks."""
+"""Name of the group of ranks that have the same part; missing if each part has one rank."""
 
 
 class Mail:
-    """Exchange of samples between ranks, through host memory.
+    """Sends samples between ranks, through host memory.
 
-    A rank sends without waiting; messages of one ``tag`` between two ranks arrive in the order in
-    which they were sent.
+    A rank sends without waiting. Messages with the same ``tag`` between two ranks keep their order.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Move tensors in host memory between all ranks with ``group`` (gloo).
-
-        Received tensors go to ``device``.
-        """
+        """Send with ``group`` (gloo, all ranks), and put received tensors on ``device``."""
         self._group = group
         self._device = device
         self._sent: list[tuple[dist.Work, Tensor]] = []
-        """Data in transit, with tensors that must be kept until it has arrived."""
+        """Transfers in progress, with the tensors that must exist until they end."""
 
     def send(self, sample: SequenceSample, to: int, tag: int) -> None:
         header = _header(sample)
@@ -364,9 +363,9 @@ class Mail:
         return _unpacked(header, content[header_size:], self._device)
 
     def total(self, own: Tensor) -> Callable[[], Tensor]:
-        """Start to sum a tensor in host memory over all ranks, without waiting.
+        """Start to sum a tensor in host memory over all ranks; return a function that waits for it.
 
-        Return a function that waits for the sum. Collective.
+        Collective.
         """
         work = dist.all_reduce(own, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
@@ -379,14 +378,14 @@ class Mail:
         return wait
 
     def finish(self) -> None:
-        """Wait until everything sent has arrived."""
+        """Wait until all sent samples have arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
 
 def share(sample: SequenceSample | None, context: ParallelContext) -> SequenceSample | None:
-    """Return the first rank's ``sample`` on every rank of its group. Collective."""
+    """Return the ``sample`` of a group's first rank on every rank of the group. Collective."""
     if ALL not in context.groups:
         return sample
     group, device = context.group(ALL), context.device
@@ -421,7 +420,7 @@ def _header(sample: SequenceSample | None) -> Any:
 
 
 def _unpacked(header: dict[str, Any], buffer: Tensor, device: torch.device) -> SequenceSample:
-    """Return the sample whose tensors' bytes are in ``buffer``."""
+    """Return the sample that ``header`` describes; ``buffer`` contains the bytes of its tensors."""
     sizes = [_size(spec) for spec in header["tensors"].values()]
     data: dict[str, Tensor | None] = dict.fromkeys(header["lengths"])
     for (key, spec), (first, last) in zip(

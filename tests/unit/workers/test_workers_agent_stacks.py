@@ -67,7 +67,7 @@ def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "R",
             "denied",
-            "(py-spy cannot read it: Permission Denied: Try again; it may be",
+            "(py-spy cannot read the process: Permission Denied: Try again; it may be",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_py_spy_gets_at_most_the_remaining_time(py_spy: None) -> None:
     [
         (f"(rank 0 did not answer)\n{witness.SEEN}{NATIVE}", "my reward.py:4 in blocked"),
         (f"(rank 0 did not answer)\n{witness.SEEN}{PYTHON}", "<string>:3 in waits"),
-        ("(rank 0 did not answer)\n(py-spy cannot read it: Permission Denied)\n", ""),
+        ("(rank 0 did not answer)\n(py-spy cannot read the process: Permission Denied)\n", ""),
     ],
 )
 def test_frame_of_an_unresponsive_process_is_shown(text: str, frame: str) -> None:

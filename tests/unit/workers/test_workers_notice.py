@@ -105,7 +105,7 @@ def test_notification_is_sent_once_for_each_end_of_a_trial(
 
 @pytest.mark.parametrize(
     ("codes", "tries", "said"),
-    [([503, 429], 3, ""), ([503] * 3, 3, "answers 503"), ([404], 1, "answers 404")],
+    [([503, 429], 3, ""), ([503] * 3, 3, "HTTP status 503"), ([404], 1, "HTTP status 404")],
 )
 def test_failed_webhook_is_retried_without_side_effects(
     run: RunPaths,
@@ -134,7 +134,7 @@ def test_notification_that_cannot_be_posted_is_a_warning(
     (run.config.parent / "tokens").unlink(missing_ok=True)
     monkeypatch.setattr(end_of_trial, "_environment", lambda cluster: {NAME: "no URL"})
     end_of_trial.announce(run)
-    assert f"the variable {NAME} holds no http or https URL" in caplog.text
+    assert f"variable {NAME} holds no http or https URL" in caplog.text
     monkeypatch.setattr(end_of_trial, "_environment", lambda cluster: {NAME: hook.url})
     monkeypatch.setattr(end_of_trial, "LONGEST_S", 0.05)
     monkeypatch.setattr(end_of_trial, "post", lambda url, body: released.wait(60))

@@ -324,5 +324,5 @@ def test_slow_reward_is_stopped_and_its_item_left_to_the_trainers(
 
     asyncio.run(asyncio.wait_for(judge(), 60))
     made.close()
-    assert caplog.text.count("the reward for data.jsonl:1 (sample 0@0, index 0) is stopped") == 2
+    assert caplog.text.count("the reward for data.jsonl:1 (sample 0@0, index 0) was stopped") == 2
     assert "the trainers will score item 0" in caplog.text

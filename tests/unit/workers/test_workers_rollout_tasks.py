@@ -1042,7 +1042,7 @@ def test_trial_fails_if_every_task_fails_in_the_same_way(beds: Callable[..., Bed
         fail(bed.paths, number, 0, f"r{number}", FOREIGN.format(number))
         bed.look()
     fail(bed.paths, 1, 1, "r0", FOREIGN.format(9))
-    with pytest.raises(ReportedError, match=r"4 rollout tasks .* the last one") as caught:
+    with pytest.raises(ReportedError, match=r"4 rollout tasks .* the last failure") as caught:
         bed.look()
     assert "rank 0: OwnershipError: /dev/shm/slurmrl-7" in str(caught.value)
     assert caught.value.failure.final

@@ -31,7 +31,7 @@ PAIRS = "metrics that are not a pair (sum, count) of numbers: "
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (sample("rewards"), "SequenceSample, must return a CallResult"),
+        (sample("rewards"), "SequenceSample, but must return a CallResult"),
         (
             CallResult(),
             "a sample without rewards, which calls() declares as outputs; it has no keys",
