@@ -191,7 +191,7 @@ class Children:
         self.fork_server, line = child_process.spawn_with_pipe(
             f"the fork server of host {self.identity.host}",
             "slurmrl.workers.worker",
-            [*self._run_option(), "--world", self.world, *self._pulse_option()],
+            [*self._options(), "--world", self.world],
             output=output,
             environment=given,
             interpreter=fork_environment.interpreter(cluster.slurm, given, cluster.env),
@@ -202,8 +202,8 @@ class Children:
         return line
 
     def start_master(self, submission: int, output: IO[bytes]) -> None:
-        arguments = [*self._run_option(), "--submission", str(submission)]
-        arguments += ["--job", self.identity.job, *self._pulse_option()]
+        arguments = [*self._options(), "--submission", str(submission)]
+        arguments += ["--job", self.identity.job]
         self.master, self._master_pipe = child_process.spawn_with_pipe(
             MASTER,
             "slurmrl.workers.master",
@@ -214,11 +214,8 @@ class Children:
         self._listen(self.master.pidfd, partial(self._master_ended, self.master))
         self._listen(self._master_pipe.fileno(), partial(self._hear_master, self._master_pipe))
 
-    def _run_option(self) -> list[str]:
-        return ["--run", str(self.paths.run)]
-
-    def _pulse_option(self) -> list[str]:
-        return [child_process.PULSE_OPTION, str(self._pulse_s)]
+    def _options(self) -> list[str]:
+        return ["--run", str(self.paths.run), child_process.PULSE_OPTION, str(self._pulse_s)]
 
     # -- running processes -------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -332,7 +333,7 @@ class WorkerChannel:
         return f" ({agent.host}, job {agent.job_id})"
 
 
-class AgentRegistry(Mapping[str, Identity]):
+class AgentRegistry(ChainMap[str, Identity]):
     """The known agents by ``group/task``.
 
     ``heard`` contains the agents that have sent `Hello`. The name store contains the claims of all
@@ -343,29 +344,20 @@ class AgentRegistry(Mapping[str, Identity]):
         self,
         names: NameStore,
         plan: Plan,
-        heard: Mapping[str, Identity],
+        heard: MutableMapping[str, Identity],
         *,
         incarnation: int,
         job: str,
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._claimed: dict[str, Identity] = {}
+        super().__init__(heard, self._claimed)
         self._names = names
         self._hosts = plan.trainers.hosts
-        self._heard = heard
         self._incarnation = incarnation
         self._job = job
         self._looks = Interval(look_s, clock, after_s=look_s)
-        self._claimed: dict[str, Identity] = {}
-
-    def __getitem__(self, label: str) -> Identity:
-        return self._heard[label] if label in self._heard else self._claimed[label]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._claimed, **self._heard})
-
-    def __len__(self) -> int:
-        return len({**self._claimed, **self._heard})
 
     def look(self) -> None:
         """Look for claims of agents that have not sent `Hello`, when due."""

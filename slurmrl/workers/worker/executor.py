@@ -246,7 +246,6 @@ class Executor:
         began = time.monotonic()
         self._make_room(())
         self._saver.wait()
-        save = self._saver.start if order.asynchronous else self._saver.write
         directory = self.paths.checkpoints / order.directory
         snapshots = []
         for role, engine in self.engines.items():
@@ -256,7 +255,7 @@ class Executor:
             with self._residence.using(role):
                 if (snapshot := engine.snapshot(copy=copy)) is not None:
                     snapshots.append(snapshot)
-        save(snapshots, directory, order.seq, say)
+        self._saver.write(snapshots, directory, order.seq, say, asynchronous=order.asynchronous)
         return self._done(order, began)
 
     def publish(self, order: WriteVersion, say: Callable[[Saved], None]) -> Done:

@@ -63,31 +63,26 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._bug: Exception | None = None
 
-    def start(
-        self,
-        snapshots: Sequence[Snapshot],
-        directory: Path,
-        seq: int,
-        say: Callable[[Saved], None],
-    ) -> None:
-        """Write in a thread, which calls ``say`` when all files are on disk."""
-
-        def run() -> None:
-            say(self._write(snapshots, directory, seq))
-
-        self._thread = threading.Thread(target=run, name="saver", daemon=True)
-        self._thread.start()
-
     def write(
         self,
         snapshots: Sequence[Snapshot],
         directory: Path,
         seq: int,
         say: Callable[[Saved], None],
+        *,
+        asynchronous: bool,
     ) -> None:
-        """Write the files, then call ``say``."""
-        say(self._write(snapshots, directory, seq))
-        self.wait()
+        """Write the files, then call ``say``; if ``asynchronous``, both in a thread."""
+
+        def run() -> None:
+            say(self._write(snapshots, directory, seq))
+
+        if asynchronous:
+            self._thread = threading.Thread(target=run, name="saver", daemon=True)
+            self._thread.start()
+        else:
+            run()
+            self.wait()
 
     def wait(self) -> None:
         """Wait until all files are written. Raises an unexpected exception of the thread."""
@@ -178,7 +173,8 @@ class VersionWriting:
         entries = self._parts.take(engine.trained_storages())
         part = VersionPart(self._rank, version, entries, base, self._frozen)
         self._last = part.bits()
-        self._saver.start([part], self._folder / version.name, order.seq, say)
+        folder = self._folder / version.name
+        self._saver.write([part], folder, order.seq, say, asynchronous=True)
 
     def wait(self) -> None:
         """Wait until all parts are written. Raises as `Saver.wait`."""

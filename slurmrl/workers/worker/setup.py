@@ -59,11 +59,8 @@ from slurmrl.workers.distributed import (
 )
 from slurmrl.workers.messages import (
     Answer,
-    Done,
-    Order,
     Preparing,
     Ready,
-    Saved,
     Start,
     StartRollout,
 )
@@ -77,18 +74,6 @@ from slurmrl.workers.worker.step_batch import Mail
 logger = log.get(__name__)
 
 T = TypeVar("T")
-
-
-class Worker(Protocol):
-    """The worker of a trainer's rank."""
-
-    def ready(self) -> Ready:
-        """Return the facts that the master needs before it posts orders."""
-
-    def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
-        """Execute an order; return the answer. ``say`` sends later messages."""
-
-    def close(self) -> None: ...
 
 
 class RolloutWorker(Protocol):
@@ -109,9 +94,9 @@ def build(
     start: Start,
     activity: Activity,
     say: Callable[[Answer], None],
-) -> Worker:
+) -> Executor:
     """Build the worker of a trainer, as the plan says. ``say`` sends a message to the master."""
-    worker: Worker = _maker(paths, who)(paths, who.rank, start, activity, say)
+    worker: Executor = _maker(paths, who)(paths, who.rank, start, activity, say)
     return worker
 
 
