@@ -6,11 +6,11 @@ scripts/bench/wakeups.py [--agents 8] [--workers 2] [--steps 4] [--pace 100 --pa
 Agents are forked processes around the log reader, the log and the socket of a real agent; a worker
 is a process that sleeps for the duration of a call. The master is the one of a trial
 (`WorkerChannel`). Nothing uses inotify; polls have the intervals of a trial on ``--pace`` hosts.
-A step takes as long as its calls: what it takes beyond the time that its slowest worker spent in
-them is the loss: its median, in brackets the least and the most. A look of the master is a read of
-one agent's log: three file operations.
+The loss of a step is the time that it takes beyond the time that its slowest worker spends in
+calls. The table has the median loss, with the least and the most in brackets. A look of the master
+is a read of one agent's log: three file operations.
 
-Also how long the master takes to wake 1,000 agents.
+The program also measures how long the master takes to wake 1,000 agents.
 """
 
 from __future__ import annotations
