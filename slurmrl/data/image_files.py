@@ -204,7 +204,8 @@ def _decoded(
         if place >= max(wanted):
             break
     if missing := sorted(wanted - found.keys()):
-        raise ImageError(f"('{name}') is damaged: it has no frame {missing[0]}")
+        reason = "it is damaged, or its header is wrong"
+        raise ImageError(f"('{name}') has no frame {missing[0] + 1} of {total}: {reason}")
     return Video(np.stack([found[place] for place in places]), places, total, float(rate))
 
 

@@ -26,6 +26,8 @@ from slurmrl.data.types import ABSENT, Row, value_at
 UNREAD: Final = ("video", "videos", "audio", "audios", "image", "images")
 """Usual names of columns with media. They are rejected without their key, because training would
 ignore them."""
+READ: Final = frozenset(("type", "video"))
+"""Keys of a part of type video. Other libraries read further ones, such as ``fps``."""
 CHECKS: Final = {"image": check_image, "video": check_video}
 
 
@@ -107,6 +109,11 @@ def wrong_media(
             return key, listed
         parts = _media_parts(medium, config, row, keys)
         own = [part[medium] for part in parts if part.get(medium) is not None]
+        unread = {name for part in parts for name in part if part[name] is not None} - READ
+        if unread and medium == "video":
+            remedy = "set video_fps or video_frames for all rows"
+            reason = f"has a video with '{min(unread)}', which slurmrl does not read: {remedy}"
+            return _key(config), reason
         for each in own:
             if reason := _wrong(medium, each):
                 return _key(config), f"has {_a(medium)} that {reason}"

@@ -426,7 +426,9 @@ PICTURE_FAMILIES: Final = frozenset(
     )
 )
 """Families that join the images of several prompts along dim 0 of each argument."""
-VIDEO_FAMILIES: Final = frozenset(("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"))
+VIDEO_FAMILIES: Final = frozenset(
+    ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+)
 """Families among these that also read videos."""
 PATCH: Final = {"patch_size": 14, "temporal_patch_size": 2, "in_channels": 3}
 """Sizes of Qwen2.5-VL's patches. SGLang mistakes other patches for hidden states of images."""

@@ -132,6 +132,21 @@ def test_long_list_of_frames_is_thinned_out(tmp_path: Path) -> None:
     assert sorted(listed) == ["0.png"], "frames 0, 3, 6 and 9"
 
 
+@pytest.mark.parametrize(("name", "stored"), [("a.mp4", 40), ("a.mkv", 0), ("a.avi", 40)])
+def test_frames_are_the_same_if_a_format_does_not_store_their_number(
+    name: str, stored: int, tmp_path: Path
+) -> None:
+    av = pytest.importorskip("av")
+    write_video(tmp_path / name, frames=40, rate=10)
+    with av.open(str(tmp_path / name)) as container:
+        assert container.streams.video[0].frames == stored
+        frames = [each.to_ndarray(format="rgb24") for each in container.decode(video=0)]
+    files = ImageFiles()
+    found = image_files.load_video(tmp_path, name, lambda total, rate: [0, 7, total - 1], files)
+    assert (found.total, found.rate) == (40, 10.0)
+    np.testing.assert_array_equal(found.frames, [frames[0], frames[7], frames[39]])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_file_has_the_frames_that_the_processor_chooses(family: str, tmp_path: Path) -> None:
     pytest.importorskip("av")
@@ -184,6 +199,8 @@ def test_frames_are_chosen_as_by_transformers(folder: Path) -> None:
         ({"audio": "a.wav", "videos": [FRAMES]}, "audio", "slurmrl reads no sounds"),
         ({"prompt": [{"role": "user", "content": [{"type": "video", "video": 3}]}]},
          "prompt", "has a video that must be the path"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video", "video": FRAMES, "fps": 1}]}]},
+         "prompt", "has a video with 'fps', which slurmrl does not read: set video_fps"),
     ],
 )  # fmt: skip
 def test_unusable_video_is_a_problem_of_its_row(
@@ -240,7 +257,7 @@ def test_file_without_decoder_is_rejected_and_frames_are_read(
 def test_frame_of_a_file_that_ends_early_is_missing(tmp_path: Path) -> None:
     pytest.importorskip("av")
     write_video(tmp_path / "a.mp4", frames=4, rate=10)
-    with pytest.raises(ImageError, match="is damaged: it has no frame 9"):
+    with pytest.raises(ImageError, match="has no frame 10 of 4: it is damaged, or"):
         image_files.load_video(tmp_path, "a.mp4", lambda *_: [0, 9], ImageFiles())
 
 
