@@ -1,8 +1,8 @@
 """The families that the built-in decoder runs, one entry each. Torch-free.
 
 An entry defines how to read a family's Hugging Face ``config.json``: the class names, the defaults
-that transformers uses for missing fields, and which optional parts the layers have. A part
-is True, False, or the name of the config field that switches it.
+that transformers uses for missing fields, and which optional parts the layers have. A part is True,
+False, or the name of the config field that switches the part on.
 
 To add a family that combines existing parts, add one entry to ``FAMILIES``
 (docs/models.md shows how).
@@ -92,7 +92,7 @@ GEMMA = Family(
     o_bias="attention_bias",
     norm_offset=True,
     scaled_embedding=True,
-    meanings={("hidden_act", "gelu"): "gelu_pytorch_tanh"},  # as in transformers
+    meanings={("hidden_act", "gelu"): "gelu_pytorch_tanh"},  # transformers does the same.
     defaults={
         **COMMON_DEFAULTS,
         "hidden_act": "gelu_pytorch_tanh",
@@ -203,7 +203,7 @@ SOLAR_OPEN = Family(
         "rope_theta": 1e6,
         PARTIAL: 1.0,
         "head_dim": 128,
-        "intermediate_size": None,  # all layers have experts
+        "intermediate_size": None,  # All layers have experts.
         "moe_intermediate_size": 1280,
     },
 )
@@ -289,7 +289,7 @@ DEEPSEEK_V2 = Family(
         "topk_method": "greedy",
         "n_routed_experts": 64,
         "n_shared_experts": 2,
-        "norm_topk_prob": False,  # which transformers does not read
+        "norm_topk_prob": False,  # transformers does not read this field.
         "num_experts_per_tok": None,
         "moe_intermediate_size": 1407,
         "output_router_logits": False,
@@ -404,14 +404,15 @@ REFUSED: Mapping[str, str] = {
     "kimi_k2": "it has the layers of deepseek_v3, so set model_type to deepseek_v3 "
     "(docs/models.md#latent-attention)",
 }
-"""Families that users may expect, and why the built-in decoder does not run them."""
+"""Families that users may expect, with the reason why the built-in decoder does not run them."""
 
 
 def family_of(model_type: object) -> Family:
-    """The entry of a ``model_type``. Raises UnknownNameError with the reason or the known ones."""
+    """Return the entry of a ``model_type``. Raises UnknownNameError with the reason or a hint."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    # A similar name is mostly another architecture (qwen3_5_text and qwen3_moe), not a misspelling.
+    # A similar name often belongs to another architecture (qwen3_5_text, qwen3_moe), so the hint
+    # needs a close match.
     hint = REFUSED.get(str(model_type)) or near(str(model_type), sorted(FAMILIES), likeness=0.8)
     raise UnknownNameError(
         f"model_type {model_type!r} is not supported by the built-in decoder: {hint}; "
@@ -433,27 +434,27 @@ VIDEO_FAMILIES: Final = frozenset(
 PATCH: Final = {"patch_size": 14, "temporal_patch_size": 2, "in_channels": 3}
 """Sizes of Qwen2.5-VL's patches. SGLang mistakes other patches for hidden states of images."""
 STRAY: Final = 0
-"""The token that is read in place of a placeholder without an image."""
+"""Token that the model reads in place of a placeholder without an image."""
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
-"""Fields of a ``config.json`` object of which one has the token id of placeholders."""
+"""Fields of a ``config.json`` object; one of them has the token id of placeholders."""
 VIDEO_FIELD: Final = "video_token_id"
 """Field with the token id of placeholders of videos."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "sglang": ("qwen2_5_vl", "qwen3_vl"),
     "vllm": ("qwen2_5_vl", "qwen3_vl"),
 }
-"""Families to which servers get images. For other families, the requests to a server were not
+"""Families for which servers get images. Only for these families have requests to a server been
 compared with training."""
 
 PIXTRAL: Final = "pixtral"
-"""An encoder whose processor pads the images of a batch to the size of the largest one."""
+"""Encoder whose processor pads all images of a batch to the size of the largest image."""
 
 WITHOUT_ENCODER: Final = frozenset(("qwen3_5", "qwen3_5_moe"))
-"""Families among these that transformers also runs without the image encoder."""
+"""Members of `PICTURE_FAMILIES` that transformers also runs without the image encoder."""
 
 
 def served_refusal(values: Mapping[str, Any], server: str) -> str:
-    """Return why a server gets no images for the model of a ``config.json`` object; or ""."""
+    """Return why a server gets no images for the model of a ``config.json``; "" if it gets them."""
     family, known = values.get("model_type"), SERVED[server]
     if family in known:
         tower = values.get("vision_config")
@@ -478,7 +479,7 @@ def video_refusal(values: Mapping[str, Any]) -> str:
 
 
 def picture_refusal(values: Mapping[str, Any]) -> str:
-    """Return why the model of a ``config.json`` object cannot read images here; or ""."""
+    """Return why the model of a ``config.json`` cannot read images in slurmrl; "" if it can."""
     family = values.get("model_type")
     tower = values.get("vision_config")
     if family == "llava" and isinstance(tower, Mapping) and tower.get("model_type") == PIXTRAL:

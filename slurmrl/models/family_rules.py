@@ -1,8 +1,8 @@
 """The entries of the table of families, and the sizes of latent attention. Torch-free.
 
 In latent attention (MLA; DeepSeek-AI 2024, DeepSeek-V2, section 2.1), keys and values of all heads
-come from one latent vector per token, and queries may come from another one. Each key also has dims
-that are rotated and equal in all heads.
+come from one latent vector per token, and queries may come from another latent vector. Each key
+also has rotated dims, which are equal in all heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 PARTIAL = "partial_rotary_factor"
 WHOLE_HEADS = (None, 1)
-"""Values of that field with which all dims of a head are rotated."""
+"""Values of the field `PARTIAL` with which all dims of a head are rotated."""
 
 Switch = bool | str
 
@@ -42,7 +42,8 @@ class Experts:
     shared: bool = False
     """Whether there are groups of experts, a factor of the weights and shared experts."""
     typed: bool = False
-    """Whether ``mlp_layer_types`` lists the layers with experts; by default, all but the first."""
+    """Whether ``mlp_layer_types`` lists the layers with experts. By default, all layers except the
+    first have experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,45 +52,45 @@ class Family:
 
     model_type: str
     class_prefix: str
-    """``Qwen3`` of ``Qwen3ForCausalLM``."""
+    """Start of the names of transformers' classes, such as ``Qwen3`` of ``Qwen3ForCausalLM``."""
     lm_class: str = ""
-    """The class of the language model where it is not ``<class_prefix>ForCausalLM``."""
+    """Class of the language model if it is not ``<class_prefix>ForCausalLM``."""
     qkv_bias: Switch = False
     o_bias: Switch = False
     mlp_bias: Switch = False
     qk_norm: Switch = False
-    """RMSNorm over head_dim of queries and keys, before the rotation."""
+    """Whether queries and keys have an RMSNorm over head_dim before the rotation."""
     norm_offset: bool = False
-    """Norms multiply by 1 + weight."""
+    """Whether norms multiply by 1 + weight."""
     norm_bias: bool = False
-    """Norms subtract the mean and add a bias (LayerNorm)."""
+    """Whether norms subtract the mean and add a bias (LayerNorm)."""
     gated: bool = True
     """Whether the dense feed-forward part has a gate."""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of the hidden size."""
+    """Whether embeddings are multiplied by the root of the hidden size."""
     latent: bool = False
-    """Keys and values come from latent vectors (MLA)."""
+    """Whether keys and values come from latent vectors (MLA)."""
     partial_rotary: bool = False
-    """A part of each head's dims is rotated (``partial_rotary_factor``); otherwise all dims."""
+    """Whether ``partial_rotary_factor`` limits the rotated dims of a head."""
     windows: Literal["none", "all", "chosen", "every other"] = "none"
-    """Which layers see only the last ``sliding_window`` tokens: none, all, or those that
-    ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose. Without
-    ``layer_types``, every other layer from the first one."""
+    """Layers that see only the last ``sliding_window`` tokens. ``chosen``: the layers that
+    ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` select. ``every other``: the
+    layers that ``layer_types`` selects, by default every other layer from the first on."""
     sinks: bool = False
-    """Each query head has a trained score without a value, which takes part in the softmax."""
+    """Whether each query head has a trained score without a value, which joins the softmax."""
     experts: Experts | None = None
     files: str = "slurmrl.models.shapes:by_name"
     """``module:function`` that maps parameters to tensors of the files."""
     decoder: str = "slurmrl.models.decoder:Decoder"
     """``module:Class`` of the decoder; a family with another structure has a separate file."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Config fields that the family names differently: our name to its name."""
+    """Config fields with another name in this family, by the name in most families."""
     without: frozenset[str] = frozenset()
     """Fields that this family lacks, although most families have them."""
     meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
-    """Values of fields with another meaning in files: (our field, file value) to our value."""
+    """Meaning of a value in files that differs from the value: (field, file value) to meaning."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults for fields that a ``config.json`` omits, by our names."""
+    """transformers' defaults for fields that a ``config.json`` omits, by names of most families."""
 
     def class_name(self, head: Literal["lm", "value"]) -> str:
         """Return the name of transformers' class of a model with this head."""
@@ -98,14 +99,14 @@ class Family:
         return self.lm_class or f"{self.class_prefix}ForCausalLM"
 
     def switched(self, switch: Switch, values: Mapping[str, Any]) -> bool:
-        """The state of an optional part under the config ``values``."""
+        """Return whether the config ``values`` switch an optional part on."""
         return switch if isinstance(switch, bool) else bool(values[switch])
 
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 QUERY_RANK = "q_lora_rank"
 KEY_SIZE = "qk_head_dim"
-"""Sum of the sizes of a key's parts, which transformers writes and computes."""
+"""Field with the size of a whole key, which transformers writes but computes itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,25 +118,27 @@ class Latent:
     rank: int
     """Size of the latent vector of keys and values."""
     plain: int
-    """Number of a query's and a key's dims without a rotation."""
+    """Number of dims of a query or key that are not rotated."""
     rotated: int
+    """Number of dims of a query or key that are rotated."""
     value: int
+    """Size of a value."""
     interleaved: bool
     """Whether files have the two dims of a rotated pair side by side."""
 
     @property
     def key(self) -> int:
-        """Size of a query and of a key."""
+        """Size of a query or key."""
         return self.plain + self.rotated
 
     @property
     def head(self) -> int:
-        """Size of queries, keys and values in attention, which fills up the shorter ones."""
+        """Size of queries, keys and values in attention, to which shorter vectors are padded."""
         return max(self.key, self.value)
 
     @staticmethod
     def from_hf(full: Mapping[str, Any]) -> Latent:
-        """Read the sizes of a ``config.json`` object without `problems`."""
+        """Return the sizes in a ``config.json`` object that has no `problems`."""
         query = full.get(QUERY_RANK)
         rank, plain, rotated, value = (int(full[name]) for name in SIZES)
         return Latent(
@@ -149,7 +152,7 @@ class Latent:
 
 
 def problems(full: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the sizes of a ``config.json`` object, one message each."""
+    """Return a message for each problem of the sizes in a ``config.json`` object."""
     sizes = {name: full.get(name) for name in SIZES}
     if full.get(QUERY_RANK) is not None:
         sizes[QUERY_RANK] = full[QUERY_RANK]

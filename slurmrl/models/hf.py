@@ -23,7 +23,7 @@ CONFIG_FILE = "config.json"
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The architecture of a model folder.
+    """Return the architecture of a model folder.
 
     Raises UsageError if the folder is not a model or its family is not supported.
     """
@@ -31,7 +31,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` object of a model folder. Raises UsageError if there is none."""
+    """Return the ``config.json`` object of a model folder. Raises UsageError if there is none."""
     if CONFIG_FILE not in inputs.list_names(folder):
         raise inputs.missing(
             folder / CONFIG_FILE,
@@ -44,16 +44,16 @@ class Weights:
     """The parameters of a model folder as tensors, by the decoder's names."""
 
     def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
-        """Raises UsageError if the files do not match the config (``mismatches``).
+        """Open the files, which may lack the value head.
 
-        The value head may be missing.
+        Raises UsageError if they do not match the config.
         """
         self._parameters = FolderParameters(folder, config, head)
         if problem := other_projection(folder, config, head):
             raise UsageError(f"{folder}: {problem}")
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a parameter, in the files' dtype.
+        """Return a box of a parameter, in the files' dtype.
 
         A missing value head is zero, so that a new critic's values start at zero.
         """
@@ -62,28 +62,28 @@ class Weights:
         return as_tensor(self._parameters.read(name, box), self._parameters.dtype(name))
 
     def read_finite(self, name: str, box: Box) -> Tensor:
-        """Read a box like `read`. Raises UsageError if it has NaN or infinite values."""
+        """Return a box as `read` does. Raises UsageError if it has NaN or infinite values."""
         values = self.read(name, box)
         if not is_finite(values):
             folder = self._parameters.folder
             problem = not_finite(folder, self._parameters.stored(name))
-            raise UsageError(problem or f"{folder} has changed while it was read")
+            raise UsageError(problem or f"{folder} has changed during reading; start again")
         return values
 
 
 def is_finite(values: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinite values.
 
-    It computes only the min and max, which takes no memory, and less time than reading a file.
+    Only the minimum and maximum are computed, which needs no memory and less time than reading.
     """
     if not values.numel() or not values.is_floating_point() or values.element_size() == 1:
         return True
     least, greatest = torch.aminmax(values)
-    return bool(least >= -LARGEST) and bool(greatest <= LARGEST)  # NaN is neither
+    return bool(least >= -LARGEST) and bool(greatest <= LARGEST)  # Both are false for NaN.
 
 
 def as_array(tensor: Tensor) -> Array:
-    """A tensor as an array on the host; bfloat16 as its bits in uint16."""
+    """Return a tensor as an array in host memory; bfloat16 as its bits in uint16."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:
         bits: Array = host.view(torch.int16).numpy().view(np.uint16)
@@ -93,9 +93,9 @@ def as_array(tensor: Tensor) -> Array:
 
 
 def as_tensor(values: Array, dtype: str) -> Tensor:
-    """An array of `as_array` as a tensor of type ``dtype``, in the same memory.
+    """Return an array of `as_array` as a tensor of type ``dtype``, in the same memory.
 
-    The array may be a part of a mapped file. Then nothing may write to the tensor.
+    If the array is a part of a mapped file, nothing may write to the tensor.
     """
     bits = values.view(np.int16) if dtype == "bfloat16" else values
     if not bits.flags.writeable:
@@ -105,10 +105,9 @@ def as_tensor(values: Array, dtype: str) -> Tensor:
 
 
 class _Unlocked:
-    """The memory of a read-only array, of which torch makes tensors without a warning.
+    """The memory of a read-only array, from which torch makes a tensor without a warning.
 
-    A mapping that may be written would count as memory of the process on hosts that promise no
-    more memory than they have.
+    (A writable mapping would count as memory of the process on hosts without overcommit.)
     """
 
     def __init__(self, values: Array) -> None:

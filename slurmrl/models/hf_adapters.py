@@ -1,6 +1,6 @@
 """Low-rank adapters of transformers' models.
 
-T tokens, i inputs, o outputs, r rank of the adapters.
+Shapes: i inputs and o outputs of a layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slurmrl.tensors.layout import Box
 from slurmrl.tensors.ops.products import Dropout, low_rank_linear
 
 STATE_SPACE = "A_log"
-"""A parameter that only state-space layers and linear attention have."""
+"""Name of a parameter that only state-space layers and linear attention have."""
 USE_OF_WEIGHT = r"self\.{}\.weight\b(?!\.(?:dtype|device|shape))"
 
 
@@ -46,9 +46,10 @@ class LayerAdapters(Adapters):
     """Adapters that add to the outputs of a model's linear layers."""
 
     def product_of(self, name: str, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """Return the addition [..., o] to a layer's output for inputs x [..., i].
+        """Return the addition [..., o] to a layer's output for inputs x [..., i], in x's dtype.
 
-        It is computed in the dtype of x. Return None while the adapters are not in use.
+        Return None while the adapters are not in use. Raises UsageError for dropout if the layer
+        does not compute every token of the batch.
         """
         if not self._used:
             return None
@@ -70,9 +71,9 @@ class LayerAdapters(Adapters):
         return product.view(*x.shape[:-1], -1)
 
     def arrange_padded(self, places: Sequence[Tensor], shape: tuple[int, int]) -> None:
-        """The layers see packed token t in row ``places[0][t]`` and column ``places[1][t]``.
+        """Prepare dropout for a padded batch of ``shape`` (rows, columns).
 
-        ``shape`` is the number of rows and columns of the padded batch.
+        Packed token t is in row ``places[0][t]`` and column ``places[1][t]``.
         """
         if self._keys is not None:
             keys = self._keys.new_zeros(shape).index_put(tuple(places), self._keys)
@@ -90,9 +91,9 @@ class LayerAdapters(Adapters):
 
 
 def attach_to(model: HFModel, lora: Lora) -> LayerAdapters:
-    """Freeze a model's parameters, except for a value head, and give its targets adapters.
+    """Freeze a model's parameters, except for a value head, and add adapters to its targets.
 
-    Trained parameters are in float32. Raises UsageError for a model that cannot have them.
+    Trained parameters are in float32. Raises UsageError for a model that cannot have the adapters.
     """
     assert isinstance(model.config, HFConfig), "a model of transformers"
     chosen, reason = _chosen(model.inner, model.config, model.head, lora)
@@ -112,8 +113,8 @@ def attach_to(model: HFModel, lora: Lora) -> LayerAdapters:
 def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> None:
     """Raise UsageError if a merge with the files of ``source`` would give another model.
 
-    The files have to hold each weight with an adapter as the model does. Compare every
-    ``ranks``-th weight, from the number ``first`` on; of a weight that tensor ranks share, this
+    The files must store the weights with adapters as the model has them. Compare every
+    ``ranks``-th weight from number ``first`` on. Of a weight that tensor ranks share, compare this
     rank's part.
     """
     files = open_folder(source)
@@ -135,8 +136,8 @@ def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> N
         stored = as_tensor(files.read(name, boxes[weight]), specs[name].dtype)
         if not torch.equal(stored.to(values.dtype), values):
             raise UsageError(
-                f"transformers changes {name} of {source} as it loads it, so that its adapter "
-                "cannot be merged; leave it out of lora.targets"
+                f"transformers changes {name} of {source} when it loads the weight, so an adapter "
+                "of it cannot be merged; leave it out of lora.targets"
             )
 
 
@@ -149,13 +150,13 @@ def refusal(values: Mapping[str, Any], head: Head, lora: Lora) -> str | None:
 
 
 def adapted_shapes(values: Mapping[str, Any], head: Head, lora: Lora) -> Shapes:
-    """Name and shape of each weight that has an adapter; see `refusal`."""
+    """Return the shape of each weight that has an adapter, by name. Raises as `refusal`."""
     shapes = _planned(json.dumps(values, sort_keys=True), head, lora.model_dump_json())[0]
     return dict(shapes)
 
 
 def adapter_shapes(values: Mapping[str, Any], head: Head, lora: Lora) -> Shapes:
-    """Name and shape of each matrix of the adapters; see `refusal`."""
+    """Return the shape of each matrix of the adapters, by name. Raises as `refusal`."""
     shapes: Shapes = {}
     for name, (rows, columns) in adapted_shapes(values, head, lora).items():
         shapes[matrix_name(name, LORA_A)] = (lora.rank, columns)
@@ -227,7 +228,7 @@ def _missing(
 def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], list[str]]:
     """Return linear layers by name, and the names of layers whose weights are read directly.
 
-    They do not include the output layer, a value head and parts that read images or sounds.
+    Both exclude the output layer, a value head and parts that read images or sounds.
     """
     ends = [_head(model), getattr(model, "score", None)]
     if (reader := PictureReader.of(model)) is not None:
@@ -250,14 +251,14 @@ def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], l
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:
-    """The output layer, if the model has one."""
+    """Return the output layer; None if the model has none."""
     head: nn.Module | None = cast(Any, model).get_output_embeddings()
     return head
 
 
 @cache
 def _source(module: str, kind: str) -> str:
-    """The source of a class; empty if it is not there."""
+    """Return the source code of a class; "" if it is not available."""
     try:
         return inspect.getsource(attrgetter(kind)(sys.modules[module]))
     except (OSError, AttributeError):

@@ -1,8 +1,9 @@
 """The architecture of a model that transformers runs: its unchanged ``config.json``. Torch-free.
 
-``longrope`` changes its factors for a whole batch if one sequence exceeds the original length, and
-``dynamic`` its base beyond ``max_position_embeddings``, so log-probabilities would depend on the
-rest of the batch. Learned and tabulated positions end with their table.
+The module also knows up to which length the results of a sequence do not depend on its batch.
+``longrope`` changes its factors for a whole batch if one sequence exceeds the original length.
+``dynamic`` changes its base beyond ``max_position_embeddings``. Position tables end with their last
+row.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Index, TensorSpec
 
 MODULE = "inner."
-"""The prefix of parameter names, which the name in transformers follows."""
+"""Prefix of parameter names; the name in transformers follows."""
 TABLE: Final = "table"
-"""The kind of limit of a position table."""
+"""Kind of a limit that comes from a position table."""
 TABLE_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 BY_COLUMN: Final = "attn_temperature_tuning"
-"""A field of configs (Llama 4): layers scale queries by the column of a token in its row, from
-column ``floor_scale`` on. A short trial does not show this."""
+"""Field of configs (Llama 4) with which layers scale queries by the column of a token in its row,
+from column ``floor_scale`` on. A short trial does not show the scaling."""
 SCALED_FROM: Final = "floor_scale"
 BY_BLOCK: Final = "compress"
-"""A part of the names of fields of configs whose attention compresses blocks of columns. A trial
-that is shorter than a block does not show this."""
+"""Part of the names of config fields with which attention compresses blocks of columns. A trial
+shorter than a block does not show the compression."""
 # fmt: off
 TENSOR_FAMILIES: Final = frozenset((
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere",
@@ -46,7 +47,7 @@ TENSOR_FAMILIES: Final = frozenset((
     "solar_open", "starcoder2", "vaultgemma", "youtu", "zaya",
 ))
 # fmt: on
-"""Families that tensor ranks can share by the plans of transformers."""
+"""Families whose models tensor ranks can share by the plans of transformers."""
 # fmt: off
 WHOLE_ATTENTION: Final = frozenset((
     "afmoe", "axk1", "bailing_hybrid", "deepseek_v3", "flex_olmo", "flint", "gpt_oss", "granitemoe",
@@ -55,13 +56,13 @@ WHOLE_ATTENTION: Final = frozenset((
     "phimoe", "youtu", "zaya",
 ))
 # fmt: on
-"""Families among these whose plans split no attention: each tensor rank has all heads."""
+"""Members of `TENSOR_FAMILIES` whose plans split no attention: each tensor rank has all heads."""
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "deepseek_v4": {"compress_rates": True},
     "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},
     "qwen4_exp_text": {"indexer_compress_ratio": True},
 }
-"""Transformers' values, or only whether they are set, if a config omits these fields."""
+"""Values, or only True for a set value, that transformers uses if a config omits these fields."""
 WITH_TABLE: Final = frozenset(
     (
         "biogpt",
@@ -76,30 +77,30 @@ WITH_TABLE: Final = frozenset(
         "opt",
     )
 )
-"""Families of language models whose positions or masks come from a table. (For other families this
-is known once the model is loaded.)"""
+"""Families of language models whose positions or masks come from a table. (For other families,
+`hf_loading.count_positions` finds the table after loading.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFConfig:
     """The config of a model for ``implementation: hf``.
 
-    Whether transformers supports the family is known only when the model is built.
+    Only building the model shows whether transformers supports the family.
     """
 
     model_type: str
     values: Mapping[str, Any]
     positions: int | None = None
-    """Size of the loaded model's position table, if it has one."""
+    """Size of the loaded model's position table; None without one."""
     embedding: str = ""
-    """Name of the token embedding in files, if known (`hf_files.complete`)."""
+    """Name of the token embedding in files, which `hf_files.complete` sets."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
-        """Read a ``config.json`` object.
+        """Return the config of a ``config.json`` object.
 
-        Raises UsageError if it lacks the model type, requests an unsupported loss, or is of
-        quantized weights.
+        Raises UsageError if the object lacks the model type, requests an unsupported loss or
+        describes quantized weights.
         """
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
@@ -120,19 +121,19 @@ class HFConfig:
 
     @property
     def tie_embeddings(self) -> bool:
-        """Whether the output layer is the embedding, of a config with this field."""
+        """Whether the output layer is the embedding; only for a config with this field."""
         return self.values["tie_word_embeddings"] is True
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, of a config with this field (`hf_files.complete`)."""
+        """Number of rows of the embedding; only for a config from `hf_files.complete`."""
         size: int = self.values["vocab_size"]
         return size
 
     def check_length(self, tokens: int) -> None:
         """Raise UsageError if the model does not support a sequence of this length.
 
-        It also raises if the sequence's results would depend on the rest of its batch.
+        Also raise UsageError if the sequence's results would depend on the rest of its batch.
         """
         limits = [length_limit(self.values), self.positions and LengthLimit(self.positions, TABLE)]
         limit = min((limit for limit in limits if limit), default=None)
@@ -143,17 +144,17 @@ class HFConfig:
             )
 
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:
-        """The ``config.json`` object of an export."""
+        """Return the ``config.json`` object of an export."""
         values = {**self.values, "dtype": dtype}
         values.pop(VISION, None)
         if head == "value":
             values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-            values.pop("architectures", None)  # it names the class of the language model
+            values.pop("architectures", None)  # The field names the class of the language model.
         return dict(sorted(values.items()))
 
 
 def stored(name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Return the slice of a tensor of a folder, which has a parameter's name in merged weights."""
+    """Return the slice that stores a parameter of merged weights: the tensor of the same name."""
     return (TensorSlice(name.removeprefix(MODULE)),)
 
 
@@ -167,7 +168,7 @@ def compressing_field(values: Mapping[str, Any]) -> str | None:
 
 
 def cache_refusal(values: Mapping[str, Any]) -> str:
-    """Return why a model cannot generate with transformers' cache, as its config shows; or ""."""
+    """Return why its config excludes generation with transformers' cache; "" if nothing does."""
     field = compressing_field(values)
     if field is None:
         return ""
@@ -181,43 +182,43 @@ def cache_refusal(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class FileForm:
-    """The form of a model's files."""
+    """The layout of a model's files."""
 
     values: Mapping[str, Any]
-    """The ``config.json`` object, with the defaults of this version of transformers, which other
-    versions may have changed. It describes the model that transformers runs, which is only the
-    language model of some families."""
+    """The ``config.json`` object, with the defaults of this version of transformers, because
+    versions differ. It describes the model that transformers runs, which is only the language model
+    of some families."""
     architecture: str
     """Name of the model's class."""
     slices: Mapping[str, tuple[TensorSlice, ...]]
-    """The tensors that store each parameter or constant."""
+    """Slices of the files' tensors that store each parameter or constant."""
     vocab_size: int
-    """Rows of the embedding."""
+    """Number of rows of the embedding."""
     tied: bool
     """Whether the output layer is the embedding."""
     embedding: str
     """Name of the embedding in files."""
 
     def storage(self, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-        """The slices that store a parameter (a `Storage`)."""
+        """Return the slices that store a parameter (a `Storage`)."""
         return self.slices[name]
 
 
 class LengthLimit(NamedTuple):
-    """The longest sequence, in tokens."""
+    """Maximum number of tokens of a sequence, and the reason."""
 
     tokens: int
     kind: str
-    """`TABLE`, `BY_COLUMN`, or the ``rope_type`` that sets the limit."""
+    """Cause of the limit: `TABLE`, `BY_COLUMN` or a ``rope_type``."""
 
     @property
     def silent(self) -> bool:
-        """Whether transformers computes a longer sequence without an error."""
+        """Whether transformers processes longer sequences without an error."""
         return self.kind != TABLE
 
     @property
     def reason(self) -> str:
-        """The reason, as the end of a message."""
+        """Reason for the limit, as the end of a message."""
         if self.kind == TABLE:
             return f"the model has positions for {self.tokens} tokens only"
         if self.kind == BY_COLUMN:
@@ -236,9 +237,8 @@ class LengthLimit(NamedTuple):
 def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
     """Return the length limit of the model that a ``config.json`` object describes.
 
-    Return None if there is no limit, or if the object leaves the number to transformers' defaults.
-
-    Rotations may differ by the type of the layer, and may be in the object's part about text.
+    Return None if there is no limit, or if the number is a default of transformers. Rotations may
+    differ by the type of the layer, and may be in the object's config of the text model.
     """
     limits = [
         limit
@@ -249,7 +249,7 @@ def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
 
 
 def generation_limit(values: Mapping[str, Any]) -> LengthLimit | None:
-    """Return the most columns with which completions of transformers' cache ignore padding.
+    """Return the maximum number of columns at which padding does not change completions.
 
     Return None if there is no limit.
     """
@@ -262,7 +262,7 @@ def generation_limit(values: Mapping[str, Any]) -> LengthLimit | None:
 
 
 def tensor_refusal(values: Mapping[str, Any]) -> str:
-    """Return why tensor ranks cannot share models of a family; or ""."""
+    """Return why tensor ranks cannot share models of a family; "" if they can."""
     family = values.get("model_type")
     if family in TENSOR_FAMILIES:
         return ""
@@ -274,7 +274,7 @@ def tensor_refusal(values: Mapping[str, Any]) -> str:
 
 
 def constants_refusal(family: str, constants: Mapping[str, TensorSpec]) -> str:
-    """Return why a checkpoint of a trained model cannot store its constants; or ""."""
+    """Return why a checkpoint of a trained model cannot store its constants; "" if it can."""
     odd = sorted(name for name, spec in constants.items() if spec.dtype not in ("float32", "int64"))
     if not odd:
         return ""
@@ -283,13 +283,13 @@ def constants_refusal(family: str, constants: Mapping[str, TensorSpec]) -> str:
 
 
 def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config and the configs of text models within it, with known defaults."""
+    """Return the config and the configs of text models within it, with known defaults."""
     parts = (values, *_text_configs(values))
     return [{**DEFAULTS.get(str(part.get("model_type")), {}), **part} for part in parts]
 
 
 def _text_configs(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The configs of the text models within a multimodal config."""
+    """Return the configs of the text models within a multimodal config."""
     return [
         part
         for name, part in values.items()
@@ -306,7 +306,7 @@ def _tables(values: Mapping[str, Any]) -> list[LengthLimit]:
 
 
 def _ropes(values: Mapping[str, Any]) -> list[LengthLimit]:
-    """Limits of the rotations: one for all layers, or one for each layer type."""
+    """Return the limits of the rotations: one for all layers, or one for each layer type."""
     stated = values.get("rope_scaling") or values.get("rope_parameters")
     common = [stated] if isinstance(stated, Mapping) else []
     by_layer = [rope for ropes in common for rope in ropes.values() if isinstance(rope, Mapping)]
@@ -318,7 +318,7 @@ def _ropes(values: Mapping[str, Any]) -> list[LengthLimit]:
 
 
 def _kind(rope: Mapping[str, Any]) -> str | None:
-    """``longrope`` or ``dynamic``; None for a rotation that does not depend on lengths."""
+    """Return ``longrope`` or ``dynamic``; None if the rotation does not depend on lengths."""
     kind = str(rope.get("rope_type") or rope.get("type") or "")
     if "dynamic" in kind:
         return "dynamic"

@@ -1,9 +1,9 @@
 """The files of a model of transformers: their tensors, and the place of each parameter in them.
 
-Transformers holds some tensors in another form than the family's files: experts are stacked,
-matrices are concatenated, modules are renamed. Its ``save_pretrained`` restores the form of the
-files. `file_form` has it do the same with tensors without elements and observes where their views
-end up, so that ranks can write shards of tensors and no model is ever whole in memory.
+Transformers holds some tensors in another form than the family's files: it stacks experts,
+concatenates matrices and renames modules. Its ``save_pretrained`` restores the form of the files.
+`file_form` makes transformers convert tensors without elements and observes where their views end
+up. Ranks can therefore write shards of tensors, and no rank needs the whole model in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "_token_id")
 
 
 def file_form(config: HFConfig, head: Head) -> FileForm:
-    """Return the form of the files of a config's model, without making its weights.
+    """Return the layout of the files of a config's model, without making its weights.
 
     Raises UsageError if transformers does not know the family, or computes tensors of its files.
     """
@@ -44,10 +44,8 @@ def file_form(config: HFConfig, head: Head) -> FileForm:
 def complete(config: HFConfig) -> HFConfig:
     """Return a config for servers, which need the class and the size of the vocabulary.
 
-    If transformers runs only the language model of a family, it is the config of the language
-    model.
-
-    Raises UsageError if transformers does not know the family, or computes tensors of its files.
+    If transformers runs only the language model of a family, return the config of the language
+    model. Raises as `file_form`.
     """
     form = file_form(config, "lm")
     more: dict[str, Any] = {"vocab_size": form.vocab_size, "tie_word_embeddings": form.tied}
@@ -88,9 +86,9 @@ def _file_form(text: str, head: Head) -> FileForm:
 def file_slices(
     model: PreTrainedModel, shapes: Mapping[str, Index]
 ) -> dict[str, tuple[TensorSlice, ...]]:
-    """Return the slices of tensors in files that store each of a model's tensors of ``shapes``.
+    """Return the slices of the files' tensors that store each of a model's tensors of ``shapes``.
 
-    Raises UsageError if a tensor of the files is more than boxes of the model's tensors.
+    Raises UsageError if the files have a tensor that is not composed of boxes of these tensors.
     """
     roots = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -125,15 +123,16 @@ def _computed(model: PreTrainedModel, reason: str) -> UsageError:
 
 
 class _Joins(TorchFunctionMode):
-    """Observes which views tensors consist of.
+    """Observes of which views tensors consist.
 
-    Copies of a view are the view itself, so that its place in a tensor of the model remains known.
+    A copy of a view is replaced by the view itself, so that its place in a tensor of the model
+    remains known.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._joined: dict[int, tuple[Tensor, list[tuple[Index, Tensor]]]] = {}
-        """Each result of a concatenation, with the begin of every input in it."""
+        """Results of concatenations by memory, each with the first index of every input."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -148,9 +147,9 @@ class _Joins(TorchFunctionMode):
         return result
 
     def views(self, values: Tensor, start: Index) -> Iterator[tuple[Index, Tensor]]:
-        """Yield the parts of a tensor, each with its begin in it, plus ``start``.
+        """Yield the parts of a tensor, each with its first index in the tensor plus ``start``.
 
-        Parts of a changed concatenation are not known: the tensor is then its only part.
+        If the tensor is a changed concatenation, its parts are unknown: yield the tensor itself.
         """
         whole, parts = self._joined.get(_memory(values), (None, []))
         if whole is None or whole.shape != values.shape or whole.stride() != values.stride():
@@ -173,7 +172,7 @@ def _placed(parts: Sequence[Tensor], dim: int) -> Iterator[tuple[Index, Tensor]]
 
 
 def _memory(tensor: Tensor) -> int:
-    """Identifies the storage that views share; valid while one of them exists."""
+    """Return an id of the storage that views share, which is unique while one of them exists."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
@@ -181,10 +180,10 @@ def _memory(tensor: Tensor) -> int:
 def _slice(
     name: str, start: Index, whole: Tensor, view: Tensor, shape: Index
 ) -> TensorSlice | None:
-    """Return the slice of the file's tensor ``name`` that a view of a parameter is.
+    """Return the slice of the file's tensor ``name`` that a view of a parameter fills.
 
-    ``whole`` is the file's tensor and ``start`` the begin of the view in it. Return None if the
-    view is no box of the parameter.
+    ``whole`` is the file's tensor, and ``start`` the first index of the view in it. Return None if
+    the view is not a box of the parameter.
     """
     steps, offset = row_major(shape), view.storage_offset()
     begin: list[int] = []
@@ -203,7 +202,7 @@ def _slice(
         return None
     exact = len(free) == dims.count(-1)
     for place, dim in enumerate(dims):
-        if dim < 0:  # a dim of length 1
+        if dim < 0:  # The dim has length 1.
             dims[place] = free.pop(0) if exact else free.pop(_unit(free, shape))
     box, order = Box(tuple(begin), tuple(size)), tuple(dims)
     return TensorSlice(
@@ -215,5 +214,5 @@ def _slice(
 
 
 def _unit(free: Sequence[int], shape: Index) -> int:
-    """The place in ``free`` of a dim that has length 1 in the whole parameter, else the first."""
+    """Return the place in ``free`` of a dim with length 1 in the whole parameter; else 0."""
     return next((place for place, dim in enumerate(free) if shape[dim] == 1), 0)

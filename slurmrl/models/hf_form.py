@@ -1,7 +1,7 @@
-"""The form of the files of transformers' models. Torch-free.
+"""The layout of the files of transformers' models. Torch-free.
 
-Only transformers knows the form. Processes that have not imported torch, such as the master, ask a
-child process, so that they need not import it.
+Only transformers knows the layout. Processes that have not imported torch, such as the master, ask
+a child process instead of importing transformers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Box
 
 FORM: Final = "slurmrl.models.hf_files:file_form"
-"""The function is resolved by name, because transformers takes seconds to import."""
+"""Function that finds the layout. It is resolved by name, because transformers takes seconds to
+import."""
 MODULE: Final = "slurmrl.models.hf_form"
 LIMIT_S: Final = 600.0
-"""Limit in seconds for a child process, which imports transformers."""
+"""Maximum duration of a child process, which imports transformers, in seconds."""
 
 
 def file_form(config: HFConfig, head: Head) -> FileForm:
-    """Return the form of the files of a config's model.
+    """Return the layout of the files of a config's model.
 
-    Raises UsageError if transformers does not know the family, or computes tensors of its files,
-    RunFailedError if no child process could answer: that need not pass, so callers must not try
-    again forever.
+    Raises UsageError if transformers does not know the family, or computes tensors of its files.
+    Raises RunFailedError if the child process fails, which may be permanent: do not retry forever.
     """
     if "torch" in sys.modules:
         form: FileForm = resolve(FORM)(config, head)

@@ -1,4 +1,4 @@
-"""Making and loading a model of transformers, and its properties that configs do not state."""
+"""Construction and loading of transformers' models, and properties that configs do not state."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from slurmrl.tensors.layout import Box, Index, TensorSpec
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|visual|image|audio|relative")
-"""Names of position embeddings, and of those among them that do not limit the length of text."""
+"""Pattern of the position embeddings that do not limit the length of text."""
 
 
 def _stated(config: HFConfig) -> dict[str, Any]:
-    """Return the fields of a config for transformers; its file writes infinity as an object."""
+    """Return a config's fields for transformers, with special numbers, which files encode."""
     values = PreTrainedConfig._decode_special_floats(deepcopy(dict(config.values)))
     return {name: value for name, value in values.items() if name not in ("model_type", VISION)}
 
 
 def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[str, TensorSpec]]:
-    """Return the shapes of a model's parameters, and its constants, by name, without making them.
+    """Return the shapes of a model's parameters and the specs of its constants, by `HFModel` name.
 
-    The names match `HFModel`. Raises UsageError if transformers cannot build the model.
+    No weights are made. Raises UsageError if transformers cannot build the model.
     """
     model = sketch(config, head)
     stored = model.state_dict().keys()
@@ -71,10 +71,10 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
 
 
 def task_of(config: HFConfig, head: Head) -> Any:
-    """Return transformers' automatic class of a config's models with a head.
+    """Return transformers' automatic class for models of a config with a head.
 
-    A family without a class for text has a class that also reads images. A config with `VISION`
-    also has that class.
+    For a family without a class for text only, and for a config with `VISION`, return the class
+    that also reads images.
     """
     if head == "value":
         return AutoModelForSequenceClassification
@@ -91,7 +91,7 @@ def sketch(config: HFConfig, head: Head) -> PreTrainedModel:
             return make_model(config, head, None, 0, torch.float32)
     except UsageError:
         raise
-    except Exception as error:  # transformers' classes may raise anything
+    except Exception as error:  # transformers' classes may raise any exception.
         reason = f"{type(error).__name__}: {error}"
         message = f"transformers cannot build a {config.model_type} model: {reason}"
         raise UsageError(message) from error
@@ -113,7 +113,7 @@ def make_model(
             stated = {**_stated(config), **more}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **stated))
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # GPU generators are unchanged
+                torch.default_generator.manual_seed(seed)  # This leaves GPU generators unchanged.
                 model = task.from_config(settings, dtype=dtype)
             fresh = True
     except UsageError:
@@ -123,7 +123,7 @@ def make_model(
             f"transformers cannot build a {config.model_type} model: {error}"
         ) from error
     if head == "value" and fresh and hasattr(model, "score"):
-        nn.init.zeros_(model.score.weight)  # a new critic's values start at zero
+        nn.init.zeros_(model.score.weight)  # The values of a new critic start at zero.
     made: PreTrainedModel = model
     for module in made.modules():
         if type(module) is nn.Linear:
@@ -155,9 +155,9 @@ def _limit_time_steps(model: PreTrainedModel) -> None:
 def _loaded(
     task: Any, source: Path, settings: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
-    """The model of a folder, and transformers' report.
+    """Return the model of a folder and transformers' report.
 
-    During this, the weights of a pinned checkpoint are in memory twice.
+    While a pinned checkpoint is loaded, its weights are in memory twice.
     """
     options = {"config": settings, "dtype": dtype, "output_loading_info": True}
     if not is_pinned(source):
@@ -184,17 +184,19 @@ def _require_finite(model: PreTrainedModel, source: Path) -> None:
         if is_finite(values) or (name not in parameters and not values.isnan().any()):
             continue
         known = open_folder(source).specs()
-        names = [name] if name in known else sorted(known)  # some parameters are renamed or stacked
+        # Files may name a parameter otherwise or stack it: then check all tensors.
+        names = [name] if name in known else sorted(known)
         raise UsageError(
             not_finite(source, names)
-            or f"{source}: '{name}' is not finite in {values.dtype}, although its file is"
+            or f"{source}: '{name}' has values that are too large for {values.dtype}; use another "
+            "dtype"
         )
 
 
 def reject_dropout(model: nn.Module) -> None:
-    """Recomputation does not restore random states.
+    """Raise UsageError for dropout that the config does not control.
 
-    Raises UsageError for dropout that the config does not control.
+    (Recomputation does not restore random states.)
     """
     dropout = [
         name
@@ -209,10 +211,10 @@ def reject_dropout(model: nn.Module) -> None:
 
 
 def count_positions(model: nn.Module) -> int | None:
-    """Return the size of the smallest position embedding; None if there is none.
+    """Return the number of positions of the smallest position embedding; None if there is none.
 
-    Rows that some families reserve at the start do not count (an ``offset``, or the rows up to the
-    padding token).
+    Rows that some families reserve at the start do not count: an ``offset``, or the rows up to the
+    padding token.
     """
     tables = [
         table.num_embeddings - int(getattr(table, "offset", 0)) - _padding_rows(table)
@@ -227,7 +229,7 @@ def _padding_rows(table: nn.Embedding) -> int:
 
 
 def _without_dropout(settings: Any) -> Any:
-    """Disable all dropout: old and new policies must be evaluated on the same model."""
+    """Disable all dropout, because old and new policies must be evaluated on the same model."""
     for name, value in settings.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(settings, name, 0.0)
@@ -235,16 +237,15 @@ def _without_dropout(settings: Any) -> Any:
 
 
 FACTOR = 2.0**10
-"""Scale of the trial logits. A power of two, so that scaling is exact; large, so that caps show."""
+"""Factor of the trial logits: a power of two keeps scaling exact, and a large one reveals caps."""
 
 
 @torch.no_grad()
 def only_multiplies(model: Any) -> bool:
-    """Return whether logits are only a product of the last hidden states and the projection.
+    """Return whether logits are only the product of hidden states and the output layer's weight.
 
-    ``model`` is a ``PreTrainedModel`` on the CPU. The projection is the weight of the output layer,
-    without bias, cap or scale. Configs do not state this, so a few tokens are tried. Return False
-    if they cannot be tried.
+    Logits may have no bias, cap or scale. Configs do not state this, so try a few tokens; return
+    False if that fails. ``model`` is a ``PreTrainedModel`` on the CPU.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if not isinstance(head, nn.Linear) or head.bias is not None or body is model:
@@ -260,8 +261,8 @@ def only_multiplies(model: Any) -> bool:
     handle = head.register_forward_hook(amplify)
     try:
         states, logits = body(**given).last_hidden_state, model(**given).logits
-    except Exception:  # noqa: BLE001 - the model's own code may raise anything
-        return False  # for example, it needs a GPU or other arguments
+    except Exception:  # noqa: BLE001 - the model's code may need a GPU or other arguments
+        return False
     finally:
         handle.remove()
     return (
@@ -272,5 +273,5 @@ def only_multiplies(model: Any) -> bool:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Equal shapes and values; dtypes may differ."""
+    """Return whether shapes and values are equal; dtypes may differ."""
     return one.shape == other.shape and bool((one == other).all())

@@ -1,7 +1,7 @@
-"""Files of a model of transformers with the adapters of a checkpoint merged. Torch-free.
+"""The weights of a model of transformers, merged with the adapters of a checkpoint. Torch-free.
 
-The result has the tensors of the model's folder, under their names in its files. Weights with an
-adapter become W + scale * B A. The fingerprint covers the files' bits.
+The result has the tensors of the model's folder, with the names of its files. A weight with an
+adapter becomes W + scale * B A. The fingerprint covers the bits in the files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurmrl.tensors.checkpoint.export import widened
 from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, blocks
 
 BLOCK: Final = 2**16
-"""Elements of which bits are weighed at a time, in the cache of a processor's core."""
+"""Number of elements in a step of the fingerprint, which fit into the cache of a core."""
 NARROW: Final = ("bfloat16", "float16")
 """Types that are read as float32."""
 
@@ -41,7 +41,7 @@ class MergedFolder:
     def __init__(
         self, trained: TrainedTensors, folder: FolderTensors, head: Head, scale: float
     ) -> None:
-        """Raises UsageError if the files have another form than the adapted weights."""
+        """Open the folder. Raises UsageError if its files do not store the adapted weights."""
         inputs.check_folder(folder.folder)
         self._trained, self._folder, self._scale = trained, folder, scale
         self._specs = folder.specs()
@@ -55,14 +55,14 @@ class MergedFolder:
         }
         names = adapted_tensors(shapes, self._specs, folder.folder)
         self._adapted = {name: weight for weight, name in names.items()}
-        """Names of adapted weights by their names in the files."""
+        """Names of the adapted weights, by their names in the files."""
         replaced = {name.removeprefix(MODULE) for name in self._heads}
         if head == "value":
             replaced.add(LM_HEAD)
         self._kept = [name for name in self._specs if name not in replaced]
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
-        """Names and specs of all tensors. Narrow types are read as float32."""
+        """Yield names and specs of all tensors. Narrow types are read as float32."""
         for name in self._kept:
             spec = self._specs[name]
             narrow = spec.dtype in NARROW or name in self._adapted
@@ -70,7 +70,7 @@ class MergedFolder:
         yield from self._heads.items()
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor, merged. Raises CheckpointError, UsageError."""
+        """Return a box of a tensor, merged. Raises CheckpointError, UsageError."""
         if name in self._heads:
             return self._trained.read(name, box)
         values, dtype = self._folder.read(name, box), self._specs[name].dtype
@@ -89,9 +89,9 @@ class MergedFolder:
         return merged
 
     def check_base(self, fingerprint: str, _dtype: str) -> None:
-        """Raise UsageError if the folder's files differ from those used to train the adapters.
+        """Raise UsageError if the folder has changed since the adapters were trained.
 
-        The fingerprint covers the files, whatever the type of the weights in training.
+        The fingerprint covers the files and does not depend on the dtype of training.
         """
         found = file_fingerprint(self._folder)
         if found != fingerprint:
@@ -102,7 +102,7 @@ class MergedFolder:
 
 
 def file_fingerprint(folder: FolderTensors) -> str:
-    """Return the fingerprint of a folder's tensors as its files store them."""
+    """Return the fingerprint of the tensors in a folder's files."""
     total = 0
     for name, spec in folder.specs().items():
         shape: Index = tuple(spec.shape)

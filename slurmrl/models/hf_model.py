@@ -1,8 +1,9 @@
 """Any causal model of transformers with the interface of the built-in decoders.
 
 Sequences are packed into rows if the model keeps them apart, else padded (`hf_rows`). Logits [T, V]
-are materialised only if the model does more than multiply hidden states by its head.
-T packed tokens, S sequences, L the longest of them, V vocabulary.
+are made only if the model does more than multiply hidden states by its output layer.
+
+Shapes: T packed tokens, L tokens of a sequence, h hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from slurmrl.tensors.ops.sampling import SamplingMasks
 
 
 class PaddedBatches(Protocol):
-    """Something that has to know the places of packed tokens in padded batches."""
+    """Object that depends on the places of packed tokens in padded batches."""
 
     def arrange_padded(self, places: Sequence[Tensor], shape: tuple[int, int]) -> None:
-        """Packed token t is in row ``places[0][t]`` and column ``places[1][t]`` of ``shape``."""
+        """Prepare for a batch of ``shape`` with token t at (``places[0][t]``, ``places[1][t]``)."""
         ...
 
 
@@ -67,11 +68,11 @@ class HFModel(PackedModel):
     adapters: PaddedBatches | None = None
     rows: RowKind
     tensor: HFTensorSplit | None = None
-    """How tensor ranks share the parameters, if there are several."""
+    """Division of the parameters among tensor ranks; None with one tensor rank."""
     tensor_rank = 0
     _axis = Axis()
     _vocabulary = 0
-    """Rows of the whole output layer of a model that only multiplies hidden states by it."""
+    """Number of rows of the whole output layer, if logits are only its product (`_multiplies`)."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class HFModel(PackedModel):
         seed: int,
         dtype: torch.dtype,
     ) -> None:
-        """``source`` is the model's folder; without it weights are random, from ``seed``."""
+        """Load the model from the folder ``source``; None: random weights from ``seed``."""
         super().__init__()
         self.config = config
         self.head = head
@@ -93,7 +94,7 @@ class HFModel(PackedModel):
             values=self.inner.config.to_dict(),
             positions=count_positions(self.inner),
         )
-        """The config with transformers' defaults."""
+        """Config with transformers' defaults."""
         reject_dropout(self.inner)
         self._replayed: Replayed | None = None
         self._multiplies = head == "lm" and only_multiplies(self.inner)
@@ -105,21 +106,21 @@ class HFModel(PackedModel):
             )
         self._recomputes = self._generates = False
         self.pictures = PictureReader.of(self.inner)
-        """Reads the pictures of batches; None for a model that reads only text."""
+        """Reader of the batches' pictures; None for a model that reads only text."""
         self._shown: Sequence[str] = ()
         self.rows = choose_rows(self, self.inner)
 
     def split(self, axis: Axis) -> None:
-        """Keep a tensor rank's part. Raises UsageError for a family that cannot be split."""
+        """Keep only a tensor rank's part. Raises UsageError if the family cannot be split."""
         self.tensor, self.tensor_rank = split_over(self.inner, axis), axis.rank
         self._axis = axis
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        """The blocks of the language model.
+        """Blocks of the language model.
 
-        An image encoder belongs to the root unit: batches without images do not run it, and ranks
-        must agree on the units that they gather.
+        An image encoder belongs to the root unit. Batches without images do not run the encoder,
+        and all ranks must gather the same units.
         """
         inner = set[nn.Module]()
         if self.pictures is not None:
@@ -150,16 +151,16 @@ class HFModel(PackedModel):
         max_len: int,
         step: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Logits [T, V], or hidden states [T, h] if they suffice.
+        """Return logits [T, V], or hidden states [T, h] if they suffice.
 
-        A generation ``step`` is a call of the model itself; it goes through this method because a
-        sharded engine's hooks are on this module.
+        With ``step``, call transformers' model with these arguments, for generation. The call goes
+        through this method, because a sharded engine's hooks are on this module.
 
         Raises UsageError for a ``max_len`` at which results would depend on the batch.
         """
         recomputes = self._recomputes and step is None
         if self.inner.training != recomputes:
-            # Layers recompute in training mode only, and then ignore a cache. There is no dropout.
+            # Only in training mode, layers recompute and ignore a cache. There is no dropout.
             self.inner.train(recomputes)
         if step is not None:
             return self.inner(**step)
@@ -184,7 +185,7 @@ class HFModel(PackedModel):
         found = (output.logits if whole else output.last_hidden_state)[rows, columns]
         if self.pictures is None or not torch.is_grad_enabled():
             return found
-        # FSDP needs a gradient of each parameter on all ranks, even without images.
+        # FSDP needs a gradient of each parameter on all ranks, even on ranks without images.
         sums = [parameter.sum() for parameter in self.pictures.trained()]
         return found + 0.0 * torch.stack(sums).sum() if sums else found
 
@@ -214,12 +215,12 @@ class HFModel(PackedModel):
 
     @cached_property
     def routers(self) -> HFRouters:
-        """The model's routers. Raises UsageError if they cannot be replayed."""
+        """Routers of the model. Raises UsageError if their choices cannot be replayed."""
         return HFRouters(self.inner)
 
     @contextmanager
     def routed(self, routes: Replayed) -> Iterator[None]:
-        """While entered, the blocks with experts follow ``routes``, in backward passes too."""
+        """Let the blocks with experts follow ``routes`` while entered, also in backward passes."""
         self._replayed = self.routers.routes = routes
         try:
             yield
@@ -228,9 +229,9 @@ class HFModel(PackedModel):
 
     @contextmanager
     def showing(self, paths: Sequence[str]) -> Iterator[None]:
-        """While entered, a batch has these prepared pictures, one path for each sequence.
+        """Give the next batch prepared pictures (`tensors.pictures`) while entered.
 
-        Its sequences are padded, not packed. See `tensors.pictures`.
+        ``paths`` has one path for each sequence. Sequences are padded, not packed.
         """
         assert self.pictures is not None, "the plan rejects images for other models"
         self._shown = paths
@@ -240,11 +241,11 @@ class HFModel(PackedModel):
             self._shown = ()
 
     def check_length(self, tokens: int) -> None:
-        """See `HFConfig.check_length`, with transformers' defaults."""
+        """Check a length as `HFConfig.check_length` does, with transformers' defaults."""
         self._made.check_length(tokens)
 
     def require_generation(self) -> None:
-        """Raise UsageError if the family's cache does not give the outputs of the training pass.
+        """Raise UsageError if generation with the cache gives other outputs than training.
 
         The first call computes a few tokens.
         """
@@ -264,13 +265,11 @@ class HFModel(PackedModel):
         experts: bool = False,
         pictures: Sequence[str] = (),
     ) -> HFSession:
-        """A session for prompts of ``lengths``, padded to at least ``width`` columns.
+        """Return a session for prompts of ``lengths``, padded to at least ``width`` columns.
 
-        Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
-        ``experts``: whether they are recorded. ``pictures``: the paths of the prompts' pictures, as
-        for `showing`.
-
-        Raises UsageError as `require_generation`.
+        Prompts of up to ``prefill_tokens`` in all are prefilled at a time, a longer prompt alone.
+        With ``experts``, experts are recorded. ``pictures`` are the paths of the prompts' pictures,
+        as for `showing`. Raises UsageError as `require_generation`.
         """
         self.require_generation()
         return HFSession(
@@ -288,8 +287,8 @@ class HFModel(PackedModel):
 def _blocks(inner: PreTrainedModel) -> list[nn.Module]:
     """Return the outermost modules that transformers does not split over devices.
 
-    A family that names none has the modules that recompute. A block that shares a parameter with
-    another one is left out, because a parameter belongs to one shard.
+    If a family names none, return the modules that support recomputation. Exclude a block that
+    shares a parameter with another block, because a parameter belongs to one shard.
     """
     names = inner._no_split_modules or ()
     found = [module for module in inner.modules() if type(module).__name__ in names] or [
@@ -308,9 +307,9 @@ NEW = 2
 
 @torch.no_grad()
 def check_generation(model: nn.Module, inner: PreTrainedModel) -> None:
-    """Raise UsageError if logits of generated tokens are not the logits of the training pass.
+    """Raise UsageError if logits of generated tokens differ from logits of the training pass.
 
-    ``model`` runs ``inner``, with gathered weights.
+    ``model`` calls ``inner``, whose weights are gathered.
     """
     name = inner.config.model_type
     try:
@@ -328,10 +327,10 @@ def check_generation(model: nn.Module, inner: PreTrainedModel) -> None:
 
 
 def _difference(model: nn.Module, inner: PreTrainedModel, trial: int) -> float:
-    """Return the relative difference of logits for two prompts of unequal lengths.
+    """Return the relative difference between logits of generation and of a pass over the sequence.
 
-    The shorter prompt is padded. The rows change places before new tokens, and another session
-    begins.
+    The trial has two prompts, of which the shorter is padded. Before new tokens, the rows change
+    places and another session begins.
     """
     ids = trial_tokens(inner, trial, LONG + SHORT)
     rows = (ids[:LONG], ids[LONG:])

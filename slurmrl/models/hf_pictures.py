@@ -1,12 +1,12 @@
 """Images and videos in the batches of a model of transformers.
 
 A processor has put placeholder tokens where images belong, one for each hidden state of an image.
-The model replaces their embeddings in order. Only the first tokens of a sequence are placeholders,
-as many as its pictures have: a policy may sample the same token id, which has no image. The same
-holds for videos, which some families read and which have another token id. Every pass
-reads such a token as `STRAY`, so that it means the same in training and generation.
+The model replaces their embeddings in order. A policy may also sample the id of the placeholder.
+Therefore only the first occurrences in a sequence count, as many as its pictures need. The same
+holds for videos, whose placeholder has another token id. All passes read any other occurrence as
+`STRAY`, so that it means the same in training and generation.
 
-R rows, W their width.
+Shapes: R rows, W width of a row.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from slurmrl.tensors.pictures import NONE, PictureInputs, read
 
 TYPES: Final = ("mm_token_type_ids", "token_type_ids")
 """Names of the argument that marks placeholders: 1 for images, 2 for videos. Some families have
-none."""
+no such argument."""
 POSITIONS: Final = ("input_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 """Arguments of models on which the positions of their tokens depend."""
 OTHERS: Final = ("audio_tower", "embed_audio")
 """Names of parts of a model that read neither text nor images."""
 CACHED: Final = 8
-"""Sequences whose pictures stay in host memory: completions of one prompt follow each other."""
+"""Number of files of pictures in host memory; completions of one prompt use the same file."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class RowPictures:
     """The pictures of rows."""
 
     counts: Tensor
-    """[R, 2] int64: placeholder tokens of each row for images and for videos."""
+    """[R, 2] int64: number of placeholder tokens of each row, for images and for videos."""
     arguments: Mapping[str, Tensor]
     """Arguments of the model's ``forward``; empty without pictures."""
 
 
 NOTHING: Final = RowPictures(torch.zeros((0, 2), dtype=torch.int64), {})
-"""Rows of which none has pictures."""
+"""Rows without pictures."""
 
 
 class PictureReader:
     """Makes a model's arguments for rows with pictures."""
 
     def __init__(self, inner: PreTrainedModel) -> None:
-        """``inner`` is of one of `PICTURE_FAMILIES`."""
+        """Read images for ``inner``, a model of `PICTURE_FAMILIES`."""
         config: Any = inner.config
         parameters = inspect.signature(inner.forward).parameters
         self._inner = inner
@@ -75,35 +75,34 @@ class PictureReader:
 
     @staticmethod
     def of(inner: PreTrainedModel) -> PictureReader | None:
-        """Return the reader of a model; None if it reads no images, such as a model with values."""
+        """Return the reader of a model; None if it reads no images, for example a value model."""
         model: Any = inner
         known = model.config.model_type in PICTURE_FAMILIES
         return PictureReader(inner) if known and model.get_output_embeddings() else None
 
     @property
     def tower(self) -> nn.Module:
-        """The part of the model that reads images."""
+        """Image encoder of the model."""
         found: nn.Module = self._inner.get_encoder(modality="image")
         return found
 
     @property
     def text(self) -> nn.Module:
-        """The language model, without the output layer."""
+        """Language model, without the output layer."""
         body: Any = self._inner.base_model
         found: nn.Module = body.language_model
         return found
 
     @property
     def unused(self) -> list[nn.Module]:
-        """The parts of the model that no batch uses: `OTHERS`."""
+        """Parts of the model that no batch uses (`OTHERS`)."""
         parts = (getattr(self._inner.base_model, name, None) for name in OTHERS)
         return [part for part in parts if part is not None]
 
     def trained(self) -> list[Tensor]:
-        """Return the trained parameters that a batch may leave out.
+        """Return the trained parameters that only batches with pictures use.
 
-        These are all trained parameters outside the language model and the output layer: a batch
-        without pictures does not use them.
+        They are all trained parameters outside the language model and the output layer.
         """
         text = {id(p) for p in self.text.parameters()}
         inner: Any = self._inner
@@ -111,7 +110,7 @@ class PictureReader:
         return [p for p in inner.parameters() if p.requires_grad and id(p) not in text]
 
     def load(self, paths: Sequence[str], device: torch.device) -> RowPictures:
-        """Read the pictures of rows; `NONE` stands for a row without pictures.
+        """Return the pictures of rows; the path of a row without pictures is `NONE`.
 
         Raises CorruptFileError, EnvironmentFailure.
         """
@@ -133,7 +132,7 @@ class PictureReader:
         return RowPictures(counts, dict(zip(names, arguments, strict=True)))
 
     def text_only(self, ids: Tensor) -> Tensor:
-        """Return tokens without pictures as the model reads them; any shape."""
+        """Return tokens of any shape with `STRAY` in place of placeholders."""
         for token in self._tokens:
             ids = ids.masked_fill(ids == token, STRAY)
         return ids
@@ -154,7 +153,7 @@ class PictureReader:
     def positions(
         self, arguments: Mapping[str, Tensor], mask: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return positions [3, R, W] by time, height and width, and an offset [R] of later tokens.
+        """Return positions [3, R, W] by time, height and width, and offsets [R] of later tokens.
 
         ``mask`` [R, W] is 0 at padding. Return None for a family with one position per token.
         """
@@ -169,17 +168,17 @@ class PictureReader:
 
 
 def text_and_tower(values: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the config of a model's text with all defaults, and the elements of its image encoder.
+    """Return the complete config of a model's text, and the number of its image encoder's elements.
 
-    ``values`` is a ``config.json`` object. The result is empty if the family reads no images here,
-    or if transformers cannot build the model.
+    ``values`` is a ``config.json`` object. Return an empty config and 0 if slurmrl supports no
+    images for the family, or if transformers cannot build the model.
     """
     if picture_refusal(values):
         return {}, 0
     try:
         model: Any = sketch(HFConfig.from_hf(values), "lm")
     except UsageError:
-        return {}, 0  # reported by the check of weights
+        return {}, 0  # The check of weights reports the error.
     tied = {"tie_word_embeddings": model.config.tie_word_embeddings}
     text = {**model.config.get_text_config().to_dict(), **tied}
     reader = PictureReader.of(model)

@@ -1,4 +1,4 @@
-"""New weights for a model of transformers, read from a folder into its own tensors."""
+"""Reading new weights from a folder into the tensors of a model of transformers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from slurmrl.tensors.layout import Box, TensorSpec
 def read_weights(model: HFModel, folder: Path) -> None:
     """Fill a model's parameters and constants from a folder in Hugging Face form.
 
-    A tensor rank reads its parts. If the files have other names or stack fewer tensors than the
-    model, transformers converts them, with a whole second copy of the model in memory.
+    A tensor rank reads its parts. If names or shapes in the files differ from the current form,
+    transformers converts them, which needs memory for a second copy of the whole model.
 
-    Raises UsageError, and changes nothing, if the folder holds another architecture.
+    Raises UsageError, and changes nothing, if the folder has another architecture.
     """
     assert isinstance(model.config, HFConfig), "a model of transformers"
     tensors = open_folder(folder)
@@ -57,7 +57,7 @@ def read_weights(model: HFModel, folder: Path) -> None:
 
 
 def _read_converted(model: HFModel, folder: Path, name: str, boxes: Mapping[str, Box]) -> None:
-    """Read files of another form than the model; ``name`` is a tensor that they lack.
+    """Read files that transformers must convert, because they lack tensor ``name``.
 
     ``boxes`` are the parts of parameters and constants that the model has.
     """
@@ -73,4 +73,4 @@ def _read_converted(model: HFModel, folder: Path, name: str, boxes: Mapping[str,
         raise UsageError(f"{folder} contains another model: it lacks tensor '{name}'")
     read = {MODULE + own: values for own, values in made.state_dict().items()}
     parts = {name.removeprefix(MODULE): read[name][box.slices] for name, box in boxes.items()}
-    model.inner.load_state_dict(parts, strict=False)  # tied weights have one name here
+    model.inner.load_state_dict(parts, strict=False)  # ``parts`` has tied weights only once.

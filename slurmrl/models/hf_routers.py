@@ -1,9 +1,9 @@
-"""The routers of a model of transformers: their choices are recorded in generation and replayed.
-
-T tokens, L blocks with experts, K experts of a token in each, E experts of a block.
+"""The routers of a model of transformers, whose choices are recorded in generation and replayed.
 
 A router chooses by one ``topk`` of K out of E scores, and returns the indices. A replayed choice
-takes the place of the result, so the weights follow from the scores of the replayed experts.
+replaces the result of ``topk``, so the weights follow from the scores of the replayed experts.
+
+Shapes: T tokens, L blocks with experts, K experts of a token in each, E experts of a block.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class HFRouters:
     """All routers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises UsageError if a block with experts has no router whose choices can be changed."""
+        """Find the routers. Raises UsageError if a block with experts has none of a known form."""
         self.routes: Routes | None = None
-        """Treatment of the experts of the next calls; None: the routers choose."""
+        """Object that records or replaces the choices of the next calls; None: routers choose."""
         named = type(model).__name__
         self._found: list[_Router] = []
         for name, block in model.named_modules():
@@ -52,17 +52,17 @@ class HFRouters:
     def try_out(self) -> None:
         """Call each router of a model on the meta device with two tokens.
 
-        Raises UsageError if one does not return the indices of one ``topk``.
+        Raises UsageError if a router does not return the indices of one ``topk``.
         """
         self.routes = RecordedReads(1, self.blocks)
         for router in self._found:
-            with suppress(TypeError, RuntimeError):  # some routers need other arguments
+            with suppress(TypeError, RuntimeError):  # Some routers need other arguments.
                 router(torch.zeros(2, router.hidden, device="meta"))
         self.routes = None
 
 
 def refusal(config: HFConfig) -> str:
-    """Return why the experts of a model cannot be replayed, as far as its routers show; or ""."""
+    """Return why the experts of a model cannot be replayed; "" if its routers show no reason."""
     try:
         routers = HFRouters(sketch(config, "lm"))
         routers.try_out()
@@ -74,7 +74,7 @@ def refusal(config: HFConfig) -> str:
 
 
 def _router_of(block: nn.Module) -> nn.Module | None:
-    """Return the router of a block with experts; None if there is none of a known form."""
+    """Return the router of a block with experts; None if it has no router of a known form."""
     for child in (getattr(block, name, None) for name in NAMES):
         sizes = (getattr(child, "top_k", None), getattr(child, "num_experts", None))
         if isinstance(child, nn.Module) and all(isinstance(size, int) for size in sizes):
@@ -83,7 +83,7 @@ def _router_of(block: nn.Module) -> nn.Module | None:
 
 
 class _Router:
-    """Calls a router's own method, with other experts if there are some."""
+    """Replacement of a router's ``forward``, which records or replays its choice."""
 
     def __init__(self, routers: HFRouters, router: nn.Module, block: int) -> None:
         self._routers, self._block, self._name = routers, block, type(router).__name__
@@ -109,14 +109,14 @@ class _Router:
 
 
 class _Choice(TorchFunctionMode):
-    """Lets the routes decide the result of a router's ``topk``."""
+    """Mode in which the routes decide the result of a router's ``topk``."""
 
     def __init__(self, routes: Routes, block: int, per_token: int, experts: int) -> None:
         super().__init__()
         self._routes, self._block = routes, block
         self._per_token, self._experts = per_token, experts
         self.taken: list[Tensor] = []
-        """The experts [T, K] of each ``topk``."""
+        """Experts [T, K] of each ``topk``."""
 
     def __torch_function__(
         self,
@@ -139,7 +139,7 @@ class _Choice(TorchFunctionMode):
 
 
 class RecordedReads:
-    """Keeps the choices for the tokens of one call of the model."""
+    """Routes that store the choices for the tokens of one call of the model."""
 
     def __init__(self, rows: int, blocks: int) -> None:
         self._rows, self._blocks = rows, blocks

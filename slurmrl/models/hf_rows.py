@@ -1,13 +1,13 @@
 """Rows of equal width for models of transformers, and tests of which rows a model supports.
 
-Rows are as wide as the longest sequence. They hold several sequences one after the other if the
-family keeps these apart, so that hardly any token is padding and attention costs no more than in
-padded rows. Families with convolutions or recurrent states let a sequence see the sequence before
-it; configs do not state this, so each model is tried.
+Rows are as wide as the longest sequence. If the family keeps sequences apart, a row has several
+sequences one after the other, so that there is little padding. Families with convolutions or
+recurrent states let a sequence see the sequence before it. Configs do not state this, so each model
+is tried.
 
-Padding is on the right, without a mask: a causal model does not see it.
+Padding is on the right, without a mask, because a causal model does not see it.
 
-T packed tokens, R rows, W their width.
+Shapes: T packed tokens, S sequences, R rows, W width of a row.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from slurmrl.tensors.bins import best_fit
 
 LOG = log.get(__name__)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest relative difference (of 2-norms) that counts as rounding, by dtype."""
+"""Maximum relative difference (of 2-norms) that counts as rounding, by dtype."""
 COARSE_TOLERANCE = 0.1
-"""Largest relative difference that counts as rounding in half precision."""
+"""Maximum relative difference that counts as rounding in half precision."""
 LEAST_LEAK, NOISE_FACTOR = 1e-6, 3.0
-"""A sequence sees its neighbor if other tokens of the neighbor change its outputs by more than the
-first number, and by more than this multiple of the change in a separate row, which is rounding."""
+"""Minimum relative change of outputs that shows that a sequence sees its neighbor: an absolute
+bound, and a factor of the change by rounding. The neighbor's tokens are changed."""
 TRIALS = 3
-"""A router may choose another expert after rounding; it does not do so for every set of tokens."""
+"""Number of sets of tokens to try, because a router may choose another expert after rounding."""
 LONG, SHORT = 8, 3
-"""Tokens of the sequences of a trial: one long and two short ones."""
+"""Numbers of tokens of the trial's sequences: one long and two short sequences."""
 OFFSETS = torch.tensor([0, LONG, LONG + SHORT, LONG + 2 * SHORT], dtype=torch.int32)
 LAST = slice(LONG + SHORT, None)
 
@@ -46,17 +46,17 @@ class RowPlaces(NamedTuple):
     """The place of each packed token in rows."""
 
     rows: Tensor
-    """[T] int64."""
+    """[T] int64: row of each token."""
     columns: Tensor
-    """[T] int64."""
+    """[T] int64: column of each token."""
     shape: tuple[int, int]
-    """R and W."""
+    """(R, W)."""
     positions: Tensor | None
-    """[R, W] int64, from 0 in each sequence; None if each row has one sequence."""
+    """[R, W] int64: positions, from 0 in each sequence; None if each row has one sequence."""
 
 
 def row_places(cu_seqlens: Tensor, width: int, kind: RowKind) -> RowPlaces:
-    """Return the place of each token of ``cu_seqlens`` [S+1], which is in host memory."""
+    """Return the places of packed tokens in rows; ``cu_seqlens`` [S+1] is in host memory."""
     lengths = cu_seqlens.diff().long()
     tokens, count = int(cu_seqlens[-1]), lengths.shape[0]
     held = best_fit(lengths.tolist(), width) if kind == "packed" else []
@@ -80,7 +80,7 @@ def row_places(cu_seqlens: Tensor, width: int, kind: RowKind) -> RowPlaces:
 def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
     """Return ``packed`` if the model on the CPU keeps sequences of a row apart, else ``single``.
 
-    ``model`` runs ``inner``. Raises UsageError if even padding changes outputs.
+    ``model`` calls ``inner``. Raises UsageError if even padding changes outputs.
     """
     family = model.config.model_type
     fields = inner.config.get_text_config().to_dict()
@@ -96,7 +96,7 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
         found = _padding_difference(model, inner)
     except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
         LOG.info("%s: padding could not be tried on the CPU: %s", family, error)
-        return "single"  # for example, it needs a GPU
+        return "single"  # The model may need a GPU.
     if found > tolerance(inner):
         raise UsageError(
             f"implementation hf does not support this {family} model: in a test, outputs of a "
@@ -113,7 +113,7 @@ def tolerance(inner: PreTrainedModel) -> float:
 
 
 def trial_tokens(inner: PreTrainedModel, trial: int, count: int) -> Tensor:
-    """Return tokens [count] on the model's device, the same in every process."""
+    """Return random tokens [count] on the model's device, which are equal in all processes."""
     generator = torch.Generator().manual_seed(trial)
     device = next(inner.parameters()).device
     return torch.randint(vocabulary(inner), (count,), generator=generator).to(device)
@@ -132,7 +132,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def difference(inner: PreTrainedModel, measure: Callable[[int], float]) -> float:
-    """Return the first measured difference that counts as rounding, else the smallest of several.
+    """Return the smallest measured difference; stop at a difference that counts as rounding.
 
     ``measure`` gets the number of the trial.
     """
@@ -145,7 +145,7 @@ def difference(inner: PreTrainedModel, measure: Callable[[int], float]) -> float
 
 
 def _keeps_apart(model: PackedModel, inner: PreTrainedModel) -> bool:
-    """Return whether the second sequence of a row depends on the first one only by rounding."""
+    """Return whether the first sequence of a row changes the second sequence only by rounding."""
     model.rows = "packed"
     for trial in range(TRIALS):
         ids = trial_tokens(inner, trial, int(OFFSETS[-1]))
@@ -162,7 +162,7 @@ def _keeps_apart(model: PackedModel, inner: PreTrainedModel) -> bool:
 
 
 def _padding_difference(model: PackedModel, inner: PreTrainedModel) -> float:
-    """Return the relative difference between short sequences with a long one and without it."""
+    """Return the relative difference between short sequences with and without a long sequence."""
     model.rows = "single"
     both = torch.tensor([0, SHORT, 2 * SHORT], dtype=torch.int32)
 

@@ -1,6 +1,6 @@
 """Generation with a model of transformers and its cache.
 
-T packed tokens, S rows, V vocabulary.
+Shapes: T packed tokens, S rows, V vocabulary, L blocks with experts, K experts of a token in each.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from slurmrl.tensors.ops.arguments import upload
 class HFSession:
     """A batch of rows that a model extends token by token.
 
-    ``model`` calls ``inner`` with the arguments of a step; a sharded engine's hooks are on it.
-    ``lengths`` [S] are the numbers of tokens read from each row. Prompts are padded on the left to
-    the longest one, and the padding counts toward ``prefill_tokens``.
+    ``model`` calls ``inner`` with the arguments of a step, and has a sharded engine's hooks.
+    ``lengths`` [S] is the number of tokens in the cache for each row. Prompts are padded on the
+    left to the longest prompt, and the padding counts toward ``prefill_tokens``.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class HFSession:
         reader: PictureReader | None = None,
         pictures: Sequence[str] = (),
     ) -> None:
-        """``width``: the least number of columns that prompts are padded to.
+        """Begin without tokens. Prompts are padded to at least ``width`` columns.
 
-        ``routers``: of the model, if experts are to be recorded. ``reader``: of a model that reads
-        images. ``pictures``: the prepared pictures of each row (`tensors.pictures`), if any.
+        ``routers`` are the model's routers if experts are recorded. ``reader`` belongs to a model
+        that reads images. ``pictures`` are the paths of each row's pictures (`tensors.pictures`).
         """
         self._prompts = torch.tensor(lengths, dtype=torch.int64)
         device = next(inner.parameters()).device
@@ -52,7 +52,7 @@ class HFSession:
         self._least_width, self._routers = width, routers
         self._reader, self._pictures = reader, pictures
         self._offsets = torch.zeros_like(self.lengths)
-        """[S]: the position of a row's next token minus the number of its tokens."""
+        """[S]: position of a row's next token minus the number of its tokens."""
         self._parameters = frozenset(inspect.signature(inner.forward).parameters)
         self._limit = generation_limit(inner.config.to_dict())
         self._begin(len(lengths))
@@ -61,20 +61,20 @@ class HFSession:
         self._cache = DynamicCache(config=self._inner.config)
         self._mask = self.lengths.new_zeros((rows, 0))
         self._experts: list[Tensor] = []
-        """Recorded experts of the cache's columns, by call: each [S, columns, L * K] int16."""
+        """Recorded experts of the cache's columns, for each call [S, columns, L * K] int16."""
 
     @property
     def width(self) -> int:
-        """Columns of the cache: tokens that each row has read, and its padding."""
+        """Number of columns of the cache: a row's tokens and padding."""
         return self._mask.shape[1]
 
     @property
     def full(self) -> bool:
-        """Whether no column may be added: the cache must be read again, with less padding."""
+        """Whether no column may be added. A new session must then prefill with less padding."""
         return self._limit is not None and self.width >= self._limit.tokens
 
     def prompts(self, input_ids: Tensor) -> Tensor:
-        """Read the packed prompts [T]. Return the logits [S, V] after each prompt."""
+        """Prefill the packed prompts [T]. Return the logits [S, V] after each prompt."""
         tokens = input_ids.shape[0]
         longest = max(int(self._prompts.max()), self._least_width)
         cu_seqlens = torch.cat([self._prompts.new_zeros(1), self._prompts.cumsum(0)])
@@ -102,10 +102,9 @@ class HFSession:
         return torch.cat(logits)
 
     def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
-        """Read one more token [S] of each row.
+        """Process one more token [S] of each row, and return the logits [S, V] after it.
 
-        Return the logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their
-        logits are meaningless.
+        Rows that are not ``alive`` [S] do not advance, and their logits are undefined.
         """
         if self._reader is not None:
             tokens = self._reader.text_only(tokens)
@@ -135,7 +134,7 @@ class HFSession:
             self._experts = [torch.cat(both)]
 
     def experts(self, row: int, tokens: int) -> Tensor:
-        """Return the experts [tokens, L * K] int16 of the first ``tokens`` that a row has read."""
+        """Return the experts [tokens, L * K] int16 of a row's first ``tokens`` in the cache."""
         self._experts = [torch.cat(self._experts, dim=1)]
         read: Tensor = self._experts[0][row][self._mask[row] > 0]
         return read[:tokens]
@@ -177,7 +176,7 @@ class HFSession:
             name = type(self._inner).__name__
             raise UsageError(f"{name} cannot generate: its forward() takes no cache")
         if "cache_params" in self._parameters and ids.shape[1] == 1:
-            del arguments["attention_mask"]  # Mamba would take its last column for this token
+            del arguments["attention_mask"]  # Mamba would mistake its last column for this token.
         step = {name: value for name, value in arguments.items() if name in self._parameters}
         if self._routers is None:
             output = self._model(ids, ids, 0, step)
@@ -193,19 +192,19 @@ class HFSession:
 
 
 def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """One cache of the rows of all. The first one is changed, the others are emptied."""
+    """Append the rows of all caches to the first cache, empty the others, and return the first."""
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         states = [vars(layer) for layer in layers]
         for name in states[0]:
             joined = _joined_values([state[name] for state in states])
             for state in states[1:]:
-                state[name] = None  # frees its memory before the next one is joined
+                state[name] = None  # Free the memory before the next states are joined.
             states[0][name] = joined
     return caches[0]
 
 
 def _joined_values(values: Sequence[Any]) -> Any:
-    """Join tensors that have a dim of rows, in lists and dicts too; others are equal."""
+    """Join tensors that have a dim of rows, also in lists and dicts; other values are equal."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(values))

@@ -1,10 +1,10 @@
 """Names of the layers of transformers' models that get adapters. Torch-free.
 
-PEFT's names are the names of transformers' modules. A family's default targets are PEFT's.
+PEFT uses the names of transformers' modules. The default targets of a family are PEFT's defaults.
 
-GPT-2's layers store their weight as [i, o]. Their adapter has the matrices ``lora_B`` [i, r] and
-``lora_A`` [r, o], which are the transposes of PEFT's A and B. So W + scale * B A has the form of W
-in every family, and the rows of ``lora_B`` are the rows of W.
+GPT-2's layers store their weight W as [i, o]: i inputs, o outputs. Their adapter has the matrices
+``lora_B`` [i, r] and ``lora_A`` [r, o], which are the transposes of PEFT's A and B. W + scale * B A
+therefore has the shape of W in every family, and the rows of ``lora_B`` are the rows of W.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ TRANSPOSED: Final = frozenset(("gpt2", "openai-gpt"))
 
 EXPERT_FIELDS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERT_NAMES: Final = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
-"""Names in ``target_modules`` that PEFT takes for stacked experts in families that have these.
-Linear layers of these names are listed as ``target_parameters``."""
+"""Names in ``target_modules`` that PEFT mistakes for stacked experts in families with experts.
+Linear layers with these names are listed as ``target_parameters``."""
 
 
 def targets_of(model_type: str, lora: Lora) -> str | tuple[str, ...]:
-    """``all-linear``, or the names of the targets."""
+    """Return ``all-linear`` or the names of the targets."""
     if lora.targets is not None:
         return lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
     return DEFAULTS.get(model_type, ALL_LINEAR)
 
 
 def matches(name: str, target: str) -> bool:
-    """Whether a target selects a module, as in PEFT: its whole name or the last parts of it."""
+    """Return whether a target is a module's name or the end of the name, as in PEFT."""
     return name == target or name.endswith(f".{target}")
 
 
 def peft_targets(
     values: Mapping[str, Any], lora: Lora, adapted: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """Return ``target_modules`` and ``target_parameters`` of modules that are ``adapted``.
+    """Return PEFT's ``target_modules`` and ``target_parameters`` for the ``adapted`` modules.
 
     ``values`` is the model's ``config.json`` object.
     """
@@ -92,9 +92,8 @@ def adapted_tensors(
 ) -> dict[str, str]:
     """Return the name in the files of each adapted weight of ``shapes``.
 
-    ``specs`` are the tensors of the model's files. Names in files may begin with other parts than
-    the model's names. Raises UsageError if the files do not store a weight as one tensor of its
-    form.
+    ``specs`` are the tensors of the model's files, whose names may begin differently. Raises
+    UsageError if the files do not store a weight as one tensor of its shape.
     """
     ends: dict[str, list[str]] = {}
     for name in specs:
@@ -115,7 +114,7 @@ def adapted_tensors(
 
 
 def _of_layer(name: str) -> str:
-    """The part of a tensor's name that begins with the number of its layer; else all of it."""
+    """Return a tensor's name from the number of its layer on; without a number, the whole name."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[number:])

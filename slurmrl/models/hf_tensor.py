@@ -1,9 +1,9 @@
 """Tensor parallelism of transformers' models, by their own plans.
 
 Each tensor rank holds parts of the matrices that the family's ``tp_plan`` names, and its own heads,
-inner units and experts. The ranks also share the rows of the embedding and of the output layer, if
-they can have equal parts. Everything else is whole on each rank: norms, linear attention. FSDP2
-then shards a rank's parts as it does with a whole model.
+inner units and experts. The ranks also share the rows of the embedding and of the output layer if
+they can have equal parts. All other parameters, such as norms, are whole on each rank. FSDP2 then
+shards a rank's parts like a whole model.
 """
 
 from __future__ import annotations
@@ -35,45 +35,47 @@ from slurmrl.tensors.ops.products import linear
 COLUMNS: Final = "colwise"
 """Transformers' style of a linear layer whose outputs are split over the ranks."""
 ROWS: Final = "rowwise"
-"""Style of a linear layer whose inputs are split; the ranks' products are summed."""
+"""transformers' style of a linear layer whose inputs are split; the ranks' products are summed."""
 OF_PARTS: Final = "replicated_with_grad_allreduce"
-"""Style of a norm of heads: each rank has a part of the gradient."""
+"""transformers' style of a norm of heads, of which each rank has a part of the gradient."""
 LATENT: Final = "mla_kv_a_proj"
-"""Style of a whole layer that computes the rotated keys of all heads with latent vectors."""
+"""transformers' style of a whole layer that computes latent vectors and rotated keys of all heads.
+"""
 EXPERTS: Final = ("moe_tp_experts", "ep_dispatch_experts")
-"""Styles of modules whose parameters begin with a dim of experts. Each rank has some experts."""
+"""transformers' styles of modules whose parameters begin with a dim of experts, which ranks share.
+"""
 EXPERT_PARALLEL: Final = "_is_expert_parallel"
-"""Attribute of transformers' experts that skip the index after the last expert."""
+"""Attribute that makes transformers' experts skip tokens with the index after the last expert."""
 KEPT_WHOLE: Final = (
     "colwise_gather_output",
     "embedding_rowwise",
     "local_params",
     "rowwise_split_input",
 )
-"""Styles of modules without a collective. Most have whole inputs and outputs, and each rank has
-them whole: linear attention, or norms over all heads."""
+"""transformers' styles of modules without a collective, which each rank has whole. Most have whole
+inputs and outputs, such as linear attention or norms over all heads."""
 INNER: Final = "intermediate_size"
 FIRST_INPUT: Final = "first"
-"""Attribute of a linear layer: the number of its first input in the whole layer."""
+"""Attribute of a linear layer with the index of its first input in the whole layer."""
 OF_TOKENS: Final = ("lm_head", "embed_tokens")
-"""The output layer and the embedding, whose rows ranks share without a plan; see `_vocabulary`."""
+"""Names of the output layer and the embedding, which ranks share without a plan (`_vocabulary`)."""
 
 
 @dataclass(frozen=True)
 class HFTensorSplit:
-    """How ``ranks`` tensor ranks share a model's parameters; see `TensorSplit`."""
+    """The division of a model's parameters among ``ranks`` tensor ranks (`SharedParameters`)."""
 
     ranks: int
     dims: Mapping[str, int]
-    """The dim along which a parameter is split, by its name; the others are on every rank."""
+    """Dim along which each split parameter is split; other parameters are whole on every rank."""
     partial: frozenset[str]
-    """Parameters on every rank with partial gradients."""
+    """Parameters that are whole on every rank and have partial gradients."""
     whole: Mapping[str, Index]
-    """The shape of each whole parameter."""
+    """Shape of each whole parameter."""
     head_copies: int = 1
 
     def box(self, name: str, shape: Index, rank: int) -> Box:
-        """A rank's part of a parameter of ``shape``."""
+        """Return a rank's part of a parameter of ``shape``."""
         dim = self._dim(name)
         if dim is None:
             return Box.whole(shape)
@@ -82,11 +84,11 @@ class HFTensorSplit:
         return Box(start, (*shape[:dim], size, *shape[dim + 1 :]))
 
     def copies(self, name: str) -> int:
-        """The number of ranks that have each element."""
+        """Return the number of ranks that have each element."""
         return self.ranks if self._dim(name) is None else 1
 
     def sums(self, name: str) -> bool:
-        """Whether the copies' gradients are partial and must be summed; else they are equal."""
+        """Return whether gradients of copies are partial and must be summed, not equal."""
         weight = adapted_weight(name)
         return name in self.partial or (weight in self.dims and self._dim(name) is None)
 
@@ -96,13 +98,13 @@ class HFTensorSplit:
         return own if dim is None else (*own[:dim], own[dim] * self.ranks, *own[dim + 1 :])
 
     def head_of(self, rank: int) -> int:
-        """The key and value head of a rank, if heads are replicated."""
+        """Return the key and value head of a rank if heads are replicated."""
         return rank
 
     def _dim(self, name: str) -> int | None:
-        """The dim along which a parameter is split.
+        """Return the dim along which a parameter or adapter matrix is split; None for a whole one.
 
-        Of an adapter, ``lora_B`` is split with the rows of the weight, ``lora_A`` with its columns.
+        ``lora_B`` is split with the rows of the weight, and ``lora_A`` with its columns.
         """
         weight = adapted_weight(name)
         if weight is None:
@@ -126,7 +128,7 @@ class _Cut(NamedTuple):
 
 
 def refusal(values: Mapping[str, Any], head: Head, ranks: int) -> str:
-    """Return why tensor ranks cannot share the model of a ``config.json`` object; or "".
+    """Return why tensor ranks cannot share the model of a ``config.json`` object; "" if they can.
 
     Raises UsageError if the object is not the config of a model.
     """
@@ -148,7 +150,7 @@ def _refusal(values: str, head: Head, ranks: int) -> str:
 
 
 def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
-    """Keep this rank's part of a model on the CPU, and have its layers work together.
+    """Keep this rank's part of a model on the CPU, and add the collectives between the ranks.
 
     Raises UsageError if the family has no plan, or a plan or sizes that are not supported.
     """
@@ -186,7 +188,7 @@ def _part(values: nn.Parameter, tensor: Axis, dim: int = 0) -> nn.Parameter:
 
 
 def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]:
-    """Return the modules that ranks share by the family's plan, and how.
+    """Return the modules that the family's plan splits, and the division of the parameters.
 
     Raises UsageError if the family has no plan, or a plan or sizes that are not supported.
     """
@@ -202,7 +204,7 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
     blocks: set[str] = set()
     for name, module, style in found:
         if isinstance(module, nn.Parameter):
-            parameters, linear = [MODULE + name], style == COLUMNS  # the sinks of heads
+            parameters, linear = [MODULE + name], style == COLUMNS  # These are sinks of heads.
         else:
             own = dict(module.named_parameters(recurse=False))
             parameters = [f"{MODULE}{name}.{each}" for each in own]
@@ -222,11 +224,12 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
             )
         if style in (COLUMNS, ROWS):
             blocks.add(f"{MODULE}{name.rpartition('.')[0]}.")
-    # The norms of latent vectors are in front of the split layers; they have whole gradients.
+    # The norms of latent vectors come before the split layers, so they have whole gradients.
     blocks -= {f"{MODULE}{n.rpartition('.')[0]}." for n, _, style in found if style == LATENT}
     if not dims:
         raise UsageError(f"{kind} models have no tp_plan of transformers that splits a layer")
-    # Transformers before `OF_PARTS` leaves the norms of heads, between split layers, out of plans.
+    # Versions of transformers without `OF_PARTS` leave norms of heads, which are between split
+    # layers, out of their plans.
     linear_biases = {f"{MODULE}{each.name}.bias" for each in found if each.style == ROWS}
     between = {
         each
@@ -235,7 +238,7 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
     }
     heads = inner.config.get_text_config().to_dict().get("num_attention_heads")
     for each in sorted(between - of_parts):
-        # Such a module would be combined with the heads of only one rank.
+        # A rank would combine all values of such a module with the heads that it has.
         if len(whole[each]) > 1 or whole[each][0] == heads:
             raise UsageError(
                 f"{kind} models cannot be split over tensor ranks with "
@@ -249,7 +252,7 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
 
 
 def _check_sizes(inner: PreTrainedModel, ranks: int, sizes: Mapping[str, int]) -> None:
-    """Raise UsageError if ranks cannot have equal parts of split parameters, or whole heads.
+    """Raise UsageError if ranks cannot have equal parts of split parameters, with whole heads.
 
     ``sizes`` are the sizes of the split dims, by parameter.
     """
@@ -275,9 +278,9 @@ def _check_sizes(inner: PreTrainedModel, ranks: int, sizes: Mapping[str, int]) -
 
 
 def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module | nn.Parameter, str]]:
-    """Yield each module or parameter that a plan names, and its style.
+    """Yield name, object and style of each module or parameter that a plan names.
 
-    Plans of expert parallelism add only the experts.
+    The plan of expert parallelism adds only experts.
     """
     plan: dict[str, str] = dict(getattr(inner, "tp_plan", None) or {})
     more: Mapping[str, str] = getattr(inner, "ep_plan", None) or {}
@@ -291,7 +294,7 @@ def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module | nn.Parame
 
 
 def _vocabulary(inner: PreTrainedModel, ranks: int) -> list[nn.Embedding | nn.Linear]:
-    """Return the embedding and the output layer, as far as ranks can have equal parts of them."""
+    """Return the embedding and the output layer, each only if ranks can have equal parts of it."""
     ends = (inner.get_input_embeddings(), cast(Any, inner).get_output_embeddings())
     return [
         each
@@ -302,7 +305,7 @@ def _vocabulary(inner: PreTrainedModel, ranks: int) -> list[nn.Embedding | nn.Li
 
 def _share_vocabulary(modules: Iterable[nn.Embedding | nn.Linear], tensor: Axis) -> None:
     """Keep this rank's rows of the embedding and the output layer. Their outputs remain whole."""
-    parts: dict[int, nn.Parameter] = {}  # a tied weight is one parameter
+    parts: dict[int, nn.Parameter] = {}  # A tied weight must remain one parameter.
     for module in modules:
         for own, values in list(module.named_parameters(recurse=False)):
             if id(values) not in parts:
@@ -323,7 +326,7 @@ def _share_vocabulary(modules: Iterable[nn.Embedding | nn.Linear], tensor: Axis)
 
 
 def _whole_logits(compute: Callable[[Tensor], Tensor], tensor: Axis, x: Tensor) -> Tensor:
-    """Return logits [..., V] of inputs x [..., h]. ``compute`` makes this rank's part of them."""
+    """Return logits [..., V] for x [..., h]; ``compute`` makes this rank's part of the logits."""
     own = compute(whole_to_partial(x, tensor.group))
     return own_to_whole(own.movedim(-1, 0), tensor.group).movedim(0, -1).contiguous()
 
@@ -333,7 +336,7 @@ def _whole_embeddings(
 ) -> Tensor:
     """Return embeddings [..., h] of tokens.
 
-    ``compute`` reads this rank's ``rows``, the first of which belongs to the token ``first``.
+    ``compute`` reads this rank's ``rows``, which begin with the row of token ``first``.
     """
     row = ids - first
     here = (row >= 0) & (row < rows)
@@ -341,7 +344,7 @@ def _whole_embeddings(
 
 
 def _share_experts(module: nn.Module, tensor: Axis) -> None:
-    """Have a rank's experts compute their tokens, and add up the ranks' outputs."""
+    """Let this rank's experts process only their tokens, and sum the ranks' outputs."""
     count = next(module.parameters(recurse=False)).shape[0]
     vars(module).update({"num_experts": count, EXPERT_PARALLEL: True})
 
@@ -351,7 +354,7 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
         if value.is_floating_point():
             return whole_to_partial(value, tensor.group)
         own = value - tensor.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)  # other rows are on other ranks
+        return torch.where((own >= 0) & (own < count), own, count)  # Experts skip index ``count``.
 
     def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return tuple(map(localized, given)), {n: localized(value) for n, value in named.items()}
@@ -364,7 +367,7 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
 
 
 def _shared_keys(rotated: int, tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """The last ``rotated`` outputs are the keys of all heads, of which each rank has some."""
+    """Return a hook that sums gradients of the last ``rotated`` outputs, the keys of all heads."""
 
     def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         keys = whole_to_partial(output[..., -rotated:], tensor.group)
@@ -385,7 +388,7 @@ def _product(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _leaving(tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """Sum products over the ranks. An earlier hook has added the products of adapters."""
+    """Return a hook that sums products, with those of adapters, over ranks and adds the bias."""
 
     def leave(module: nn.Module, _: Any, products: Tensor) -> Tensor:
         whole = partial_to_whole(products, tensor.group)
@@ -400,20 +403,21 @@ OF_EXPERTS: Final = ".experts."
 
 
 class RankElements(NamedTuple):
-    """Elements on one tensor rank, before data-parallel ranks share them."""
+    """Numbers of elements on one tensor rank, before data-parallel ranks share them."""
 
     dense: int
+    """Elements outside of routed experts."""
     experts: int
-    """Elements of the routed experts; those of shared experts are dense."""
+    """Elements of routed experts."""
     dense_layer: tuple[int, int]
-    """Elements of the largest layer without experts, in the same order: dense, experts (0)."""
+    """(dense, experts) elements of the largest layer without experts; the second is 0."""
     expert_layer: tuple[int, int]
-    """Elements of the largest layer with experts, in the same order: dense, experts."""
+    """(dense, experts) elements of the largest layer with experts."""
 
 
 @lru_cache(maxsize=16)
 def rank_elements(values: str, head: Head, ranks: int) -> RankElements | None:
-    """Count the elements of a ``config.json`` object (as JSON) on the first of ``ranks`` ranks.
+    """Return the elements on the first of ``ranks`` ranks for a ``config.json``, given as JSON.
 
     Return None if transformers cannot build the model, or if the ranks cannot share it.
     """

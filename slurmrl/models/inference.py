@@ -1,10 +1,11 @@
-"""The layers of a built-in decoder as few calls of torch, for generation.
+"""Generation with a built-in decoder in few calls of torch.
 
-One product computes the outputs of all matrices that read the same input. For that they lie side by
-side in memory (``join_matrices``); on a CPU small models are copied for faster products. Parts
-without a short form are called as modules.
+One product computes the outputs of all matrices that read the same input. These matrices therefore
+are side by side in memory (``join_matrices``). On a CPU, small models are copied for faster
+products. Parts without a short form are called as modules.
 
-T packed tokens, h hidden size, V vocabulary.
+Shapes: T packed tokens, Hq query heads, Hkv key and value heads, D head size, h hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -34,45 +35,41 @@ from slurmrl.tensors.ops.products import (
 
 Apply = Callable[[Tensor], Tensor]
 PACKED_BYTES = 2**30
-"""Models of up to this size are copied for faster products, where there are any.
-
-The limit bounds the memory of the copy, which a plan counts (`plan.estimates.memory`).
-"""
+"""Maximum size of a model that is copied for faster products, if the processor has them. The plan
+counts the memory of the copy (`plan.estimates.memory`)."""
 
 
 class HeadsCore(Protocol):
-    """Attention of tokens whose heads come as one tensor."""
+    """An ``AttentionCore`` that can also read queries, keys and values as one tensor."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention as an ``AttentionCore`` does."""
+        """Return attention as an ``AttentionCore`` does."""
         ...
 
     def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:
-        """Return the attention [T, Hq, D] for heads [T, Hq + 2 Hkv, D].
-
-        Queries and keys among the heads are not rotated yet.
-        """
+        """Return the attention [T, Hq, D] for heads [T, Hq + 2 Hkv, D], which are not rotated."""
         ...
 
     def of_layer(
         self, spec: AttentionSpec, layer: PackedLayer, x: Tensor, rotation: Rotation | None
     ) -> Tensor | None:
-        """Return a whole layer's output [T, h] for ``x`` [T, h], computed in one call.
+        """Return a layer's output [T, h] for ``x`` [T, h] from one call.
 
-        Return None if the layer's parts have to be called.
+        Return None if the caller must call the parts of the layer.
         """
         ...
 
 
 Forward = Callable[[Tensor, Tensor, HeadsCore], Tensor]
-"""(input_ids [T], positions [T], core) -> hidden states [T, h]."""
+"""Function from (input_ids [T], positions [T], core) to hidden states [T, h]."""
 
 
 def short_forward(decoder: Decoder) -> Forward | None:
     """Return a function that computes ``decoder.run_unhooked``; None without a short form.
 
-    A decoder has no short form with adapters, and none on several ranks with experts or sequence
-    parallelism. The function uses the parameters' present memory, and perhaps their present values.
+    A decoder with adapters has no short form. On several ranks, neither has a decoder with experts
+    or sequence parallelism. The function uses the parameters' present memory, and copies of their
+    present values if `packs`.
     """
     split = decoder.split
     alone = split.whole or (decoder.config.moe is None and not split.by_sequence)
@@ -96,7 +93,7 @@ def head_product(decoder: Decoder) -> Apply:
     """Return a function from hidden states [T, h] to logits [T, V].
 
     V is this rank's part of the vocabulary. Logits are float64 for a model in float64, else
-    float32. The function may use the projection's present values.
+    float32. If `packs`, the function uses a copy of the projection's present values.
     """
     weight = decoder.head_weight()
     if packs(decoder):
@@ -105,16 +102,16 @@ def head_product(decoder: Decoder) -> Apply:
 
 
 def packs(decoder: Decoder) -> bool:
-    """Whether the matrices of a decoder are copied for faster products."""
+    """Return whether the matrices of a decoder are copied for faster products."""
     size = sum(p.numel() * p.element_size() for p in decoder.parameters())
     return size <= PACKED_BYTES and packable(decoder.head_weight())
 
 
 @torch.no_grad()
 def join_matrices(decoder: Decoder) -> None:
-    """Move the parameters that ``short_forward`` uses together side by side in memory.
+    """Move parameters that ``short_forward`` uses in one product side by side in memory.
 
-    They stay the same parameters with the same values; nothing else may hold their old memory.
+    The parameters and their values do not change, but nothing else may use their old memory.
     """
     for module in decoder.modules():
         for group in _groups(module):
@@ -129,7 +126,7 @@ def join_matrices(decoder: Decoder) -> None:
 
 
 def _groups(module: nn.Module) -> list[tuple[nn.Linear, ...]]:
-    """Linear layers that read the same input."""
+    """Return the groups of linear layers that read the same input."""
     if isinstance(module, Attention):
         return [(module.q_proj, module.k_proj, module.v_proj)]
     if isinstance(module, GatedMLP):
@@ -193,7 +190,7 @@ class _Layer:
 
 
 def _whole(layer: ResidualLayer) -> PackedLayer | None:
-    """A layer in one call; None if that has no such parts, or ranks share them."""
+    """Return the matrices of a layer that one call can compute; None for any other layer."""
     attention, block = layer.self_attn, layer.mlp
     assert isinstance(attention, Attention)
     norms = [_plain_norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
@@ -220,14 +217,14 @@ def _plain_norm(module: nn.Module) -> RootMeanSquare | None:
 
 
 def _packed(linears: Sequence[nn.Linear]) -> PackedMatrix:
-    """The matrices and biases of linear layers, one below the other."""
+    """Return the concatenated matrices and biases of linear layers."""
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     weight = torch.cat([linear.weight for linear in linears])
     return PackedMatrix.of(weight, torch.cat(biases) if biases else None)
 
 
 def _norm(module: nn.Module) -> Apply:
-    """A norm; with one call where torch's own form is as exact."""
+    """Return a function for a norm, which is one call if that is equally exact."""
     if not isinstance(module, RMSNorm) or module.offset or module.weight.dtype.itemsize < 4:
         return module
     weight, eps = module.weight, module.eps
@@ -239,7 +236,7 @@ def _norm(module: nn.Module) -> Apply:
 def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
     """Return a function that computes the outputs of linear layers side by side.
 
-    It uses one product if the weights are or can be ``packed``, or lie side by side in memory.
+    The function uses one product if weights are ``packed`` or side by side in memory.
     """
     if packed:
         return _packed(linears).product
@@ -254,7 +251,7 @@ def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
 
 
 def _add_product(layer: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """(sum, input) -> the sum with the layer's output added."""
+    """Return a function from (sum, input) to the sum plus the layer's output."""
     weight, bias = layer.weight, layer.bias
     if isinstance(layer, RowLinear) and layer.split.tensor.size > 1:
         own = PackedMatrix.of(weight).product if packed else partial(linear, weight=weight)
@@ -269,7 +266,7 @@ def _add_product(layer: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], T
 def _feed_forward(
     block: nn.Module, packed: bool, whole: PackedLayer | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """(residual, input) -> the residual with the block's output added."""
+    """Return a function from (residual, input) to the residual plus the block's output."""
     if not isinstance(block, GatedMLP):
         return lambda residual, x: residual + block(x)
     both = whole.gate_up.product if whole else _product((block.gate_proj, block.up_proj), packed)
@@ -290,7 +287,7 @@ def _feed_forward(
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor | None:
-    """All rows of tensors that lie side by side in memory; None if they do not."""
+    """Return a view of tensors that are side by side in memory; None if they are not."""
     first = parameters[0]
     place = first.data_ptr()
     for parameter in parameters:

@@ -1,9 +1,9 @@
 """Latent attention (MLA; DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
-Attention itself is over the keys and values of all heads, as in other families. Caches have them
-too, not the latent vectors.
+Attention reads the keys and values of all heads, as in other families. Caches store these keys and
+values, not the latent vectors.
 
-T packed tokens, H heads of a tensor rank, D head size in attention, h hidden size.
+Shapes: T packed tokens, H heads of a tensor rank, D head size in attention, h hidden size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.tensors.ops.elementwise import rotate
 
 NORM_EPS = 1e-6
-"""The norms of latent vectors ignore a config's ``rms_norm_eps``, as in transformers."""
+"""Epsilon of the norms of latent vectors, which ignore ``rms_norm_eps`` as in transformers."""
 
 
 class LatentAttention(nn.Module):
-    """Self-attention with keys and values, and maybe queries, from latent vectors.
+    """Self-attention with keys and values, and optionally queries, from latent vectors.
 
-    Each tensor rank has some of the heads and computes whole latent vectors.
+    Each tensor rank has some of the heads and computes all latent vectors.
     """
 
     def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         self.o_proj = RowLinear(heads * latent.value, hidden, bias=config.o_bias, split=split)
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """Map ``x`` [T, h] to [T, h]; T counts the tokens that this rank has between the blocks."""
+        """Map ``x`` [T, h] to [T, h], where T tokens are on this rank between the blocks."""
         assert rotation is not None
         x, latent = self.split.enter(x), self.latent
         if latent.query_rank is None:
@@ -68,11 +68,11 @@ class LatentAttention(nn.Module):
 def heads_of(
     latent: Latent, queries: Tensor, expanded: Tensor, turned: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values [T, H, D], of which the first dims are to be rotated.
+    """Return queries, keys and values [T, H, D], whose first ``rotated`` dims are to be rotated.
 
     ``queries`` are [T, H * key], ``expanded`` keys and values [T, H * (plain + value)], and
-    ``turned`` the part of keys that is rotated [T, rotated]. Zeros fill up the last dims; the first
-    ``latent.value`` dims of a result of attention count.
+    ``turned`` the rotated part of keys [T, rotated]. The last dims are padded with zeros; only the
+    first ``latent.value`` dims of the result of attention count.
     """
     per_head = torch.unflatten(queries, -1, (-1, latent.key))
     plain, rotated = per_head.split_with_sizes((latent.plain, latent.rotated), -1)
@@ -88,7 +88,7 @@ def heads_of(
 
 
 def _halves(latent: Latent, x: Tensor) -> Tensor:
-    """Move the second dims of rotated pairs of ``x`` [..., rotated] behind the first ones."""
+    """Return ``x`` [..., rotated] with the second dims of rotated pairs after all first dims."""
     if not latent.interleaved:
         return x
     return torch.unflatten(x, -1, (-1, 2)).transpose(-1, -2).flatten(-2)

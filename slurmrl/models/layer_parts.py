@@ -1,16 +1,16 @@
 """The parts of a layer: feed-forward blocks, norm, rotary positions (Su et al. 2021), attention.
 
-The attention block has projections, optional q/k norms and the rotation. An ``AttentionCore``
-computes the attention itself: over packed sequences, over those that share prefixes, or over a
-cache.
+The attention block has projections, optional norms of queries and keys, and the rotation. An
+``AttentionCore`` computes the attention itself: over packed sequences, over sequences that share
+prefixes, or over a cache.
 
-With context ranks, attention is over all packed tokens, called with one rank's part of them. One
-all-to-all gives each context rank all tokens of some heads, another one reverses it (Jacobs et al.
-2023, DeepSpeed Ulysses). If the ranks cannot share the heads, the ranks pass keys and values on
-(Liu et al. 2023, ring attention).
+With context ranks, each rank calls attention with its part of the packed tokens. One all-to-all
+gives each context rank all tokens of some heads, and another one reverses this (Jacobs et al. 2023,
+DeepSpeed Ulysses). If the ranks cannot share the heads, they pass keys and values on (Liu et al.
+2023, ring attention).
 
-T packed tokens, N tokens of a context rank, c context ranks. With shared prefixes, which the
-decoder reads once: N distinct tokens, S pieces.
+Shapes: T packed tokens, N tokens of a context rank, c context ranks, Hq query heads, Hkv key and
+value heads, D head size. With shared prefixes: N distinct tokens, S pieces.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from slurmrl.tensors.ops.sink_attention import causal_attention
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020, GLU variants)."""
+    """Feed-forward block down(activation(gate(x)) * up(x)) (Shazeer 2020, GLU variants)."""
 
     recomputed = False
-    """Whether the backward pass calls the block again. Then it may hold one more tensor, the input
-    of the last product, so that the second call ends before that product."""
+    """Whether the backward pass calls the block again. The block then saves the input of the last
+    product too, so that the second call can stop before that product."""
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE, inner: int = 0) -> None:
         """``inner`` is the inner size; 0 for the size of the config's dense layers."""
@@ -79,7 +79,7 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(activation(up(x)))."""
+    """Feed-forward block down(activation(up(x)))."""
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
@@ -110,13 +110,13 @@ class RMSNorm(nn.Module):
 
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin of R rotated dims, [T, 1, R] each (see ``tensors.ops.elementwise.rotate``)."""
+"""cos and sin of R rotated dims, [T, 1, R] each (see `tensors.ops.elementwise.rotate`)."""
 
 
 class RotaryTable:
-    """The angles of all positions.
+    """The rotation angles of all positions.
 
-    It has no parameters, so it does not depend on the device or sharding of its model.
+    The table is not a module, so it does not depend on the device or sharding of its model.
     """
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
@@ -124,13 +124,10 @@ class RotaryTable:
         self._frequencies, self._scale = frequencies(rope, head_dim)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the cos and sin for positions [T], as ``dtype``.
-
-        They are computed in float32, or in float64 if ``dtype`` is float64.
-        """
+        """Return cos and sin for positions [T] as ``dtype``; computed in float32 or wider."""
         if self._frequencies.dtype != wide(dtype):
             self._frequencies, _ = frequencies(self._rope, self._head_dim, wide(dtype))
-        self._frequencies = self._frequencies.to(positions.device)  # copied once
+        self._frequencies = self._frequencies.to(positions.device)  # This copies only once.
         angles = (positions.to(wide(dtype))[:, None] * self._frequencies)[:, None, :]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
@@ -139,7 +136,7 @@ class RotaryTable:
 def frequencies(
     rope: Rope, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, float]:
-    """Angle per position of each pair [D/2] (on the CPU), and the factor of cos and sin."""
+    """Return the angle per position of each pair [D/2], on the CPU, and a factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim
     base = rope.theta**exponents
     if rope.kind == "linear":
@@ -152,9 +149,9 @@ def frequencies(
 
 
 def _llama3(freqs: Tensor, rope: Rope) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and interpolate between them.
+    """Divide low frequencies by the factor, keep high frequencies, and interpolate between them.
 
-    This follows the reference code of Llama 3.1.
+    The formula is that of Llama 3.1's reference code.
     """
     low, high = float(rope.options["low_freq_factor"]), float(rope.options["high_freq_factor"])
     wavelengths = 2 * math.pi / freqs
@@ -165,10 +162,10 @@ def _llama3(freqs: Tensor, rope: Rope) -> Tensor:
 
 
 def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
-    """NTK-by-parts interpolation (Peng et al. 2023, YaRN, section 3.2)."""
+    """Interpolate frequencies NTK-by-parts (Peng et al. 2023, YaRN, section 3.2)."""
 
     def turning_pair(turns: float) -> float:
-        """The pair that makes this many rotations within the original length."""
+        """Return the pair that makes this many rotations within the original length."""
         return (
             head_dim
             * math.log(rope.original_length / (turns * 2 * math.pi))
@@ -181,14 +178,14 @@ def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # avoids a division by zero
+        high += 0.001  # This avoids a division by zero.
     pairs = torch.arange(head_dim // 2, dtype=base.dtype, device="cpu")
     keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
     return (1 - keep) / (rope.factor * base) + keep / base
 
 
 def _yarn_scale(rope: Rope) -> float:
-    """The attention temperature of YaRN, applied to cos and sin."""
+    """Return the attention temperature of YaRN, which multiplies cos and sin."""
     stated = rope.options.get("attention_factor")
     if stated is not None:
         return float(stated)
@@ -200,7 +197,7 @@ def _yarn_scale(rope: Rope) -> float:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The settings of a layer that a core needs."""
+    """The settings of a layer that an attention core needs."""
 
     layer: int
     scale: float
@@ -208,7 +205,7 @@ class AttentionSpec:
     window: int | None
     """Number of tokens that a token attends to, itself included; None for all."""
     sinks: Tensor | None = None
-    """Further scores of the query heads [Hq], without values."""
+    """Additional scores without values, one for each query head [Hq]."""
 
 
 class AttentionCore(Protocol):
@@ -233,7 +230,7 @@ class Attention(nn.Module):
     """Self-attention with grouped key and value heads.
 
     Each tensor rank has some of the heads. If there are fewer key and value heads than tensor
-    ranks, each is copied on several ranks.
+    ranks, several ranks have copies of a head.
     """
 
     def __init__(
@@ -243,7 +240,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         split: Split = WHOLE,
     ) -> None:
-        """``scale`` defaults to 1 / sqrt(head_dim)."""
+        """Make uninitialized parameters. ``scale`` defaults to 1 / sqrt(head_dim)."""
         super().__init__()
         self.split = split
         self.head_dim = config.head_dim
@@ -265,11 +262,11 @@ class Attention(nn.Module):
 
     @property
     def spec(self) -> AttentionSpec:
-        """The settings for a core, with the present sinks."""
+        """Settings for a core, with the present sinks."""
         return self._spec if self.sinks is None else replace(self._spec, sinks=self.sinks)
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """Map ``x`` [T, h] to [T, h]; T counts the tokens that this rank has between the blocks."""
+        """Map ``x`` [T, h] to [T, h], where T tokens are on this rank between the blocks."""
         x = self.split.enter(x)
         heads = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, heads))
@@ -282,14 +279,14 @@ class Attention(nn.Module):
 
 
 def kv_heads(config: ModelConfig, split: Split) -> int:
-    """Key and value heads of a tensor rank."""
+    """Return the number of key and value heads of a tensor rank."""
     return max(1, config.num_kv_heads // split.tensor.size)
 
 
 class SplitCore:
-    """An ``AttentionCore`` around the core for all ``tokens``.
+    """Core for a rank's part of the tokens, around a core for all ``tokens``.
 
-    The parts of the last ranks may end with padding, which attention does not see.
+    The parts of the last ranks may end with padding, which the inner core does not get.
     """
 
     def __init__(self, core: AttentionCore, context: Axis, tokens: int) -> None:
@@ -312,7 +309,8 @@ def heads_of_all_tokens(q: Tensor, k: Tensor, v: Tensor, group: Group) -> list[T
     """Return this rank's heads of all tokens: q [·, Hq/c, D], k and v [·, Hkv/c, D].
 
     The c ranks of ``group`` exchange tokens for heads (Jacobs et al. 2023, DeepSpeed Ulysses). Each
-    gets adjacent query heads and their key heads, which are copied if there are fewer than ranks.
+    rank gets adjacent query heads and their key heads. If there are fewer key heads than ranks,
+    several ranks get the same key head.
     """
     size, copies = group.size(), max(1, group.size() // k.shape[1])
     parts = [q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)]
@@ -322,19 +320,22 @@ def heads_of_all_tokens(q: Tensor, k: Tensor, v: Tensor, group: Group) -> list[T
 
 
 def tokens_of_all_heads(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's tokens [N, Hq, D] of [·, Hq/c, D]: undo `heads_of_all_tokens`."""
+    """Return this rank's tokens [N, Hq, D] from its heads [·, Hq/c, D] of all tokens.
+
+    This undoes `heads_of_all_tokens`.
+    """
     parts = exchange(x, group).view(group.size(), -1, *x.shape[1:])
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 class RingCore:
-    """An ``AttentionCore`` of packed sequences whose keys are passed around the context ranks.
+    """Core for packed sequences whose keys and values are passed around the context ranks.
 
-    The parts of the last ranks may end with padding, which attention does not see.
+    The parts of the last ranks may end with padding, for which the output is zero.
     """
 
     def __init__(self, bounds: Sequence[int], split: Split) -> None:
-        """``bounds`` [S+1] are the boundaries of the sequences, which are sorted by length."""
+        """Attend within sequences with boundaries ``bounds`` [S+1], sorted by length."""
         self._bounds, self._split = bounds, split
         first, last = split.own_range(bounds[-1])
         self._own, self._part = last - first, split.part_tokens(bounds[-1])
@@ -349,7 +350,7 @@ class RingCore:
 
 
 def split_core(core: AttentionCore, split: Split, tokens: int) -> AttentionCore:
-    """``core`` itself if the rank has all ``tokens`` without padding, or passes keys on."""
+    """Return ``core``, or a `SplitCore` around it if this rank has other tokens than all."""
     if split.ring or (split.context.size == 1 and split.part_tokens(tokens) == tokens):
         return core
     return SplitCore(core, split.context, tokens)
@@ -359,32 +360,32 @@ def split_core(core: AttentionCore, split: Split, tokens: int) -> AttentionCore:
 class Pieces:
     """The boundaries of packed pieces of sequences.
 
-    A piece is a sequence, a prefix of sequences, or the suffix of a sequence. The first token of a
-    suffix is the last one of its prefix, so that every token except the first of a piece follows
-    the token that predicts it.
+    A piece is a sequence, a prefix of sequences, or the suffix of a sequence. A suffix begins with
+    the last token of its prefix. Every token except the first of a piece therefore follows the
+    token that predicts it.
     """
 
     cu_seqlens: Tensor
-    """[S+1] int32, in host memory."""
+    """[S+1] int32 in host memory: boundaries of the pieces."""
     prefixes: Tensor
-    """The piece [S] that is the prefix of each suffix, and -1 for other pieces. A prefix is not a
-    suffix itself. Int64, in host memory."""
+    """[S] int64 in host memory: index of the piece that is the prefix of a suffix, and -1 for other
+    pieces. A prefix is not itself a suffix."""
 
 
 class Arrangement(NamedTuple):
     """The order in which the layers read the tokens of pieces."""
 
     order: Tensor
-    """[N]: the place of each token that the layers read."""
+    """[N]: index of each token that the layers read."""
     back: Tensor
-    """[T]: the index among those tokens of each token."""
+    """[T]: index in ``order`` of each token."""
     positions: Tensor
-    """[N]: in the whole sequences."""
+    """[N]: position of each token that the layers read in its whole sequence."""
     core: PrefixCore
 
 
 class PrefixCore:
-    """Causal attention within each sequence, whose prefix others may share."""
+    """Causal attention within each sequence; sequences may share prefixes."""
 
     def __init__(self, packing: PrefixPacking) -> None:
         self._packing = packing
@@ -396,7 +397,7 @@ class PrefixCore:
 
 
 def arranged(pieces: Pieces, max_len: int) -> Arrangement:
-    """Arrange the distinct tokens of pieces, the shortest piece first.
+    """Arrange the distinct tokens of pieces, sorted by the length of their piece.
 
     Adjacent pieces of equal length need fewer attention calls. Whole sequences have up to
     ``max_len`` tokens.
@@ -404,7 +405,7 @@ def arranged(pieces: Pieces, max_len: int) -> Arrangement:
     starts, stops = pieces.cu_seqlens[:-1].long(), pieces.cu_seqlens[1:].long()
     prefixes = pieces.prefixes
     rests = (prefixes >= 0).nonzero().squeeze(1)
-    firsts = starts.index_add(0, rests, torch.ones_like(rests))  # tokens after the prefix
+    firsts = starts.index_add(0, rests, torch.ones_like(rests))  # A suffix repeats one token.
     lengths = stops - firsts
     by_length = lengths.argsort(stable=True)
     cu_sorted = F.pad(lengths[by_length].cumsum(0), (1, 0))

@@ -1,7 +1,4 @@
-"""Low-rank adapters of a decoder's linear layers.
-
-T packed tokens, i inputs, o outputs.
-"""
+"""Low-rank adapters of a decoder's linear layers."""
 
 from __future__ import annotations
 
@@ -21,20 +18,20 @@ from slurmrl.tensors.ops.splitmix import hash64
 
 
 class Adapters:
-    """The adapters of one decoder: whether they are in use, and their dropout."""
+    """The adapters of one decoder, which can be switched off, and their dropout."""
 
     def __init__(self, lora: Lora) -> None:
         self.rank, self.scale, self.dropout = lora.rank, lora.scale, lora.dropout
         self._salts: dict[nn.Module, int] = {}
         self._used = True
         self._keys: Tensor | None = None
-        """[T] int64, one for each token of the packed batch; None without dropout."""
+        """Dropout keys [T] int64 of the packed batch; None without dropout."""
         self._own_keys: Tensor | None = None
-        """Keys of the tokens that the layers see, in their order."""
+        """Dropout keys of the tokens in the order in which the layers read them."""
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """The decoder computes with only its frozen weights."""
+        """Compute with only the frozen weights while entered."""
         self._used = False
         try:
             yield
@@ -43,7 +40,7 @@ class Adapters:
 
     @contextmanager
     def dropping(self, keys: Tensor) -> Iterator[None]:
-        """Use dropout in forward and backward passes of tokens with these ``keys`` [T] int64."""
+        """Use dropout while entered, for tokens with these ``keys`` [T] int64."""
         self._keys = keys
         try:
             yield
@@ -55,7 +52,7 @@ class Adapters:
             self._own_keys = split.own_tokens(self._keys[order])
 
     def product(self, layer: Linear, x: Tensor) -> Tensor | None:
-        """Return the product in the dtype of x; None while the adapters are not in use."""
+        """Return the addition to a layer's output, in x's dtype; None while switched off."""
         if not self._used:
             return None
         dropout = None
@@ -65,7 +62,7 @@ class Adapters:
         return low_rank_linear(x, a, b, self.scale, dropout)
 
     def add(self, layer: nn.Module, name: str) -> None:
-        """Give the layer of this name an adapter, with uninitialized matrices in float32."""
+        """Add an adapter with uninitialized float32 matrices to the layer of this name."""
         weight = layer.get_parameter("weight")
         rows, columns = weight.shape
         for matrix, shape in ((LORA_A, (self.rank, columns)), (LORA_B, (rows, self.rank))):
@@ -75,7 +72,7 @@ class Adapters:
 
 
 def attach(decoder: Decoder, lora: Lora) -> Adapters:
-    """Freeze a decoder's parameters, except for a value head, and give its linear layers adapters.
+    """Freeze a decoder's parameters, except for a value head, and add adapters to linear layers.
 
     Trained parameters are in float32.
     """

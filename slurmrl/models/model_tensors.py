@@ -53,19 +53,19 @@ from slurmrl.tensors.layout import Array, Box, TensorSpec, blocks
 
 SINGLE_FILE: Final = "model.safetensors"
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes from which weights are read. Others are quantized, which no engine trains."""
+"""Data types from which weights are read. Other types are quantized, which no engine trains."""
 HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
-"""Name suffixes of tensors that may be ignored: heads that the role does not use, and constants
-that the families compute themselves."""
+"""Suffixes of the names of tensors that may be ignored: heads that the role does not use, and
+constants that the decoder computes."""
 SHOWN: Final = 5
 WEIGHED = 2**16
-"""Number of elements whose bits are weighed at a time, in the cache of a core."""
+"""Number of elements in a step of the fingerprint, which fit into the cache of a core."""
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
-    """Return the files with the weights, and the tensors that the index lists for each.
+    """Return the files with the weights, and the tensors that the index lists for each file.
 
-    A model in one file has an empty set. Raises UsageError.
+    The set of a single file without an index is empty. Raises UsageError.
     """
     names = inputs.list_names(folder)
     if INDEX_FILE not in names:
@@ -86,7 +86,7 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
 
 
 def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
-    """The tensors of a model folder by name, and the problems of its files."""
+    """Return the tensors of a model folder by name, and the problems of its files."""
     try:
         if is_pinned(folder):
             return PinnedTensors(folder).specs(), []
@@ -117,7 +117,7 @@ def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
 
 
 def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -> list[str]:
-    """Differences between the weights and the architecture, as messages."""
+    """Return a message for each kind of difference between weights and architecture."""
     missing, other, quantized = [], [], []
     for name, shape in implied_shapes(config, head).items():
         stored = stored_name(name, headers)
@@ -140,19 +140,19 @@ def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Hea
 
 
 def stored_name(name: str, names: Container[str]) -> str | None:
-    """A tensor's name in the files: models that were saved without a head lack the first part."""
+    """Return a tensor's name in files, which may lack the first part; None if it is not there."""
     return next((n for n in (name, name.partition(".")[2]) if n in names), None)
 
 
 def unused(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -> list[str]:
-    """Tensors of the files that the architecture does not use."""
+    """Return the tensors of the files that the architecture does not use."""
     shapes = implied_shapes(config, head)
     known = {*shapes, *(name.partition(".")[2] for name in shapes)}
     return sorted(name for name in headers if name not in known and not name.endswith(HARMLESS))
 
 
 def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the files, by name."""
+    """Return the shape of each tensor that the files must have, by name."""
     specs = [
         (name, TensorSpec(shape, "float32")) for name, shape in stored_shapes(config, head).items()
     ]
@@ -166,9 +166,9 @@ def _opened_file(path: Path) -> TensorFile:
     Raises:
     - FileNotFoundError or OSError;
     - CorruptFileError, for example for a truncated file;
-    - UsageError for a file that does not hold weights.
+    - UsageError for a file without weights.
     """
-    with inputs.opened(path):  # a missing file or a folder has its own exception
+    with inputs.opened(path):  # This raises separate exceptions for a missing file and a folder.
         inputs.check_file(path)
     return TensorFile(path)
 
@@ -208,7 +208,7 @@ class SafetensorsFolder:
 
     def read(self, name: str, box: Box) -> Array:
         file = self._files[name]
-        file.release()  # free the memory of earlier reads
+        file.release()  # Free the memory of earlier reads.
         return np.asarray(file.flat(name).reshape(file.specs[name].shape)[box.slices])
 
     def file(self, name: str) -> Path:
@@ -216,13 +216,14 @@ class SafetensorsFolder:
 
 
 class PinnedTensors:
-    """Reads boxes of them.
-
-    Raises CheckpointError or CorruptFileError for files that do not belong together, UsageError if
-    the model that adapters belong to is gone.
-    """
+    """The tensors of a pinned checkpoint, merged with the adapters if it has some."""
 
     def __init__(self, folder: Path) -> None:
+        """Open the checkpoint.
+
+        Raises CheckpointError or CorruptFileError for files that do not belong together, UsageError
+        if the model to which adapters belong is missing.
+        """
         self.folder = folder
         origin = read_origin(folder)
         values = inputs.read_json(folder / "config.json")
@@ -232,20 +233,20 @@ class PinnedTensors:
         self._tensors = file_tensors(self._weights.weights(), storage)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """The tensors by name."""
+        """Return the specs of the tensors by name."""
         return {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def check_base(self) -> None:
         """Raise UsageError if the adapters were trained on another model.
 
-        Like an export, it reads all weights of the model that the adapters belong to.
+        This reads all weights of the model to which the adapters belong.
         """
         frozen, weights = self._trained.frozen, self._weights
         if isinstance(weights, MergedCheckpoint | MergedFolder) and frozen and self._dtype:
             weights.check_base(frozen, self._dtype)
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        """Return a box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
         tensor = self._tensors[name]
         target = np.empty(box.size, NUMPY_DTYPES[tensor.spec.dtype])
         for parameter, spec, part in tensor.shards:
@@ -253,7 +254,7 @@ class PinnedTensors:
             if common is None:
                 continue
             values = self._weights.read(parameter, part.parameter(common))
-            # The dots make a view, even of a scalar.
+            # The ellipsis makes a view even of a scalar.
             place: tuple[Any, ...] = (*common.inside(box), ...)
             target[place] = part.arranged(values)
         return target
@@ -273,7 +274,7 @@ def _opened(
     elif origin.lora is None:
         storage = file_form(values, "hf", head)[1]
     else:
-        storage = stored  # adapters are merged into the folder's own tensors
+        storage = stored  # Adapters are merged into the folder's own tensors.
     if origin.lora is None:
         return trained, storage
     if origin.base is None or not Path(origin.base).is_dir():
@@ -287,7 +288,7 @@ def _opened(
 def merged_weights(
     trained: TrainedTensors, folder: Path, config: ModelConfig | None, head: Head, lora: Lora
 ) -> MergedCheckpoint | MergedFolder:
-    """The weights of ``folder`` with adapters merged; ``config`` is None for transformers' models.
+    """Return the weights of ``folder`` merged with adapters; ``config`` None: implementation hf.
 
     Raises UsageError if the folder has no weights of this architecture.
     """
@@ -300,9 +301,9 @@ class FolderParameters:
     """The parameters of a model folder, by the decoder's names."""
 
     def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
-        """Raises UsageError if the files do not match the config (`mismatches`).
+        """Open the files, which may lack the value head.
 
-        The value head may be missing.
+        Raises UsageError if they do not match the config (`mismatches`).
         """
         self.folder = folder
         self._tensors = open_folder(folder)
@@ -313,17 +314,17 @@ class FolderParameters:
         self._storage = storage_of(config)
 
     def stored(self, name: str) -> list[str]:
-        """Names of the tensors that store a parameter; none for a value head that is missing."""
+        """Return the names of the tensors that store a parameter; [] for a missing value head."""
         parts = self._storage(name, self._shapes[name])
         found = (stored_name(part.tensor, self._specs) for part in parts)
         return [each for each in found if each is not None]
 
     def dtype(self, name: str) -> str:
-        """The type in which a parameter is stored."""
+        """Return the data type in which a parameter is stored."""
         return self._specs[self.stored(name)[0]].dtype
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a parameter, in its stored type; bfloat16 as its bits (uint16)."""
+        """Return a box of a parameter, in its stored type; bfloat16 as its bits (uint16)."""
         parts, stored = self._storage(name, self._shapes[name]), self.stored(name)
         if parts[0].part is None:
             return self._part(parts[0], stored[0], box)
@@ -355,11 +356,11 @@ class MergedCheckpoint:
         self._adapted = {name for name, _ in adapted_weights(config, lora)}
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
-        """Names and specs of all parameters, in the model's order."""
+        """Yield names and specs of all parameters, in the model's order."""
         return ((name, TensorSpec(shape, "float32")) for name, shape in self._shapes.items())
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a parameter, merged, in float32. Raises CheckpointError, UsageError."""
+        """Return a box of a parameter, merged, in float32. Raises CheckpointError, UsageError."""
         if name in self._trained_specs:
             return self._trained.read(name, box)
         values = self._wide(name, box)
@@ -374,9 +375,9 @@ class MergedCheckpoint:
         return merged
 
     def check_base(self, fingerprint: str, dtype: str) -> None:
-        """Raise UsageError if the folder's weights differ from those used to train the adapters.
+        """Raise UsageError if the folder has changed since the adapters were trained.
 
-        Rounded to ``dtype``, the weights used for training have this fingerprint.
+        In training, the weights were rounded to ``dtype`` and had this fingerprint.
         """
         found = self._fingerprint(dtype)
         if found != fingerprint:
@@ -398,21 +399,21 @@ class MergedCheckpoint:
         return shown(total)
 
     def _wide(self, name: str, box: Box) -> Array:
-        """A box of a parameter of the folder, in float32."""
+        """Return a box of a parameter of the folder, in float32."""
         values = widened(self._frozen.read(name, box), self._frozen.dtype(name))
         return np.ascontiguousarray(values)
 
 
 LARGEST: Final = 3.3895313892515355e38
-"""The largest number of bfloat16: a larger weight becomes infinite there."""
+"""Maximum number of bfloat16; a larger weight would become infinite."""
 SMALL_BYTES: Final = 64 * 2**20
-"""Bytes of a folder that are read before a submission."""
+"""Maximum number of bytes of a folder that slurmrl reads before a submission."""
 
 
 def not_finite(folder: Path, names: Iterable[str]) -> str | None:
-    """Describe the first of these tensors of a folder that has NaN or infinite values.
+    """Return a message about the first of these tensors that has NaN or infinite values.
 
-    Return None if there is none. Raises UsageError, CheckpointError, CorruptFileError.
+    Return None if all are finite. Raises UsageError, CheckpointError, CorruptFileError.
     """
     tensors = open_folder(folder)
     specs = tensors.specs()
@@ -437,9 +438,9 @@ def not_finite(folder: Path, names: Iterable[str]) -> str | None:
 def small_not_finite(
     folder: Path, config: ModelConfig, head: Head, limit: int = SMALL_BYTES
 ) -> str | None:
-    """Like `not_finite` for the smallest tensors that a model uses, up to ``limit`` bytes in all.
+    """Return `not_finite` of the smallest tensors of a model, up to ``limit`` bytes in all.
 
-    After a training that diverged, these have NaN too. They are all tensors of a small model.
+    If training has diverged, small tensors have NaN too.
     """
     specs = open_folder(folder).specs()
     stored = (stored_name(name, specs) for name in implied_shapes(config, head))
@@ -456,8 +457,8 @@ def small_not_finite(
 def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | None:
     """Return why a tied model cannot be loaded; None if it can.
 
-    It cannot if its files have a projection that is not the embedding: transformers uses that
-    projection, in spite of config.json. Raises UsageError, CheckpointError, CorruptFileError.
+    If the files have a projection that differs from the embedding, transformers uses it in spite of
+    config.json, and slurmrl would not. Raises UsageError, CheckpointError, CorruptFileError.
     """
     if head != "lm" or not config.tie_embeddings:
         return None

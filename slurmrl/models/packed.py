@@ -1,6 +1,6 @@
 """Indices of packed tokens, made in host memory from ``cu_seqlens`` in host memory.
 
-T packed tokens, S sequences.
+Shapes: T packed tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the position of each packed token within its sequence [T] int64."""
+    """Return the position [T] int64 of each packed token within its sequence."""
     starts = cu_seqlens[:-1].long()
     spread = torch.repeat_interleave(starts, cu_seqlens.diff().long(), output_size=tokens)
     return torch.arange(tokens, device=cu_seqlens.device) - spread
 
 
 def packed_rows(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the sequence of each packed token [T] int64."""
+    """Return the index [T] int64 of the sequence of each packed token."""
     lengths = cu_seqlens.diff().long()
     rows = torch.arange(lengths.shape[0], device=cu_seqlens.device)
     return torch.repeat_interleave(rows, lengths, output_size=tokens)
@@ -34,11 +34,10 @@ def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def predictions(cu_sorted: Tensor, places: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens from ``first`` to ``last`` that another token of their sequence follows.
+    """Return the tokens from ``first`` to ``last`` that are not the last of their sequence.
 
-    ``places`` [T] are the places of the tokens among sequences whose boundaries are ``cu_sorted``
-    [S+1]. The result is their distance from ``first``, and the index in ``places`` of each
-    following token.
+    ``places`` [T] are the places of the tokens among sequences with boundaries ``cu_sorted`` [S+1].
+    The result is (distances of these tokens from ``first``, indices of the following tokens).
     """
     tokens = places.shape[0]
     follows = torch.zeros(tokens + 1, dtype=torch.bool, device="cpu")
@@ -50,9 +49,9 @@ def predictions(cu_sorted: Tensor, places: Tensor, first: int, last: int) -> tup
 
 
 def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Return start, start + 1, … of each of several ranges, one range after the other.
+    """Return the concatenated ranges start, start + 1, … with ``starts`` and ``lengths``.
 
-    The size of the result is the sum of ``lengths``, which may be given as ``total``.
+    ``total`` is the sum of ``lengths`` if the caller knows it.
     """
     first = starts - (lengths.cumsum(0) - lengths)
     offsets = torch.repeat_interleave(first, lengths, output_size=total)
@@ -60,6 +59,6 @@ def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The permutation [T] that undoes ``order``."""
+    """Return the permutation [T] that undoes the permutation ``order``."""
     places = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)

@@ -1,7 +1,7 @@
 """A built-in decoder that reads tokens of many sequences in one call, with a paged key-value cache.
 
-T packed tokens, Q sequences of a call, R rows of the tables, N pages of a row, C cells of the
-cache, Hkv key and value heads, D head size, h hidden size, V vocabulary.
+Shapes: T packed tokens, R rows of the tables, N pages of a row, C cells of the cache, K experts per
+token, Hq query heads, Hkv key and value heads, D head size, h hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from slurmrl.tensors.ops.sink_attention import causal_attention
 class PagedCall:
     """The cells and rows of the tokens of one call.
 
-    First come whole beginnings of sequences, the ``fresh`` tokens, which see each other only; then
-    tokens that also see cells of earlier calls.
+    The first tokens are ``fresh``: whole beginnings of sequences, which see only each other.
+    Further tokens also see cells of earlier calls.
     """
 
     slots: Tensor
-    """[T] int64: the cell of each token's key and value."""
+    """[T] int64: cell of each token's key and value."""
     fresh: Packing
-    """The sequences of the fresh tokens."""
+    """Boundaries of the sequences of the fresh tokens."""
     fresh_tokens: int
     tables: Tensor
-    """[R, N] int64: the pages of each row."""
+    """[R, N] int64: pages of each row."""
     rows: Tensor
-    """[T - fresh] int64: the row of each further token."""
+    """[T - fresh] int64: row of each further token."""
     lengths: Tensor
-    """[T - fresh] int64: the cells that each sees, its own included."""
+    """[T - fresh] int64: number of cells that each further token sees, its own included."""
     longest: int
     """Upper bound of ``lengths``."""
     chunk: int = 1
-    """Most of the further tokens of one row, which lie side by side in their order."""
+    """Maximum number of further tokens of one row, which are adjacent and in order."""
 
 
 def cell_bytes(decoder: Decoder) -> int:
-    """Return the bytes of a token's cell in this rank's part of a decoder.
+    """Return the size in bytes of a token's cell on this rank.
 
-    A cell has the token's keys and values in all layers, and the numbers of its experts.
+    A cell has the token's keys and values in all layers, and its experts.
     """
     config = decoder.config
     heads, routes = kv_heads(config, decoder.split), sum(expert_numbers(decoder))
@@ -66,7 +66,7 @@ def cell_bytes(decoder: Decoder) -> int:
 
 
 def expert_numbers(decoder: Decoder) -> list[int]:
-    """The experts of a token in each block that has some."""
+    """Return the number of experts of a token, for each block with experts."""
     moe = decoder.config.moe
     return [] if moe is None else [moe.per_token] * len(moe.layers)
 
@@ -74,12 +74,12 @@ def expert_numbers(decoder: Decoder) -> list[int]:
 class PagedCache:
     """Keys and values of all layers, in pages of ``page`` cells.
 
-    The cache also holds each token's experts if they are recorded. After the pages there is one
-    more cell, the ``spare`` one, for tokens that belong to no sequence.
+    The cache also holds each token's experts if they are recorded. After the pages comes one
+    ``spare`` cell, for tokens that belong to no sequence.
     """
 
     def __init__(self, decoder: Decoder, page: int) -> None:
-        """Empty, in the dtype and on the device of the decoder's head."""
+        """Make an empty cache, in the dtype and on the device of the decoder's head."""
         config, like = decoder.config, decoder.head_weight()
         self.page, self.pages = page, 0
         self._shape = (kv_heads(config, decoder.split), config.head_dim)
@@ -89,14 +89,14 @@ class PagedCache:
         ]
         self._device, self._numbers = like.device, expert_numbers(decoder)
         self.experts: list[Tensor] = []
-        """[C, K] of each block, once they are recorded."""
+        """Recorded experts, [C, K] int16 for each block; empty before `record_experts`."""
 
     @property
     def spare(self) -> int:
         return self.pages * self.page
 
     def grow(self, pages: int) -> None:
-        """Have at least this many pages; their content stays."""
+        """Grow to at least this many pages; existing pages keep their content."""
         if pages <= self.pages:
             return
         self.pages = pages
@@ -110,7 +110,7 @@ class PagedCache:
         return bool(self._numbers)
 
     def record_experts(self) -> None:
-        """Record experts from now on; tokens that are in the cache already have no record."""
+        """Start recording experts. Tokens that are already in the cache get no record."""
         cells = self.spare + 1 if self.pages else 0
         self.experts = [
             torch.zeros((cells, count), dtype=torch.int16, device=self._device)
@@ -118,13 +118,13 @@ class PagedCache:
         ]
 
     def _grown(self, slab: Tensor) -> Tensor:
-        # Zeros: masked values are still multiplied by 0.
+        # New cells must be finite, because attention multiplies masked values by 0.
         grown = slab.new_zeros((self.spare + 1, *slab.shape[1:]))
         grown[: slab.shape[0]] = slab
         return grown
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, by their numbers [·] int64."""
+        """Copy whole pages; ``sources`` and ``targets`` are page numbers [·] int64."""
         for slabs in (*self.layers, self.experts):
             for slab in slabs:
                 pages = slab[: self.spare].view(self.pages, -1)
@@ -132,7 +132,7 @@ class PagedCache:
 
 
 class PagedCore:
-    """Stores the keys and values of a call's tokens, and attends over them and earlier ones."""
+    """Core that stores a call's keys and values, and attends over all stored ones."""
 
     def __init__(self, cache: PagedCache, call: PagedCall) -> None:
         self._cache, self._call = cache, call
@@ -185,7 +185,7 @@ class PagedCore:
 
 
 class PagedDecoder:
-    """A decoder with its cache. The decoder's parameters must keep their place in memory."""
+    """A decoder with its cache. The decoder's parameters must keep their addresses."""
 
     def __init__(self, decoder: Decoder, page: int) -> None:
         self.decoder, self.cache = decoder, PagedCache(decoder, page)
@@ -194,10 +194,10 @@ class PagedDecoder:
 
     @property
     def reads_beginnings_apart(self) -> bool:
-        """Whether whole beginnings are faster as the fresh tokens of a call.
+        """Whether whole beginnings are faster as fresh tokens of a call.
 
-        On CPUs the compiled attention over cells is not slower, and each token's result depends
-        only on its row.
+        On CPUs, the compiled attention over cells is equally fast, and the result of a token
+        depends only on its row.
         """
         return for_floats(self.decoder.head_weight()) is None
 
@@ -207,7 +207,7 @@ class PagedDecoder:
         return self._packed
 
     def renew(self) -> None:
-        """Use the values that the parameters have at the next call."""
+        """Make the next call use the parameters' present values."""
         self._products = None
 
     def logits(

@@ -19,13 +19,13 @@ from slurmrl.models.layer_parts import AttentionCore, Rotation
 from slurmrl.tensors.ops import attention
 
 Recompute = Literal["off", "selective", "full"]
-"""``full`` keeps only a layer's input; ``selective`` also the input of its feed-forward half,
-queries, keys, values and the result of attention. The feed-forward half, whose inner units are most
-of a layer's activations, is computed again."""
+"""Activation checkpointing of a layer. ``full`` keeps only the layer's input. ``selective`` also
+keeps queries, keys, values, the result of attention and the input of the feed-forward half. It
+recomputes the feed-forward half, which has most of a layer's activations."""
 LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor]
 
 CHECKPOINT_OPTIONS: Mapping[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-"""Layers use no random numbers, because decoders have no dropout."""
+"""Options of torch's checkpointing. Random states need not be kept, because there is no dropout."""
 PRODUCTS = ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise")
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
@@ -40,10 +40,7 @@ ATTENTION = (
 
 
 def layer_call(mode: Recompute) -> LayerCall:
-    """Return how to call a layer; layers implement ``selective`` themselves.
-
-    Without gradients, no mode keeps activations.
-    """
+    """Return a function that calls a layer; layers implement ``selective`` themselves."""
     return recomputed if mode == "full" and torch.is_grad_enabled() else plain
 
 
@@ -55,36 +52,35 @@ def plain(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Attentio
 def unhooked(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
     """Call a layer without its hooks, for generation.
 
-    A sharded engine gathers all parameters once, and its hooks on a layer would reshard them after
-    each step.
+    A sharded engine gathers all parameters once; its hooks would reshard them after each step.
     """
     out: Tensor = layer.forward(x, rotation, core)
     return out
 
 
 def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call with checkpointing.
+    """Call a function with activation checkpointing.
 
-    The backward pass computes everything again up to the last tensor that it needs.
+    The backward pass calls it again, up to the last tensor that it needs.
     """
     return checkpoint(call, *args, **CHECKPOINT_OPTIONS, **kwargs)
 
 
 def keeping_products(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Like ``recomputed``, but the products before attention and its result are kept."""
+    """Call a function as `recomputed` does, but keep attention's result and products before it."""
     contexts = partial(create_selective_checkpoint_contexts, _KeepingPolicy())
     return checkpoint(call, *args, context_fn=contexts, **CHECKPOINT_OPTIONS, **kwargs)
 
 
 class _KeepingPolicy:
-    """Which results of one call are kept.
+    """Decides which results of one call are kept.
 
-    The product after attention, which the backward pass does not need, is not.
+    The product after attention is not kept, because the backward pass does not need it.
     """
 
     def __init__(self) -> None:
         self._attended: set[bool] = set()
-        """Whether attention ran in the call, and in the recomputation."""
+        """Passes in which attention has run: False for the call, True for the recomputation."""
 
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
@@ -99,7 +95,7 @@ class _KeepingPolicy:
 
 @cache
 def _operators(names: tuple[str, ...]) -> frozenset[torch._ops.OpOverload]:
-    """Return the operators that are installed."""
+    """Return the operators among ``names`` that are installed."""
     attention.register_flash()
     operators: set[torch._ops.OpOverload] = set()
     for name in names:

@@ -1,7 +1,4 @@
-"""Names and shapes of a model's parameters. Torch-free.
-
-This module also describes how each family stores the parameters in Hugging Face's files.
-"""
+"""Names and shapes of a model's parameters, and their storage in files. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ LAYERS = "model.layers."
 
 
 def parameter_shapes(config: ModelConfig, head: Head) -> Shapes:
-    """Shape of every parameter by name, in the decoder's order.
+    """Return the shape of every parameter by name, in the decoder's order.
 
-    A tied language-model head has no entry, because it is the embedding.
+    A tied vocabulary projection has no entry, because it is the embedding.
     """
     hidden = config.hidden_size
     shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden)}
@@ -50,9 +47,9 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 
 
 def constant_specs(config: ModelConfig) -> dict[str, TensorSpec]:
-    """The tensors of a model that no optimizer step changes, by name.
+    """Return the specs of the tensors that no optimizer step changes, by name.
 
-    They are float32 in every model, because rounding them would change the choice of experts.
+    They are float32 in every model, because rounding would change the choice of experts.
     """
     moe = config.moe
     if moe is None or not moe.corrected:
@@ -62,7 +59,7 @@ def constant_specs(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def stored_shapes(config: ModelConfig, head: Head) -> Shapes:
-    """Shape of every parameter and constant, by name."""
+    """Return the shape of every parameter and constant, by name."""
     constants = constant_specs(config)
     return parameter_shapes(config, head) | {n: tuple(s.shape) for n, s in constants.items()}
 
@@ -139,7 +136,7 @@ def _norm(shapes: Shapes, name: str, config: ModelConfig) -> None:
 
 
 def storage_of(config: ModelConfig | HFConfig) -> Storage:
-    """Return where each parameter of a config's model is stored."""
+    """Return the function that maps a model's parameters to slices of the files' tensors."""
     if isinstance(config, HFConfig):
         return hf_form.file_form(config, "lm").storage
     return partial(resolve(config.family.files), config)
@@ -156,10 +153,9 @@ def embedding_tensor(config: ModelConfig | HFConfig) -> str:
 def file_form(
     values: Mapping[str, Any], implementation: Literal["builtin", "hf"], head: Head
 ) -> tuple[dict[str, Any], Storage]:
-    """Return the ``config.json`` to write for a model that was built from ``values``.
+    """Return the ``config.json`` of files for a model of ``values``, and the storage of parameters.
 
-    Also return the mapping of its parameters to tensors of the files. Raises UsageError for a
-    model of transformers that cannot be built or written.
+    Raises UsageError for a model of transformers that cannot be built or written.
     """
     if implementation == "hf":
         form = hf_form.file_form(HFConfig.from_hf(values), head)
@@ -172,12 +168,12 @@ def file_form(
 
 
 def by_name(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Each parameter is the tensor of the same name."""
+    """Return the tensor with the name of the parameter."""
     return (TensorSlice(name),)
 
 
 def experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Files have one tensor per expert, with the family's names."""
+    """Return the slices of a parameter in files with one tensor per expert."""
     names = config.family.experts
     assert names is not None
     prefix, separator, matrix = name.partition(".mlp.experts.")
@@ -196,7 +192,7 @@ def experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, 
 
 
 def fused_experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Files have the transposed matrices of all experts as one tensor, and name gates routers."""
+    """Return the slice of a parameter in files with the transposed matrices of all experts."""
     if ".mlp.experts." in name:
         return (TensorSlice(name, dims=(0, 2, 1) if len(shape) == 3 else None),)
     return (TensorSlice(name.replace(".mlp.gate.", ".mlp.router.")),)
@@ -222,7 +218,7 @@ GPT2_FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def gpt2(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Matrices are transposed; queries, keys and values are concatenated."""
+    """Return the slice of a parameter: GPT-2 transposes matrices, and joins q, k and v."""
     if not name.startswith(LAYERS):
         return (TensorSlice(GPT2_NAMES.get(name, name)),)
     layer, _, rest = name.removeprefix(LAYERS).partition(".")
@@ -243,15 +239,15 @@ class FolderTensors(Protocol):
     folder: Path
 
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors by their names in the files."""
+        """Return the specs of the tensors by their names in the files."""
         ...
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor; bfloat16 as its bits (uint16)."""
+        """Return a box of a tensor; bfloat16 as its bits (uint16)."""
         ...
 
     def file(self, name: str) -> Path:
-        """Return the file that holds a tensor, or the folder if several files hold parts of it."""
+        """Return the file with a tensor, or the folder if several files have parts of it."""
         ...
 
 
@@ -259,9 +255,9 @@ class TrainedTensors(Protocol):
     """Trained tensors of a checkpoint or of a weight version."""
 
     def weights(self) -> Iterable[tuple[str, TensorSpec]]:
-        """Names and specs of the tensors."""
+        """Yield names and specs of the tensors."""
         ...
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor."""
+        """Return a box of a tensor."""
         ...

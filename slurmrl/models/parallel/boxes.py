@@ -1,7 +1,4 @@
-"""Each tensor rank's part of every parameter, and the gradients that must be summed. Torch-free.
-
-t tensor ranks, c context ranks.
-"""
+"""Each tensor rank's part of every parameter, and the gradients that must be summed. Torch-free."""
 
 from __future__ import annotations
 
@@ -41,10 +38,10 @@ SPLIT_DIMS = {
     "mlp.experts.gate_up_proj_bias": 1,
     "self_attn.sinks": 0,
 }
-"""The dim along which a layer's parameters are split; all other parameters are replicated. Of an
-adapter, ``lora_B`` is split with the rows of the weight, and ``lora_A`` with its columns."""
+"""Dim along which a layer's parameters are split; all other parameters are replicated. The adapter
+matrix ``lora_B`` is split with the rows of the weight, and ``lora_A`` with its columns."""
 LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
-"""The layers that compute latent vectors."""
+"""Layers that compute latent vectors."""
 KEYS_AND_VALUES = ("self_attn.k_proj.", "self_attn.v_proj.")
 OF_PARTS = (
     "self_attn.q_norm.weight",
@@ -80,7 +77,7 @@ class TensorSplit:
     """Whether the tokens between the blocks are split too."""
 
     def box(self, name: str, shape: Index, rank: int) -> Box:
-        """A rank's part of a parameter of ``shape``."""
+        """Return a rank's part of a parameter of ``shape``."""
         dim = self._dim(name)
         if dim is None:
             return Box.whole(shape)
@@ -89,13 +86,13 @@ class TensorSplit:
         return Box(start, (*shape[:dim], size, *shape[dim + 1 :]))
 
     def copies(self, name: str) -> int:
-        """The number of ranks that have each element."""
+        """Return the number of ranks that have each element."""
         if self._dim(name) is None:
             return self.ranks
         return self.head_copies if self._is_heads(name) else 1
 
     def sums(self, name: str) -> bool:
-        """Whether the copies' gradients are partial and must be summed; else they are equal."""
+        """Return whether gradients of copies are partial and must be summed, not equal."""
         if self.ranks == 1 or self.copies(name) == 1:
             return False
         partial = self._is_heads(name) or _in_layer(name) in OF_PARTS
@@ -103,11 +100,11 @@ class TensorSplit:
 
     @property
     def head_copies(self) -> int:
-        """The number of ranks that have each key and value head."""
+        """Number of ranks that have each key and value head."""
         return max(1, self.ranks // self.config.num_kv_heads)
 
     def head_of(self, rank: int) -> int:
-        """The key and value head of a rank, if heads are replicated."""
+        """Return the key and value head of a rank if heads are replicated."""
         return rank // self.head_copies
 
     def _dim(self, name: str) -> int | None:
@@ -123,7 +120,7 @@ class TensorSplit:
         return _in_layer(name).startswith(KEYS_AND_VALUES)
 
     def _range(self, name: str, length: int, rank: int) -> tuple[int, int]:
-        """First index and number of a rank's elements along the split dim."""
+        """Return the first index and the number of a rank's elements along the split dim."""
         if self._is_heads(name) and self.head_copies > 1:
             size = self.config.head_dim
             return self.head_of(rank) * size, size
@@ -133,7 +130,7 @@ class TensorSplit:
 
 
 def refusals(config: ModelConfig, tensor_ranks: int) -> Iterator[str]:
-    """The reasons why a model cannot be split like this."""
+    """Yield the reasons why ``tensor_ranks`` cannot share a model."""
     t, heads, kv = tensor_ranks, config.num_heads, config.num_kv_heads
     if t > 1:
         sizes = {"num_attention_heads": heads, "intermediate_size": config.intermediate_size}
@@ -153,6 +150,6 @@ def refusals(config: ModelConfig, tensor_ranks: int) -> Iterator[str]:
 
 
 def _in_layer(name: str) -> str:
-    """The name without ``model.layers.<n>.``."""
+    """Return a name without ``model.layers.<n>.``."""
     parts = name.split(".", 3)
     return parts[3] if parts[:2] == ["model", "layers"] else name

@@ -1,9 +1,10 @@
-"""Modules that hold a tensor rank's part of their parameters, under the names of the whole ones.
+"""Modules that hold a tensor rank's part of their parameters, with the names of whole parameters.
 
-A matrix that is split by rows is a ``Linear`` after ``Split.enter``.
+A matrix that is split by rows is a ``Linear`` after ``Split.enter``. The module also computes
+per-token outputs of whole sequences from hidden states that are spread over ranks.
 
-Per-token outputs of whole sequences come from hidden states that are spread over ranks. N tokens
-between the blocks of a rank, h hidden size, V vocabulary.
+Shapes: T packed tokens, S sequences, N tokens of a rank between the blocks, h hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Adapter(Protocol):
     """Additions to the outputs of a decoder's linear layers."""
 
     def arrange(self, order: Tensor, split: Split) -> None:
-        """The layers see this rank's part of the packed tokens in ``order`` [T]."""
+        """Prepare for layers that read this rank's part of the packed tokens in ``order`` [T]."""
         ...
 
     def product(self, layer: Linear, x: Tensor) -> Tensor | None:
-        """This rank's part of the addition for inputs x [T, i]: [T, o], or None for nothing."""
+        """Return this rank's addition [T, outputs] for x [T, inputs]; None for no addition."""
         ...
 
 
@@ -46,25 +47,25 @@ class Linear(nn.Linear):
 
     adapter: Adapter | None = None
     first = 0
-    """The column of the whole matrix that this rank's first input belongs to."""
+    """Column of the whole matrix to which this rank's first input belongs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.adapted(linear(x, self.weight, self.bias), x)
 
     def adapted(self, products: Tensor, x: Tensor) -> Tensor:
-        """``products`` of the weight and the inputs x, plus the adapter's addition."""
+        """Return ``products`` of the weight and x plus the adapter's addition for x."""
         more = None if self.adapter is None else self.adapter.product(self, x)
         return products if more is None else products + more
 
 
 class RowLinear(Linear):
-    """A linear layer split by input columns.
+    """A linear layer that is split by input columns.
 
-    The products of the ranks are summed, and then the bias is added once.
+    The products of the ranks are summed. The bias is added once, after the sum.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, split: Split) -> None:
-        """``inputs`` is the number of this rank's columns."""
+        """Make uninitialized parameters; ``inputs`` is the number of this rank's columns."""
         super().__init__(inputs, outputs, bias=bias)
         self.split = split
         self.first = split.tensor.rank * inputs
@@ -75,7 +76,7 @@ class RowLinear(Linear):
         return self.whole(self.adapted(linear(x, self.weight), x))
 
     def whole(self, products: Tensor) -> Tensor:
-        """The output, from this rank's products of inputs and weight."""
+        """Return the layer's output from this rank's products of inputs and weight."""
         out = self.split.leave(products)
         return out if self.bias is None else out + self.bias
 
@@ -83,8 +84,8 @@ class RowLinear(Linear):
 class VocabProjection(nn.Linear):
     """The vocabulary projection, split by rows.
 
-    It calls a function with its weight, because logits are never stored; a sharded engine gathers
-    the weight for that call.
+    ``forward`` passes the weight to a function, because logits are never stored. A sharded engine
+    gathers the weight for the call of the module.
     """
 
     def __init__(self, hidden: int, vocabulary: int, split: Split) -> None:
@@ -94,7 +95,7 @@ class VocabProjection(nn.Linear):
     def forward(  # type: ignore[override]
         self, x: Tensor, use: Callable[[Tensor, Tensor], LogProbs]
     ) -> LogProbs:
-        """use(x, weight)."""
+        """Return ``use(x, weight)``."""
         return use(x, self.weight)
 
 
@@ -107,7 +108,7 @@ class VocabEmbedding(nn.Embedding):
         self.first, self.split = first, split
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[T] -> [T, h]; with sequence parallelism, this rank's tokens of it."""
+        """Map ids [T] to embeddings [T, h]; with sequence parallelism, of this rank's tokens."""
         if self.split.tensor.size == 1:
             return super().forward(input_ids)
         row = input_ids - self.first
@@ -116,7 +117,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 def vocabulary_rows(vocabulary: int, split: Split) -> tuple[int, int]:
-    """This tensor rank's range of rows."""
+    """Return the first row of this tensor rank and the row after its last."""
     each = -(-vocabulary // split.tensor.size)
     first = min(split.tensor.rank * each, vocabulary)
     return first, min(first + each, vocabulary)
@@ -134,10 +135,9 @@ def split_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence.
 
-    The distributions are restricted to ``masks``.
-
-    features [N, h] are in the order of ``Split.packed``; weight is this rank's part of [V, h];
-    cu_seqlens [S+1] is in host memory. A context rank computes the predictions for its tokens.
+    The distributions are restricted to ``masks``. ``features`` [N, h] are in the order of
+    `Split.packed`, ``weight`` is this rank's part of [V, h], and ``cu_seqlens`` [S+1] is in host
+    memory. A context rank computes the predictions of its tokens.
     """
     tokens = input_ids.shape[0]
     order, places, cu_sorted = split.packed(cu_seqlens, tokens)
@@ -157,13 +157,13 @@ def split_logprobs(
     both = torch.stack(parts)
     whole = both.new_zeros((2, tokens)).index_copy(1, places, both)
     logp, entropy = split.over_context(whole).unbind()
-    return logp.clone(), entropy.clone()  # FSDP's hooks of a unit's outputs do not support views
+    return logp.clone(), entropy.clone()  # FSDP's hooks on a unit's outputs do not support views.
 
 
 def split_values(split: Split, values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the values [T] of whole sequences, in their order, from a rank's ``values`` [N].
 
-    cu_seqlens [S+1] is in host memory.
+    ``cu_seqlens`` [S+1] is in host memory.
     """
     tokens = int(cu_seqlens[-1])
     order, _, _ = split.packed(cu_seqlens, tokens)

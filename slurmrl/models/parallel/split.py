@@ -1,6 +1,6 @@
-"""One rank's view of how a model's computation is split over ranks.
+"""One rank's part of a model's computation that is split over ranks.
 
-T packed tokens, c context ranks, t tensor ranks.
+Shapes: T packed tokens, S sequences, c context ranks, h hidden size.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Split:
-    """Tensor ranks hold parts of matrices; context ranks hold parts of the packed tokens.
+    """A rank's place among tensor ranks, which split matrices, and context ranks.
 
-    With ``sequence``, tensor ranks hold parts of the tokens too, outside of matrix products. With
-    ``ring``, attention passes keys around the context ranks; otherwise they exchange tokens for
-    heads.
+    Context ranks split the packed tokens. With ``sequence``, tensor ranks split them too, outside
+    of matrix products. With ``ring``, attention passes keys around the context ranks; otherwise
+    these exchange tokens for heads.
     """
 
     tensor: Axis = Axis()
@@ -66,12 +66,12 @@ class Split:
     # -- tokens ----------------------------------------------------------------------------------
 
     def part_tokens(self, tokens: int) -> int:
-        """Return the number of tokens of one context rank, including padding of the last ranks."""
+        """Return the number of tokens of each context rank, with the padding of the last ranks."""
         pieces = self.context.size * (self.tensor.size if self.by_sequence else 1)
         return -(-tokens // pieces) * pieces // self.context.size
 
     def own_range(self, tokens: int) -> tuple[int, int]:
-        """This context rank's range of packed tokens, without padding."""
+        """Return this context rank's range of packed tokens, without padding."""
         part = self.part_tokens(tokens)
         first = self.context.rank * part
         return min(first, tokens), min(first + part, tokens)
@@ -79,8 +79,8 @@ class Split:
     def packed(self, cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the order of packed tokens in which context ranks have consecutive parts.
 
-        That is the place in the sample [T], and the place among sequences that are sorted by
-        length [T], whose boundaries [S+1] come last. All are in host memory.
+        The result is (places in the sample [T], places among sequences sorted by length [T],
+        boundaries [S+1] of these sequences), all in host memory.
         """
         order, cu_sorted = length_order(cu_seqlens, tokens)
         if not self.ring:
@@ -89,21 +89,21 @@ class Split:
         return order[places], places, cu_sorted
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """This context rank's part of x [T], padded with zeros."""
+        """Return this context rank's part of x [T], padded with zeros."""
         first, last = self.own_range(x.shape[0])
         missing = self.part_tokens(x.shape[0]) - (last - first)
         return F.pad(x[first:last], (0, missing)) if missing else x[first:last]
 
     def between(self, x: Tensor) -> Tensor:
-        """This tensor rank's part, between the blocks, of the context rank's tokens [T/c]."""
+        """Return this tensor rank's part, between the blocks, of its context rank's tokens."""
         return x.chunk(self.tensor.size)[self.tensor.rank] if self.by_sequence else x
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of matrices split by rows: all the context rank's tokens [T/c, h].
+        """Return the input of matrices that are split by rows: all tokens [T/c, h].
 
-        Their gradients are summed.
+        The backward pass sums the gradients of the tensor ranks.
         """
         if self.tensor.size == 1:
             return x
@@ -111,7 +111,7 @@ class Split:
         return own_to_partial(x, group) if self.sequence else whole_to_partial(x, group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the output of matrices that are split by columns: the sum [T/c, h].
+        """Return the output of matrices that are split by columns: the sum [T/c, h] over ranks.
 
         With ``sequence``, return only this rank's tokens of the sum.
         """
@@ -121,14 +121,14 @@ class Split:
         return partial_to_own(x, group) if self.sequence else partial_to_whole(x, group)
 
     def together(self, x: Tensor) -> Tensor:
-        """Join the parts between the blocks to all of the context rank's tokens.
+        """Return all of the context rank's tokens from the tensor ranks' parts between the blocks.
 
-        Their gradients are whole.
+        Each tensor rank must have the whole gradient of the result.
         """
         return own_to_whole(x, self.tensor.group) if self.by_sequence else x
 
     def over_context(self, x: Tensor) -> Tensor:
-        """The sum over context ranks."""
+        """Return the sum over context ranks."""
         return partial_to_whole(x, self.context.group) if self.context.size > 1 else x
 
 
