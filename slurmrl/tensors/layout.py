@@ -1,7 +1,7 @@
 """Placement of tensor elements on ranks: boxes, shards, and layouts.
 
-Hugging Face files, checkpoints of any world size and engines are all layouts, so loading, saving,
-exporting and reallocating are one operation: intersect the boxes, then copy. Torch-free.
+Hugging Face files, checkpoints of any world size and engines are all layouts. Loading, saving,
+exporting and reallocating are therefore one operation: intersect the boxes, then copy. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slurmrl.errors import LayoutError
 
-if TYPE_CHECKING:  # numpy is imported only where arrays are made: `submit` makes none
+if TYPE_CHECKING:  # Only functions that make arrays import numpy; `submit` needs none of them.
     import numpy.typing as npt
 
 Index = tuple[int, ...]
@@ -29,12 +29,12 @@ ITEM_BYTES: dict[str, int] = {
     "int32": 4,
     "uint8": 1,
 }
-"""Bytes of one element by dtype name (torch's names)."""
+"""Size of an element in bytes, by torch's name of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype name of a whole tensor."""
+    """Shape and dtype (torch's name) of a whole tensor."""
 
     shape: Index
     dtype: str
@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements ``start <= index < start + size`` of a tensor, one entry per dim.
+    """Elements ``start <= index < start + size`` of a tensor; both have one entry per dim.
 
     The box of a scalar has no dims and one element.
     """
@@ -56,7 +56,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Index) -> Box:
-        """The box of all elements of a tensor of that shape."""
+        """Return the box of all elements of a tensor of that shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -78,7 +78,7 @@ class Box:
         return tuple(slice(a - b, a - b + length) for a, b, length in ahead)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common elements; None if there are none."""
+        """Return the common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
         return Box(start, size) if all(length > 0 for length in size) else None
@@ -88,7 +88,7 @@ class Box:
         return all(a <= b and c <= d for a, b, c, d in inside)
 
     def without(self, hole: Box) -> list[Box]:
-        """The elements outside ``hole`` (a box inside this one) as disjoint boxes."""
+        """Return the elements outside ``hole``, a box inside this box, as disjoint boxes."""
         rest: list[Box] = []
         start, size = list(self.start), list(self.size)
         for dim, (low, high) in enumerate(zip(hole.start, hole.stop, strict=True)):
@@ -107,8 +107,8 @@ class Box:
 def cover(box: Box, parts: Iterable[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
     """Take each element of ``box`` from the first part that has it.
 
-    Return the number of each used part with the elements taken from it, and the elements that no
-    part has, all as disjoint boxes.
+    Return (the index of a part, the elements taken from it) of each used part, and the elements
+    that no part has. All boxes are disjoint.
     """
     taken: list[tuple[int, Box]] = []
     rest = [box] if box.count else []
@@ -128,7 +128,7 @@ def cover(box: Box, parts: Iterable[Box]) -> tuple[list[tuple[int, Box]], list[B
 
 
 def blocks(box: Box, most: int) -> Iterator[Box]:
-    """The box in row-major order, cut into boxes of at most ``most`` elements."""
+    """Yield the box in row-major order, cut into boxes of at most ``most`` elements."""
     if box.count <= most:
         if box.count:
             yield box
@@ -143,7 +143,7 @@ def blocks(box: Box, most: int) -> Iterator[Box]:
 
 
 def chunk(shape: Index, parts: int, index: int) -> Box:
-    """Part ``index`` of ceil-chunks of dim 0, as FSDP2 shards a parameter; may be empty."""
+    """Return part ``index`` of ``parts`` ceil-chunks of dim 0, as FSDP2 does; may be empty."""
     rows = -(-shape[0] // parts)
     first = min(rows * index, shape[0])
     last = min(first + rows, shape[0])
@@ -151,9 +151,9 @@ def chunk(shape: Index, parts: int, index: int) -> Box:
 
 
 def flat_range(shape: Index, first: int, last: int) -> Iterator[Box]:
-    """Row-major elements ``first <= i < last`` of a tensor as boxes, in order.
+    """Yield elements ``first <= i < last`` of a row-major tensor as boxes, in order.
 
-    This turns a flat range of a distributed optimizer into shards: at most ``2 * dims - 1`` boxes.
+    There are at most ``2 * dims - 1`` boxes. A distributed optimizer has such flat ranges.
     """
     if first >= last:
         return
@@ -179,9 +179,9 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 
 def view(flat: Array, offset: int, strides: Index, size: Index) -> Array:
-    """The strided box of a flat array, without a copy.
+    """Return a strided box of a flat array without a copy.
 
-    Raises LayoutError if it exceeds the array.
+    Raises LayoutError if the box exceeds the array.
     """
     span = sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
     if offset < 0 or any(s < 0 for s in strides) or offset + span >= flat.size:
@@ -203,10 +203,10 @@ def row_major(size: Index) -> Index:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Box ``box`` of tensor ``name`` lies in ``storage`` from element ``offset`` with ``strides``.
+    """Box ``box`` of tensor ``name``, which is in ``storage`` from ``offset`` on with ``strides``.
 
-    ``name`` is the name in the safetensors files. Offsets and strides count elements; transposes
-    are made at import, so dims keep their order.
+    ``name`` is the name in the safetensors files. Offsets and strides count elements. Dims keep
+    their order, because reading a file transposes its tensors.
     """
 
     name: str
@@ -217,11 +217,11 @@ class Shard:
 
     @staticmethod
     def contiguous(name: str, box: Box, storage: str | None = None, offset: int = 0) -> Shard:
-        """A shard that fills its own storage in row-major order."""
+        """Return a shard that is row-major in its storage, whose default name is ``name``."""
         return Shard(name, box, storage or name, offset, row_major(box.size))
 
     def offset_of(self, box: Box) -> int:
-        """Storage offset of the first element of a box inside this shard's box."""
+        """Return the storage offset of the first element of a box inside this shard's box."""
         ahead = zip(box.start, self.box.start, self.strides, strict=True)
         return self.offset + sum((a - b) * stride for a, b, stride in ahead)
 
@@ -245,8 +245,8 @@ class Shard:
 class HeldBox:
     """Box ``box`` of a tensor, which each of ``ranks`` holds in a storage.
 
-    It begins at element ``offset`` and has ``strides``. ``storage`` is relative to the tensor's
-    name, see `storage_of`.
+    The box begins at element ``offset`` and has ``strides``. ``storage`` is relative to the
+    tensor's name (see `storage_of`).
     """
 
     ranks: tuple[int, ...]
@@ -257,7 +257,7 @@ class HeldBox:
 
     @staticmethod
     def contiguous(ranks: tuple[int, ...], box: Box) -> HeldBox:
-        """A part that fills a storage with the tensor's own name."""
+        """Return a part that fills a storage with the tensor's own name."""
         return HeldBox(ranks, box, "", 0, row_major(box.size))
 
     def shard(self, name: str) -> Shard:
@@ -279,7 +279,7 @@ class HeldBox:
 
 
 Source = tuple[HeldBox, Box]
-"""A part of a tensor, and the elements that are taken from it."""
+"""A part of a tensor, and the elements that a reader takes from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,9 +297,9 @@ class Holders:
         return {rank: tuple(parts) for rank, parts in found.items()}
 
 
-@lru_cache(maxsize=1024)  # layers repeat the same boxes
+@lru_cache(maxsize=1024)  # Layers have equal boxes.
 def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
-    """The parts that make up a box, each with the elements to take from it.
+    """Return the parts that make up a box, each with the elements to take from it.
 
     Raises LayoutError if an element is missing.
     """
@@ -310,10 +310,10 @@ def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
 
 
 def storage_of(name: str, relative: str) -> str:
-    """Return the storage of a tensor from its ``relative`` form.
+    """Return the name of a tensor's storage from its ``relative`` form.
 
-    ``""`` stands for the tensor's own name, and ``/s`` for ``s``. Any other form follows the prefix
-    of the tensor's name (``exp_avg/`` of moments).
+    ``""`` is the tensor's own name, and ``/s`` is ``s``. Any other form follows the prefix of the
+    tensor's name, such as ``exp_avg/`` of a moment.
     """
     if relative.startswith("/"):
         return relative[1:]
@@ -321,7 +321,7 @@ def storage_of(name: str, relative: str) -> str:
 
 
 def relative_storage(name: str, storage: str) -> str:
-    """The inverse of `storage_of`."""
+    """Return the relative form of a storage's name, inverting `storage_of`."""
     if storage == name:
         return ""
     prefix = _prefix(name)
@@ -337,9 +337,9 @@ def _prefix(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """All tensors, and for each the holders of its parts among ranks 0 to ``ranks - 1``.
+    """All tensors, and the holders of their parts among ranks 0 to ``ranks - 1``.
 
-    Replicas are allowed.
+    Several ranks may hold an element.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -348,13 +348,13 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, TensorSpec], shards: Sequence[Sequence[Shard]]) -> Layout:
-        """The layout in which each rank r holds ``shards[r]``.
+        """Return the layout in which each rank r holds ``shards[r]``.
 
         Raises LayoutError for an unknown tensor.
         """
         rows: dict[int, list[int]] = {}
         for rank, row in enumerate(shards):
-            rows.setdefault(id(row), []).append(rank)  # replicas may share one list of shards
+            rows.setdefault(id(row), []).append(rank)  # Replicas may share one list of shards.
         ranks: dict[str, dict[HeldBox, list[int]]] = {name: {} for name in tensors}
         for alike in rows.values():
             for shard in shards[alike[0]]:
@@ -373,7 +373,7 @@ class Layout:
         return Layout(tensors, holders, len(shards))
 
     def held_by(self, rank: int) -> tuple[Shard, ...]:
-        """The shards of a rank, in the order of the tensors."""
+        """Return the shards of a rank, in the order of the tensors."""
         return tuple(
             part.shard(name)
             for name, holders in self.holders.items()
@@ -393,7 +393,7 @@ class Layout:
                 yield rank, shard
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, in which tensors with equal holders share an entry."""
+        """Return JSON values, in which tensors with equal holders share an entry."""
         numbers = {holders: n for n, holders in enumerate(dict.fromkeys(self.holders.values()))}
         return {
             "ranks": self.ranks,
@@ -406,7 +406,7 @@ class Layout:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Layout:
-        """Parse plain values. Raises LookupError, TypeError or ValueError for invalid ones."""
+        """Return a layout from `to_json`. Raises LookupError, TypeError, ValueError if invalid."""
         ranks = values["ranks"]
         made = [Holders(tuple(map(HeldBox.from_json, parts))) for parts in values["holders"]]
         if any(not 0 <= r < ranks for all_ in made for part in all_.parts for r in part.ranks):
@@ -421,10 +421,7 @@ class Layout:
         return Layout(tensors, holders, ranks)
 
     def check(self) -> None:
-        """Check that every part lies inside its tensor and that every element is held by a rank.
-
-        Raises LayoutError naming the tensor and the box.
-        """
+        """Raise LayoutError if a part exceeds its tensor or no rank holds an element."""
         for name, holders in self.holders.items():
             whole = Box.whole(self.tensors[name].shape)
             for part in holders.parts:

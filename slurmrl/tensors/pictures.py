@@ -1,9 +1,9 @@
 """The prepared pictures of prompts: safetensors files that are named by their content. Torch-free.
 
-A file has everything that a model needs of the pictures of one sequence: the arguments of its
-``forward`` (``pixel_values``, and for some families the grid of each picture), and the number of
-tokens in whose place the model puts the pictures. Batches, requests and messages carry only the
-path of the file. An empty path stands for a sequence without pictures.
+A file has the pictures of one sequence as a model needs them: the arguments of its ``forward``
+(``pixel_values``, and for some families the grid of each picture), and the number of placeholder
+tokens that the pictures replace. Batches, requests and messages have only the path of the file. A
+sequence without pictures has an empty path.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from slurmrl.fsio.calls import REAL, SystemCalls, corrupt, discard
 from slurmrl.tensors.layout import Array
 
 NONE: Final = ""
-"""The path of a sequence without pictures."""
+"""Path of a sequence without pictures."""
 METADATA: Final = "pictures"
-"""Key of a batch's metadata: the path of each item's pictures, or `NONE`."""
+"""Key in a batch's metadata for the path of each item's pictures, or `NONE`."""
 COUNT: Final = "placeholder_tokens"
 """Name in files of the number of tokens that the pictures replace."""
 KEY_BYTES: Final = 16
 LARGEST_BYTES: Final = 2**34
-"""Limit for the size of a file."""
+"""Maximum size of a file."""
 REMEDY: Final = "the next incarnation prepares the data again"
 FOLDER, MANIFEST = "pictures", "manifest.json"
-"""Names in a directory of prepared data: the folder of these files, and the file without which the
-directory does not count."""
+"""Names in a directory of prepared data: the folder of these files, and the manifest, without which
+the directory is not used."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class PictureInputs:
     tokens: int
     """Number of placeholder tokens of images."""
     arguments: Mapping[str, Array]
-    """Arrays by the name of the argument of the model's ``forward``. The pictures of several
-    sequences are joined along dim 0."""
+    """Arrays by the name of the argument of the model's ``forward``. A batch joins the arrays of
+    several sequences along dim 0."""
     videos: int = 0
     """Number of placeholder tokens of videos."""
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """All arrays of the file."""
+        """All arrays of the file, by name."""
         counts = [self.tokens, self.videos] if self.videos else [self.tokens]
         return {**self.arguments, COUNT: np.array(counts, np.int64)}
 
 
 def key_of(arrays: Mapping[str, Array]) -> bytes:
-    """Return the content key of arrays: `KEY_BYTES` bytes."""
+    """Return the content key of arrays, which has `KEY_BYTES` bytes."""
     digest = blake2b(digest_size=KEY_BYTES)
     for name in sorted(arrays):
         values = np.ascontiguousarray(arrays[name])
@@ -74,7 +74,7 @@ def path_of(directory: Path, key: bytes) -> Path:
 
 
 def write(directory: Path, pictures: PictureInputs, *, calls: SystemCalls = REAL) -> bytes:
-    """Write pictures durably, unless the directory has them. Return their content key.
+    """Write pictures durably unless the directory has them; return their content key.
 
     Raises EnvironmentFailure.
     """
@@ -87,10 +87,10 @@ def write(directory: Path, pictures: PictureInputs, *, calls: SystemCalls = REAL
 
 
 def read(path: Path, *, calls: SystemCalls = REAL) -> PictureInputs:
-    """Read a file of `write`, and compare its content with its name.
+    """Return the pictures in a file of `write`, after comparing the content with the name.
 
-    Raises CorruptFileError if it is missing or damaged, after removing the manifest of its
-    directory, and EnvironmentFailure if it cannot be read.
+    Raises EnvironmentFailure if it cannot be read. If it is missing or damaged, remove the manifest
+    of the directory and raise CorruptFileError.
     """
     arrays: dict[str, Array] = {}
     problem = "is damaged"

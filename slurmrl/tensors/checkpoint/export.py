@@ -2,14 +2,14 @@
 
 `survival` measures the share of a training's update that remains in a narrower type. Such a type
 has few values near a weight, so an update smaller than half their distance disappears: bfloat16
-changes a weight by 0.4 % or not at all. With ``s`` the weights before the update, ``t`` those after
-it, and ``r`` the rounding, the share is
+changes a weight by 0.4 % or not at all. With ``s`` the weights before the update, ``t`` the weights
+after the update, and ``r`` the rounding, the share is
 
     <r(t) - r(s), t - s> / <t - s, t - s>
 
-which is 1 without rounding and 0 if all rounded weights stay as they were. It predicts the share of
-the gain: to first order a loss changes along the update. Differences of rounding that are unrelated
-to the update cancel out.
+It is 1 without rounding and 0 if no rounded weight changes. Differences of rounding that are
+unrelated to the update cancel out. To first order, a loss changes along the update, so the share
+also predicts how much of the gain remains.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder next to the tokenizer's files with additional chat templates, one in each file."""
 SHARD_BYTES = 50 * 10**9
-"""Maximum size of a weight file in transformers."""
+"""Maximum size of a weight file, as in transformers."""
 Shard = list[TensorEntry]
 
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 BLOCK: Final = 2**22
-"""Number of elements converted at a time, which limits the size of intermediate results."""
+"""Number of elements that are converted at a time, which limits intermediate results."""
 BF16_NAN: Final = 0x7FC0
 ENOUGH: Final = 0.9
 """Share of the update below which slurmrl warns."""
@@ -85,7 +85,7 @@ class ExportedWeights(Protocol):
     """The weights of a role, such as a ``RoleCheckpoint``."""
 
     def weights(self) -> Iterable[tuple[str, TensorSpec]]:
-        """Names and specs, in the model's order."""
+        """Yield names and specs, in the model's order."""
         ...
 
     def read(self, name: str, box: Box) -> Array:
@@ -102,12 +102,12 @@ class Precision:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, entry: TensorEntry) -> TensorEntry:
-        """Convert an entry to its type.
+        """Return an entry with its type in the export.
 
         Its ``data`` raises CheckpointError for a finite value that overflows in that type.
         """
         stored = entry.spec.dtype
-        bare = entry.name.partition(".")[2]  # the name in files of a model without a head
+        bare = entry.name.partition(".")[2]  # Files of a model without a head have this name.
         default = None if entry.name.endswith(EXACT) else self.default
         wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or default
         if wanted is None or wanted == stored or stored not in FLOATS:
@@ -124,12 +124,12 @@ class TokenizerFiles:
     """The tokenizer's files of an export."""
 
     source: Path
-    """The folder that has the files."""
+    """Folder that has the files."""
     chat_template: str | None = None
-    """The template to write in place of all templates of the folder; None keeps these."""
+    """Template that replaces all templates of the folder; None keeps the folder's templates."""
 
     def copy(self, folder: Path, calls: SystemCalls) -> None:
-        """Write the files into a folder. Raises UnreadableInputError if there are none."""
+        """Copy the files into a folder. Raises UnreadableInputError if there are none."""
         present = inputs.list_names(self.source)
         names = [name for name in TOKENIZER_FILES if name in present]
         if not names:
@@ -174,11 +174,10 @@ def export(
 ) -> Path:
     """Write a role of a checkpoint as a folder that transformers loads.
 
-    (`open_verified` opens a checkpoint after verifying its files.)
-
     ``config`` and ``generation`` are the objects for config.json and generation_config.json.
     ``storage`` maps parameters to tensors of the files, and ``precision`` gives their types. The
-    folder is complete or absent; an existing one is replaced. One tensor is in memory at a time.
+    folder is complete or absent; an existing folder is replaced. One tensor is in memory at a time.
+    (`open_verified` opens a checkpoint after verifying its files.)
     """
 
     def fill(folder: Path) -> None:
@@ -221,7 +220,7 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
 ) -> None:
-    """Write the weight files of a model folder like ``save_pretrained`` of transformers."""
+    """Write the weight files of a model folder as transformers' ``save_pretrained`` does."""
     shards = _shards(entries, shard_bytes)
     names = _shard_names(len(shards))
     for name, shard in zip(names, shards, strict=True):
@@ -232,7 +231,7 @@ def write_weights(
 
 
 def write_index(folder: Path, places: Mapping[str, str], size: int, calls: SystemCalls) -> None:
-    """Write the index of a model folder: the file of each tensor, and all tensors' bytes."""
+    """Write the index of a model folder: the file of each tensor, and the size of all tensors."""
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
     write_json(folder / INDEX_FILE, index, calls)
 
@@ -240,16 +239,13 @@ def write_index(folder: Path, places: Mapping[str, str], size: int, calls: Syste
 def in_written_order(
     entries: Iterable[TensorEntry], shard_bytes: int = SHARD_BYTES
 ) -> Iterator[TensorEntry]:
-    """Return the tensors in the order in which `write_weights` reads them."""
+    """Yield the tensors in the order in which `write_weights` reads them."""
     for shard in _shards(entries, shard_bytes):
         yield from in_file_order(shard)
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
-    """Split entries, in order, into as few files as the limit allows.
-
-    A larger tensor gets its own file.
-    """
+    """Split entries, in order, into files of at most ``limit_bytes``; a larger tensor is alone."""
     shards: list[Shard] = [[]]
     size = 0
     for entry in entries:
@@ -268,7 +264,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _main_dtype(entries: Iterable[TensorEntry]) -> str:
-    """Return the floating-point type of most bytes, which config.json has as the model's type."""
+    """Return the floating-point type of most bytes, which config.json states as the type."""
     sizes: Counter[str] = Counter()
     for entry in entries:
         if entry.spec.dtype in FLOATS:
@@ -311,14 +307,14 @@ def _converted(entry: TensorEntry, wanted: str) -> Array:
 
 
 def widened(values: Array, dtype: str) -> Array:
-    """Convert to float32, without rounding."""
+    """Return values of type ``dtype`` as float32, without rounding."""
     if dtype == "bfloat16":
         return (values.astype("<u4") << 16).view("<f4")
     return values.astype("<f4", copy=False)
 
 
 def narrowed(wide: Array, dtype: str) -> Array:
-    """Round to nearest, ties to even, like torch."""
+    """Return float32 values as ``dtype``, rounded to nearest, ties to even, as torch does."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return np.asarray(wide, dtype=NUMPY_DTYPES[dtype])
@@ -330,26 +326,29 @@ def narrowed(wide: Array, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class Survival:
-    """Sums over weights. Sums of several tensors or ranks can be added."""
+    """Sums over weights for `survival`. Sums of several tensors or ranks can be added."""
 
     kept: float = 0.0
-    """<r(t) - r(s), t - s>"""
+    """<r(t) - r(s), t - s>."""
     whole: float = 0.0
-    """<t - s, t - s>"""
+    """<t - s, t - s>."""
 
     def __add__(self, other: Survival) -> Survival:
         return Survival(self.kept + other.kept, self.whole + other.whole)
 
     @property
     def share(self) -> float | None:
-        """A share from 0 to 1; None without an update."""
+        """Share of the update that remains, from 0 to 1; None without an update."""
         if not self.whole:
             return None
         return min(max(self.kept / self.whole, 0.0), 1.0)
 
 
 def survival(start: Array, trained: Array, dtype: str) -> Survival:
-    """Measure the update from ``start`` to ``trained``, both float32 of one shape, in ``dtype``."""
+    """Return how much of the update from ``start`` to ``trained`` remains in ``dtype``.
+
+    Both arrays are float32 and have one shape.
+    """
     before, after = start.reshape(-1), trained.reshape(-1)
     total = Survival()
     for begin in range(0, after.size, BLOCK):

@@ -2,10 +2,10 @@
 
 A checkpoint exists once the history names it, which happens after its manifest is on disk.
 
-Other trials read pinned checkpoints: model folders whose weights are hard links to the ranks' files
-of one role. A folder takes no space while the checkpoint exists, and keeps the files after their
-trial has deleted the checkpoint. Besides the files of a model folder, it has a manifest like a
-checkpoint's and ``origin.json``.
+Other trials read pinned checkpoints. A pinned checkpoint is a model folder whose weights are hard
+links to the ranks' files of one role. The folder takes no space while the checkpoint exists, and
+keeps the files after their trial has deleted the checkpoint. The folder also has a manifest, like a
+checkpoint, and ``origin.json``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum, kind_of
 MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 2
-"""Version 1 had SHA-256 checksums, and the layout of a role in the headers of all its files."""
+"""Version of checkpoints. Version 1 had SHA-256 checksums, and a role's layout in all its files."""
 ORIGIN: Final = "origin.json"
 ORIGIN_VERSION: Final = 1
 logger = log.get(__name__)
@@ -62,7 +62,7 @@ _FIELDS: Fields = {"version": INTEGER, "step": INTEGER, "files": list_of(table(_
 class _Problem(NamedTuple):
     text: str
     may_pass: bool = False
-    """Whether a stale cache or a server with I/O errors could look the same."""
+    """Whether a stale cache or a server with I/O errors could cause the problem."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ def write_manifest(
     state: Mapping[str, Any],
     calls: SystemCalls = REAL,
 ) -> Manifest:
-    """Write ``state.json`` and then ``manifest.json``, durably, including the directory entry.
+    """Write ``state.json`` and then ``manifest.json``; sync both and the directory's own entry.
 
     ``files`` are the ranks' files; ``state`` is everything else that a run needs to continue.
+    Raises EnvironmentFailure.
     """
     text = _json(state)
     atomic.replace(directory / STATE, text, calls=calls)
@@ -93,13 +94,13 @@ def write_manifest(
 
 
 def write_listing(directory: Path, manifest: Manifest, *, calls: SystemCalls = REAL) -> None:
-    """Write only ``manifest.json``, durably."""
+    """Write only ``manifest.json``, durably. Raises EnvironmentFailure."""
     text = _json({"version": VERSION, **asdict(manifest)})
     atomic.replace(directory / MANIFEST, text, calls=calls)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
     - DamagedCheckpointError if it is missing or incomplete;
@@ -134,9 +135,9 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
     The checksum of the state is always checked.
 
-    Raises DamagedCheckpointError with all problems. Raises EnvironmentFailure for files that cannot
-    be read: only a file that is readable and wrong, or missing from a directory that can be listed,
-    is damaged.
+    Raises DamagedCheckpointError with all problems. A file is damaged if it is readable and wrong,
+    or missing from a directory that can be listed. Raises EnvironmentFailure for other files that
+    cannot be read.
     """
     manifest = read_manifest(directory)
     _check(directory, manifest.files, checksums)
@@ -144,20 +145,17 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
 
 def verify_share(directory: Path, rank: int, ranks: int) -> None:
-    """Verify one of ``ranks`` equal shares of the files, see `verify`.
+    """Verify one of ``ranks`` equal shares of the files, so that ranks together read each once.
 
-    Together the ranks read each file once.
+    Raises as `verify`.
     """
     _check(directory, read_manifest(directory).files[rank::ranks], True)
 
 
 def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
-    """Run a check of a checkpoint.
+    """Return the result of ``check``. Repeat the check while damage may be temporary.
 
-    Repeat it for about a minute while it finds damage that may be temporary, because an intact
-    checkpoint must not be abandoned.
-
-    Raises as ``check``.
+    After about a minute, raise as ``check``. An intact checkpoint must not be abandoned.
     """
     for last in attempts(HIDDEN_PAUSES_S, sleep):
         try:
@@ -165,7 +163,7 @@ def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.
         except DamagedCheckpointError as error:
             if last or not error.may_pass:
                 raise
-            logger.warning("%s; will look again", error)
+            logger.warning("%s; slurmrl will check it again", error)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
@@ -197,9 +195,10 @@ def _check(directory: Path, files: Iterable[SavedFile], checksums: bool) -> None
 
 
 def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | None:
-    """Return the problem of a file. Open it before the check, because NFS then updates its size."""
+    """Return the problem of a file; None for an intact file."""
     path = directory / file.name
     try:
+        # Open the file before the check of its size: NFS then updates the size.
         with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.size:
@@ -221,9 +220,9 @@ def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | No
 
 
 def _damage_of(path: Path, number: int) -> _Problem | None:
-    """Return the damage of a file that could not be read; None if it may be intact.
+    """Return the damage of a file that could not be read.
 
-    It may be intact if the mount is missing or does not answer.
+    Return None if the file may be intact, because its mount is missing or does not answer.
     """
     if number in NO_FILE:
         return _Problem(f"{path.name} cannot be read: it is {NO_FILE[number]}")
@@ -239,7 +238,7 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path, fields: Fields, required: Collection[str]) -> dict[str, Any]:
-    """Read a file of a checkpoint. Raises DamagedCheckpointError, EnvironmentFailure."""
+    """Return a checkpoint's JSON file. Raises DamagedCheckpointError, EnvironmentFailure."""
     try:
         return documents.read(path, fields, required)
     except CorruptFileError as error:
@@ -261,7 +260,7 @@ def _damaged(path: Path, number: int) -> DamagedCheckpointError | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedOrigin:
-    """Origin of the linked files."""
+    """The origin of a pinned checkpoint's files."""
 
     version: Annotated[int, INTEGER]
     trial: str
@@ -270,9 +269,9 @@ class PinnedOrigin:
     implementation: Annotated[str, one_of("builtin", "hf")]
     head: Annotated[str, one_of("lm", "value")]
     base: str | None = None
-    """The model folder to which the adapters belong."""
+    """Model folder to which the adapters belong; None without adapters."""
     lora: Mapping[str, Any] | None = None
-    """Settings of a role that trains adapters."""
+    """Settings of the adapters; None without adapters."""
     dtype: str | None = None
     """Data type of the weights with which the adapters were trained; None in older folders."""
 
@@ -282,7 +281,10 @@ def is_pinned(folder: Path) -> bool:
 
 
 def read_origin(folder: Path) -> PinnedOrigin:
-    """Read `Origin`. Raises CheckpointError, CorruptFileError, EnvironmentFailure."""
+    """Return the origin of a pinned checkpoint.
+
+    Raises CheckpointError, CorruptFileError, EnvironmentFailure.
+    """
     path = folder / ORIGIN
     values = documents.read(path, {"version": INTEGER}, ("version",))
     if values["version"] != ORIGIN_VERSION:

@@ -2,8 +2,8 @@
 
 Rank r of n writes its arrays to ``<role>.<r>.safetensors``. Rank 0 also writes the layout of all
 ranks' arrays, ``<role>.layout.json``, so that a reader opens only the files that it needs. Weights
-have their Hugging Face names; optimizer moments have the moment's name, a slash, and the weight's
-name. A file may also have arrays outside the layout (the rank's random state).
+have their Hugging Face names. The name of an optimizer moment is the moment, a slash and the name
+of the weight. A file may also have arrays outside the layout, such as the rank's random state.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from slurmrl.tensors.layout import (
 )
 
 BLOCK_BYTES = 16 * 2**20
-"""Memory that a reader needs in addition to the tensors that it fills."""
+"""Maximum memory of a reader, in addition to the tensors that it fills."""
 
 
 KEY = "slurmrl"
@@ -95,7 +95,7 @@ _HEADER_1: Fields = {
     "tensors": each(items(list_of(SIZE), one_of(*ITEM_BYTES))),
     "pieces": list_of(items(TEXT, list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))),
 }
-"""The header of a rank's file in version 1, which had the rank's part of the layout."""
+"""Header of a rank's file in version 1, which had the rank's part of the layout."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ShardHeader:
     rank: int
     ranks: int
     step: int
-    """Optimizer steps so far."""
+    """Number of optimizer steps taken."""
 
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"))
@@ -114,17 +114,17 @@ class ShardHeader:
 
 @dataclass(frozen=True)
 class RoleSnapshot:
-    """One rank's part of a role, ready to be written by any thread."""
+    """One rank's part of a role, which any thread may write."""
 
     header: ShardHeader
     arrays: tuple[TensorEntry, ...]
     layout: Layout | None
-    """The layout of all ranks' arrays, which rank 0 writes; other ranks need none."""
+    """Layout of all ranks' arrays, which rank 0 writes; may be None on other ranks."""
     frozen: str | None = None
     """Fingerprint of the frozen weights to which adapters belong; rank 0 writes it."""
 
     def paths(self, directory: Path) -> list[Path]:
-        """The files that `write` makes."""
+        """Return the files that `write` makes."""
         names = [file_name(self.header.role, self.header.rank)]
         if self.header.rank == 0:
             names.append(layout_name(self.header.role))
@@ -144,10 +144,10 @@ class RoleSnapshot:
 
 
 class RoleCheckpoint:
-    """Reader of one role.
+    """Reader of one role of a checkpoint.
 
-    Raises CheckpointError or CorruptFileError if files are missing or inconsistent,
-    EnvironmentFailure if they cannot be read.
+    All methods raise CheckpointError or CorruptFileError if files are missing or inconsistent, and
+    EnvironmentFailure if files cannot be read.
     """
 
     def __init__(self, directory: Path, role: str) -> None:
@@ -163,7 +163,7 @@ class RoleCheckpoint:
         return self.layout.ranks
 
     def check(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """Check that it has exactly these tensors. Raises CheckpointError for another model."""
+        """Raise CheckpointError unless the checkpoint has exactly these tensors."""
         theirs = self.layout.tensors
         for name in (*tensors, *theirs):
             if theirs.get(name) != tensors.get(name):
@@ -180,23 +180,23 @@ class RoleCheckpoint:
         return self._files.array(rank, storage)
 
     def read(self, name: str, box: Box | None = None) -> Array:
-        """Read a box of a tensor (default: all of it) as a contiguous array.
+        """Return a box of a tensor (default: the whole tensor) as a contiguous array.
 
-        bfloat16 is returned as its bits (uint16). Raises CheckpointError for an unknown or
+        A bfloat16 tensor is returned as its bits (uint16). Raises CheckpointError for an unknown or
         incomplete tensor.
         """
         spec = self._spec(name)
         box = box or Box.whole(spec.shape)
         target = np.empty(box.size, dtype=NUMPY_DTYPES[spec.dtype])
         for block, fill in self._blocks(name, box):
-            index: tuple[Any, ...] = (*block.inside(box), ...)  # a view, even of a scalar
+            index: tuple[Any, ...] = (*block.inside(box), ...)  # This gives a view of a scalar too.
             fill(target[index])
         return target
 
     def blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Array]]:
-        """Read a box of a tensor in parts of at most `BLOCK_BYTES`.
+        """Yield box and values of parts, of at most `BLOCK_BYTES`, of a tensor's box.
 
-        Yield each part's box and values. Values and errors have the same form as in `read`.
+        Values have the form of `read`. Raises as `read`.
         """
         dtype = NUMPY_DTYPES[self._spec(name).dtype]
         for block, fill in self._blocks(name, box):
@@ -247,7 +247,7 @@ class RoleCheckpoint:
             raise CheckpointError(text) from None
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
-        """Names and specs of the weights, in the model's order; no moments."""
+        """Yield names and specs of the weights, without moments, in the model's order."""
         return ((name, spec) for name, spec in self.layout.tensors.items() if "/" not in name)
 
 
@@ -263,12 +263,10 @@ def layout_text(role: str, step: int, layout: Layout, frozen: str | None) -> byt
 
 
 def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layout, str | None]:
-    """Return the optimizer steps so far, the layout, and `RoleSnapshot.frozen`.
+    """Return the number of optimizer steps, the layout, and `RoleSnapshot.frozen`.
 
-    Checkpoints of version 1 have the layout in the headers of all ranks' files, which are opened
-    then.
-
-    Raises CheckpointError, CorruptFileError, EnvironmentFailure.
+    Checkpoints of version 1 have the layout in the headers of all ranks' files, so that all files
+    are opened. Raises CheckpointError, CorruptFileError, EnvironmentFailure.
     """
     path = directory / layout_name(role)
     try:
@@ -281,7 +279,7 @@ def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layo
             f"{path} has version {values['version']}; this program reads versions 1 to {VERSION}"
         )
     if values["role"] != role:
-        raise CheckpointError(f"{path} is labeled {values['role']}")
+        raise CheckpointError(f"{path} belongs to {values['role']}; copy the checkpoint again")
     check(values, {**_LAYOUT_FILE, "frozen": TEXT}, path, _LAYOUT_FILE)
     with documents.expecting(path):
         layout = Layout.from_json(values["layout"])
@@ -310,23 +308,23 @@ def file_name(role: str, rank: int) -> str:
 class RankFiles:
     """The arrays of all ranks' files.
 
-    Raises CheckpointError or CorruptFileError for a file that is missing or does not belong here,
-    EnvironmentFailure for one that cannot be read.
+    All methods raise CheckpointError or CorruptFileError for a file that is missing or belongs to
+    another checkpoint, and EnvironmentFailure for a file that cannot be read.
     """
 
     def __init__(self, directory: Path, role: str) -> None:
         self._directory = directory
         self._role = role
         self.origin: tuple[int, int] | None = None
-        """The number of ranks and the step that all files must have; None until they are known."""
+        """Number of ranks and step that all files must have; None before they are known."""
         self._files: dict[int, TensorFile] = {}
         self._kinds: list[TensorFile] = []
-        """One file of each set of files with the same arrays."""
+        """One file for each set of files with equal specs and offsets."""
         self._open: OrderedDict[int, None] = OrderedDict()
-        """The ranks whose files are open; the most recently used is at the end."""
+        """Ranks whose files are open, from the least to the most recently used."""
 
     def header(self, rank: int, fields: Fields = _HEADER) -> dict[str, Any]:
-        """The metadata of a rank's file, with these fields."""
+        """Return the metadata of a rank's file, which must have these fields."""
         return _header(self._file(rank), fields)
 
     def has(self, rank: int, array: str) -> bool:
@@ -361,14 +359,15 @@ class RankFiles:
         values = _header(file, _HEADER)
         if (values["role"], values["rank"]) != (self._role, rank):
             label = f"{values['role']} rank {values['rank']}"
-            raise CheckpointError(f"{file.path} is labeled {label}")
+            raise CheckpointError(f"{file.path} belongs to {label}; copy the checkpoint again")
         origin = values["ranks"], values["step"]
         if self.origin not in (None, origin):
             raise CheckpointError(
                 f"{file.path} belongs to (ranks, step) {origin}, the checkpoint to {self.origin}"
             )
         self.origin = origin
-        for other in self._kinds:  # thousands of files with thousands of arrays fill the memory
+        # Files share equal specs, because thousands of files with thousands of arrays fill memory.
+        for other in self._kinds:
             if (other.specs, other.begins) == (file.specs, file.begins):
                 file.specs, file.begins = other.specs, other.begins
                 return file

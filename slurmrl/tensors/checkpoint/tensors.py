@@ -5,12 +5,12 @@ support bfloat16. This module writes a file and computes its checksum while each
 and treats elements as bytes. Files are byte-identical to the package's files.
 Format: https://huggingface.co/docs/safetensors
 
-Checksums find damage, not forgery: the manifest is next to the files. XXH3 takes a tenth of the
-CPU time of writing; SHA-256, which older checkpoints have, takes twice the time of writing.
+Checksums find damage, not forgery, because the manifest is next to the files. XXH3 takes a tenth of
+the CPU time of writing. SHA-256, which older checkpoints have, takes twice the time of writing.
 
 Most parameters of a model are stored as a tensor of the same name. A mixture of experts has a
-tensor for each row of a parameter; other models store several parameters in one tensor, or
-transposed. A `Storage` names the slices.
+tensor for each row of a parameter. Other models transpose parameters, or store several parameters
+in one tensor. A `Storage` maps parameters to slices of tensors.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ NUMPY_DTYPES: dict[str, str] = {
     "int32": "<i4",
     "uint8": "u1",
 }
-"""The numpy type of elements by dtype; for bfloat16, the type of its bits."""
+"""numpy type of the elements of each dtype; for bfloat16, the type of the bits."""
 DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
-"""The safetensors package's order of types: larger elements first, for alignment."""
+"""Reverse of the safetensors package's order of types: larger elements first, for alignment."""
 CHUNK_BYTES = 2**20
-"""Bytes written at a time: few enough to be in a core's cache when they are hashed and written."""
+"""Number of bytes hashed and written at a time, which fit into the cache of a core."""
 MAX_HEADER_BYTES = 100 * 10**6
 
 
 KIND: Final = "xxh3_128"
-"""The kind of new checksums."""
+"""Kind of new checksums."""
 BUFFER_BYTES = 2**18
-"""Bytes read at a time: few enough to be in a core's cache when they are hashed."""
+"""Number of bytes read and hashed at a time, which fit into the cache of a core."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a checkpoint: its plain name, size in bytes, and checksum (see `checksums`)."""
+    """A file of a checkpoint: its name in the directory, size in bytes, and `checksum`."""
 
     name: str
     size: int
@@ -78,7 +78,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor to write; ``data`` produces its elements on demand, contiguous."""
+    """A tensor to write; ``data`` returns its elements, contiguous, when they are needed."""
 
     name: str
     spec: TensorSpec
@@ -92,17 +92,17 @@ def write_tensors(
     *,
     calls: SystemCalls = REAL,
 ) -> SavedFile:
-    """Write and fsync a safetensors file. Raises EnvironmentFailure naming the path."""
+    """Write and fsync a safetensors file. Raises EnvironmentFailure."""
     return write_file(path, _parts(in_file_order(entries), metadata), calls=calls)
 
 
 def in_file_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """The order in which tensors are written to a file."""
+    """Return tensors in the order in which a file has them."""
     return sorted(entries, key=lambda e: (-DTYPE_RANK.index(e.spec.dtype), e.name))
 
 
 def write_file(path: Path, parts: Iterable[memoryview], *, calls: SystemCalls = REAL) -> SavedFile:
-    """Write and fsync a file of a checkpoint. Raises EnvironmentFailure naming the path."""
+    """Write and fsync a file of a checkpoint. Raises EnvironmentFailure."""
     checksum = Checksum()
     size = 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -119,13 +119,14 @@ def write_file(path: Path, parts: Iterable[memoryview], *, calls: SystemCalls = 
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory: elements are read when they are accessed.
-
-    Raises CheckpointError if it is missing, CorruptFileError if it is incomplete,
-    EnvironmentFailure if it cannot be read.
-    """
+    """A safetensors file, mapped into memory: elements are read when they are accessed."""
 
     def __init__(self, path: Path) -> None:
+        """Map the file.
+
+        Raises CheckpointError if it is missing, CorruptFileError if it is incomplete,
+        EnvironmentFailure if it cannot be read.
+        """
         self.path = path
         self._map = self._mapped()
         self._size = len(self._map)
@@ -155,16 +156,16 @@ class TensorFile:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._data = 8 + length
         self.specs: dict[str, TensorSpec] = {}
-        """Specs by name. Types that slurmrl does not read keep safetensors' spelling, such as
-        ``I8``."""
+        """Specs by name. Types that slurmrl does not read keep safetensors' name, such as ``I8``.
+        """
         self.begins: dict[str, int] = {}
-        """The first byte of each tensor, from the end of the header."""
+        """Offset in bytes of each tensor from the end of the header."""
         last = 0
         for name, entry in header.items():
             spec = TensorSpec(tuple(entry["shape"]), DTYPES.get(entry["dtype"], entry["dtype"]))
             begin, end = entry["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)):
-                raise ValueError(f"tensor '{name}' is described by {shown(entry)}")
+                raise ValueError(f"tensor '{name}' has the invalid entry {shown(entry)}")
             size = spec.bytes if spec.dtype in ITEM_BYTES else end - begin
             if end - begin != size or self._data + end > self._size:
                 raise ValueError(f"tensor '{name}' has bytes {begin} to {end}")
@@ -175,9 +176,9 @@ class TensorFile:
             raise ValueError(f"its header describes {self._data + last} of its {self._size} bytes")
 
     def flat(self, name: str) -> Array:
-        """Return a tensor's elements as a flat read-only array; KeyError for an unknown name.
+        """Return a tensor's elements as a flat read-only array.
 
-        Raises CorruptFileError for a type that this program does not read.
+        Raises KeyError for an unknown name, CorruptFileError for a type that slurmrl does not read.
         """
         spec = self.specs[name]
         if spec.dtype not in NUMPY_DTYPES:
@@ -185,7 +186,7 @@ class TensorFile:
         if self._map.closed:
             self._map = self._mapped()
             if len(self._map) != self._size:
-                raise CorruptFileError(f"{self.path} has changed while it was read")
+                raise CorruptFileError(f"the size of {self.path} has changed during reading")
         import numpy as np
 
         dtype = np.dtype(NUMPY_DTYPES[spec.dtype])
@@ -197,7 +198,7 @@ class TensorFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file until the next access. No array of it may be in use."""
+        """Close the file until the next access. No array of the file may be in use."""
         self._map.close()
 
 
@@ -234,7 +235,7 @@ def _write_all(descriptor: int, part: memoryview, calls: SystemCalls) -> None:
 
 
 def _xxh3_128() -> Any:
-    import xxhash  # commands that verify nothing do not need it
+    import xxhash  # Commands that verify nothing do not need the module.
 
     return xxhash.xxh3_128()
 
@@ -243,7 +244,7 @@ _KINDS: Final[dict[str, Callable[[], Any]]] = {KIND: _xxh3_128, "sha256": hashli
 
 
 class Checksum:
-    """The checksum of bytes that come in parts."""
+    """Checksum of bytes that are passed in parts."""
 
     def __init__(self, kind: str = KIND) -> None:
         self._kind = kind
@@ -257,13 +258,13 @@ class Checksum:
 
 
 def kind_of(checksum: str) -> str | None:
-    """The kind of a checksum; None if it is unknown."""
+    """Return the kind of a checksum; None if slurmrl does not know the kind."""
     kind = checksum.partition(":")[0]
     return kind if kind in _KINDS else None
 
 
 def checksum(file: BufferedIOBase, kind: str = KIND) -> str:
-    """The checksum of a file's bytes, from its position."""
+    """Return the checksum of a file's bytes from its current position on."""
     found = Checksum(kind)
     buffer = memoryview(bytearray(BUFFER_BYTES))
     while count := file.readinto(buffer):
@@ -273,19 +274,19 @@ def checksum(file: BufferedIOBase, kind: str = KIND) -> str:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A box of a parameter in a file's tensor."""
+    """The place of a parameter's box in a file's tensor."""
 
     tensor: str
     part: Box | None = None
-    """The box of the parameter; None for the whole parameter."""
+    """Box of the parameter; None for the whole parameter."""
     dims: Index | None = None
-    """For each dim of the tensor, the dim of the parameter; None for all dims in their order. The
-    box has length 1 in dims that the tensor lacks."""
+    """Dim of the parameter for each dim of the tensor; None for all dims in order. The box has
+    length 1 in dims that the tensor lacks."""
     start: Index | None = None
-    """Start of the slice in the tensor; None for the tensor's start."""
+    """First index of the box in the tensor; None for zeros."""
 
     def box(self, parameter: Box) -> Box:
-        """The box of the tensor that stores a box of the parameter."""
+        """Return the box of the tensor that stores a box of the parameter."""
         dims = self._dims(len(parameter.size))
         starts = zip(self._start(len(dims)), dims, strict=True)
         origin = self._origin(len(parameter.size))
@@ -293,7 +294,7 @@ class TensorSlice:
         return Box(start, tuple(parameter.size[dim] for dim in dims))
 
     def parameter(self, stored: Box) -> Box:
-        """The box of the parameter that a box of the tensor stores: the inverse of `box`."""
+        """Return the box of the parameter that a box of the tensor stores, inverting `box`."""
         ndim = len(stored.size) if self.part is None else len(self.part.size)
         start, size = list(self._origin(ndim)), [1] * ndim
         ahead = zip(self._dims(ndim), stored.start, self._start(len(stored.size)), strict=True)
@@ -303,18 +304,18 @@ class TensorSlice:
         return Box(tuple(start), tuple(size))
 
     def of(self, shape: Index) -> Box:
-        """The box of a parameter of ``shape`` that it stores."""
+        """Return the box of a parameter of ``shape`` that the slice stores."""
         return Box.whole(shape) if self.part is None else self.part
 
     def arranged(self, values: Array) -> Array:
-        """The elements of a box of the parameter, in the order of the tensor's dims."""
+        """Return the elements of a box of the parameter, in the order of the tensor's dims."""
         if self.dims is None:
             return values
         shape = [values.shape[dim] for dim in self.dims]
         return values.transpose(self._order(values.ndim)).reshape(shape)
 
     def restored(self, values: Array) -> Array:
-        """The elements of a box of the tensor, in the order of the parameter's dims."""
+        """Return the elements of a box of the tensor, in the order of the parameter's dims."""
         if self.dims is None:
             return values
         ndim = len(self.dims) if self.part is None else len(self.part.size)
@@ -323,7 +324,7 @@ class TensorSlice:
         return wide.transpose([order.index(dim) for dim in range(ndim)])
 
     def offset_and_strides(self, shape: Index, ndim: int) -> tuple[int, Index]:
-        """Return the place of the box in the elements of a tensor of ``shape``.
+        """Return offset and strides, in elements, of the box in a tensor of ``shape``.
 
         There is a stride for each of the parameter's ``ndim`` dims.
         """
@@ -344,26 +345,27 @@ class TensorSlice:
         return (0,) * ndim if self.part is None else self.part.start
 
     def _order(self, ndim: int) -> list[int]:
-        """The parameter's dims: first the dims that the tensor has, then the dims that it lacks."""
+        """Return the parameter's dims: the dims of the tensor, then the dims that it lacks."""
         dims = self._dims(ndim)
         return [*dims, *(dim for dim in range(ndim) if dim not in dims)]
 
 
 Storage = Callable[[str, Index], tuple[TensorSlice, ...]]
-"""Function that returns, for a parameter's name and shape, the slices that store it."""
+"""Function from a parameter's name and shape to the slices that store it."""
 
 
 def by_name(name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Every parameter is stored as a tensor of the same name."""
+    """Return the tensor with the name of the parameter."""
     return (TensorSlice(name),)
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, and the parameters or rows that it stores."""
+    """A tensor of a file, and the parameters that it stores."""
 
     spec: TensorSpec
     shards: tuple[tuple[str, TensorSpec, TensorSlice], ...]
+    """(name, spec, slice) of each parameter of which the tensor has a box."""
 
 
 def file_tensors(
@@ -389,10 +391,7 @@ def file_entries(
     read: Callable[[str, Box], Array],
     storage: Storage,
 ) -> list[TensorEntry]:
-    """Return the tensors to write for these parameters.
-
-    ``read`` provides a box of a parameter on demand.
-    """
+    """Return the tensors to write for these parameters; ``read`` returns a parameter's box."""
     return [
         TensorEntry(name, tensor.spec, partial(assembled, read, tensor))
         for name, tensor in file_tensors(parameters, storage).items()
@@ -400,7 +399,7 @@ def file_entries(
 
 
 def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
-    """Return the elements of a file's tensor; ``read`` provides elements of its parameters."""
+    """Return the elements of a file's tensor; ``read`` returns a parameter's box."""
     import numpy as np
 
     whole = None
@@ -408,7 +407,7 @@ def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
         box = stored.of(spec.shape)
         values = stored.arranged(read(name, box).reshape(box.size))
         if len(tensor.shards) == 1:
-            return np.asarray(values, order="C")  # ascontiguousarray would add a dim to a scalar
+            return np.asarray(values, order="C")  # ascontiguousarray would add a dim to a scalar.
         if whole is None:
             whole = np.empty(tensor.spec.shape, values.dtype)
         whole[stored.box(box).slices] = values

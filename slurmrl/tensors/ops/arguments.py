@@ -1,7 +1,8 @@
-"""Arguments of the operators: their checks, and indices that are made in host memory.
+"""Checks of the operators' arguments, and indices that are made in host memory.
 
-Errors state the argument, its value and the allowed values. No check waits for a GPU. The values of
-offsets are checked only on CPUs; on GPUs, kernels stay within their tensors for any offsets.
+Checks raise UsageError with the argument, its value and the allowed values. No check waits for a
+GPU. Values of offsets are checked only on CPUs; on GPUs, kernels stay within their tensors for any
+offsets.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ OFFSETS = (torch.int32, torch.int64)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are computed and returned: float64 for float64, else float32."""
+    """Return the dtype of sums of this dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_vector(
     name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
-    """Require a 1-D tensor of this length and device and one of these dtypes."""
+    """Raise UsageError unless a tensor is 1-D with this length, device and one of the dtypes."""
     check_tensor(name, tensor, (length,), dtypes, device)
 
 
@@ -38,7 +39,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Require a tensor of this shape and device and one of these dtypes."""
+    """Raise UsageError unless a tensor has this shape, device and one of the dtypes."""
     if tensor.shape != shape:
         raise UsageError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
@@ -48,7 +49,7 @@ def check_tensor(
 
 
 def check_first(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Require a 1-D tensor; the other arguments are checked against it."""
+    """Raise UsageError unless a tensor is 1-D with one of the dtypes."""
     if tensor.dim() != 1:
         raise UsageError(f"{name} must be 1-D, not of shape {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
@@ -56,7 +57,7 @@ def check_first(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 
 
 def check_offsets(offsets: Tensor, total: int, device: torch.device) -> None:
-    """Require cumulative lengths [S+1] of int32 or int64 that increase from 0 to ``total``."""
+    """Raise UsageError unless offsets [S+1] of int32 or int64 increase from 0 to ``total``."""
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise UsageError(f"cu_seqlens must have shape [sequences + 1], not {list(offsets.shape)}")
     check_vector("cu_seqlens", offsets, offsets.shape[0], OFFSETS, device)
@@ -72,7 +73,7 @@ def check_offsets(offsets: Tensor, total: int, device: torch.device) -> None:
 
 
 def check_share(name: str, value: float) -> None:
-    """Require a factor between 0 and 1."""
+    """Raise UsageError unless a factor is between 0 and 1."""
     if not (math.isfinite(value) and 0.0 <= value <= 1.0):
         raise UsageError(f"{name} must be between 0 and 1, not {value}")
 
@@ -88,18 +89,18 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 @dataclass(frozen=True)
 class OnHost:
-    """A tensor that stays in host memory when it is passed to a sharded module.
+    """A tensor that stays in host memory as an argument of a sharded module.
 
-    FSDP copies plain tensors among the arguments to the GPU, and the host waits for the copy.
+    FSDP would copy a plain tensor to the GPU, and the host would wait for the copy.
     """
 
     tensor: Tensor
 
 
 def upload(indices: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """1-D int64 tensors in host memory -> the same on ``device``.
+    """Return copies on ``device`` of 1-D int64 tensors in host memory.
 
-    A GPU gets all of them in one copy from pinned memory, and the host does not wait for it.
+    A GPU gets all tensors in one copy from pinned memory, for which the host does not wait.
     """
     if device.type != "cuda":
         return tuple(index.to(device) for index in indices)

@@ -1,10 +1,10 @@
-"""Causal attention over packed sequences: no padding, and never a T x T mask.
+"""Causal attention over packed sequences, without padding and without a T x T mask.
 
-`flash_varlen_attention` is flash-attn's kernel if it is installed, else torch's own; both need a
-GPU and half precision. `prefix_attention` serves sequences that share prefixes: their tokens are
-computed once, and attention merges the parts by their normalizers.
+`flash_varlen_attention` is flash-attn's kernel if it is installed, else torch's own kernel; both
+need a GPU and half precision. `prefix_attention` is for sequences that share prefixes. A prefix is
+processed once, and attention over prefix and suffix is merged by the normalizers.
 
-T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
+Shapes: T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD_MULTIPLE = 8
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 BLOCK = 256
-"""Queries of a sliding window that are computed in one call."""
+"""Number of queries per call of sliding-window attention."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Packing:
     """The boundaries of packed sequences."""
 
     def __init__(self, cu_seqlens: Tensor, max_len: int) -> None:
-        """cu_seqlens [S+1] int32, in host memory."""
+        """Use boundaries ``cu_seqlens`` [S+1] int32 in host memory; ``max_len`` is the longest."""
         self.cu_seqlens = cu_seqlens
         self.max_len = max_len
         self._copies: dict[torch.device, Tensor] = {}
 
     def cu_seqlens_on(self, device: torch.device) -> Tensor:
-        """``cu_seqlens`` on the tokens' device, copied once."""
+        """Return ``cu_seqlens`` on a device, to which it is copied only once."""
         if device not in self._copies:
             (copy,) = upload([self.cu_seqlens.long()], device)
             self._copies[device] = copy.to(torch.int32)
@@ -63,7 +63,7 @@ class Packing:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Adjacent sequences of equal length."""
+        """Groups of adjacent sequences of equal length."""
         lengths = self.cu_seqlens.diff().tolist()
         groups = ((length, len(list(group))) for length, group in groupby(lengths) if length)
         return tuple(Run(count, length) for length, count in groups)
@@ -89,8 +89,9 @@ def packed_attention(
     With a ``window``, a query attends to the last ``window`` tokens, its own included.
 
     q [T, Hq, D]; k, v [T, Hkv, D], where Hkv divides Hq. Scores are multiplied by ``scale``. In
-    half precision on a GPU this is one flash-attention call. Otherwise each run of equal lengths is
-    one batched call, so order sequences by length (there are at most sqrt(2T) different lengths).
+    half precision on a GPU, there is one flash-attention call. Otherwise, there is one batched call
+    for each run of equal lengths, so callers should sort sequences by length. Raises UsageError if
+    the packing has another number of tokens.
     """
     if flash_fits(q):
         cu_seqlens = packing.cu_seqlens_on(q.device)
@@ -99,8 +100,8 @@ def packed_attention(
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
     if not sizes:
-        return q + k.sum() + v.sum()  # empty, but every projection gets a (zero) gradient
-    # One split, not slices: the gradient of each slice would be a tensor of all T tokens.
+        return q + k.sum() + v.sum()  # This gives every projection a zero gradient.
+    # Split once, because the gradient of each slice would be a tensor of all T tokens.
     qs, ks, vs = (x.split_with_sizes(sizes) for x in (q, k, v))
     parts = zip(qs, ks, vs, packing.runs, strict=True)
     return torch.cat([_batched(*part, scale, window) for part in parts])
@@ -135,7 +136,7 @@ def for_each_query_head(q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     """Return sliding-window attention over one run's q [S, Hq, L, D] and k, v [S, Hkv, L, D].
 
-    It computes one block of queries at a time, with only the keys in their windows.
+    Compute one block of queries at a time, with only the keys in their windows.
     """
     outputs, shared, length = [], q.shape[1] != k.shape[1], q.shape[2]
     starts = range(0, length, BLOCK)
@@ -162,11 +163,11 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tens
 def cached_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of one new token per row over that row's cached keys.
+    """Return the attention [S, Hq, D] of one new token per row over the row's cached keys.
 
-    q [S, Hq, D]; k, v [S, Hkv, M, D]; bias [S, M] from ``cache_bias``; ``sinks`` [Hq] are scores
-    without a value. Returns [S, Hq, D]. Query heads that share a key head are rows of one product,
-    so keys are never repeated.
+    q [S, Hq, D]; k, v [S, Hkv, M, D]; bias [S, M] from `cache_bias`; ``sinks`` [Hq] are scores
+    without a value. Query heads that share a key head are rows of one product, so keys are not
+    repeated.
     """
     rows, kv_heads, _, size = k.shape
     if sinks is not None:
@@ -186,8 +187,8 @@ def cached_attention(
 def cache_bias(lengths: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the terms [S, M] to add to the scores of each row's M cached ``keys``.
 
-    A term is 0 for the first ``lengths`` [S] keys, or for the last ``window`` of these, and minus
-    infinity for the others.
+    A term is 0 for the first ``lengths`` [S] keys, or for the last ``window`` of them, and minus
+    infinity for all other keys.
     """
     places = torch.arange(keys, device=lengths.device)
     unseen = places >= lengths[:, None]
@@ -198,7 +199,7 @@ def cache_bias(lengths: Tensor, keys: int, window: int | None, dtype: torch.dtyp
 
 
 def flash_fits(q: Tensor) -> bool:
-    """Whether a kernel supports these queries [T, Hq, D]."""
+    """Return whether flash attention supports these queries [T, Hq, D]."""
     tokens, _, size = q.shape
     return (
         tokens > 0
@@ -219,9 +220,10 @@ def flash_varlen_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Causal attention within each sequence, over the last ``window`` tokens if it is set.
+    """Return causal attention [T, Hq, D] within each sequence, over the last ``window`` tokens.
 
-    q [T, Hq, D]; k, v [T, Hkv, D]; cu_seqlens [S+1] int32. Returns [T, Hq, D].
+    q [T, Hq, D]; k, v [T, Hkv, D]; cu_seqlens [S+1] int32. With ``window`` None, all earlier tokens
+    count.
     """
     seen = (-1 if window is None else window - 1, 0)
     kernel = _flash_attn if _has_flash_attn() else _torch
@@ -236,14 +238,15 @@ def register_flash() -> None:
 
 @cache
 def _has_flash_attn() -> bool:
-    """Whether flash-attn is installed; some releases lack the function."""
+    """Return whether flash-attn is installed and has the function that some releases lack."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
     try:
         return hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func")
     except ImportError as error:
         logger.warning(
-            "flash-attn was built for another torch or CUDA release; using torch's kernel: %s",
+            "slurmrl uses torch's attention kernel, because flash-attn was built for another "
+            "release of torch or CUDA: %s",
             error,
         )
         return False
@@ -294,13 +297,13 @@ def _has_enable_gqa(function: Callable[..., Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A packed piece that other pieces continue."""
+    """A packed piece of ``length`` tokens that other pieces continue."""
 
     start: int
-    """The place of its first token."""
+    """Place of the first token."""
     length: int
     readers: int
-    """The number of tokens in the pieces that continue it."""
+    """Number of tokens in the pieces that continue the prefix."""
 
 
 @dataclass(frozen=True)
@@ -309,14 +312,14 @@ class PrefixPacking:
 
     pieces: Packing
     prefixes: Sequence[Prefix]
-    """Prefixes that have readers."""
+    """Prefixes that other pieces continue."""
     readers: Tensor
-    """The places [N] of the tokens that continue the prefixes, prefix by prefix."""
+    """[N]: places of the tokens that continue the prefixes, prefix by prefix."""
 
 
 @cache
 def prefix_attention_works() -> bool:
-    """Whether this release of torch has the kernel's operators. They are not public."""
+    """Return whether this release of torch has the kernel's operators, which are not public."""
     x = torch.ones((1, 1, 2, 2))
     try:
         out, normalizers = attend(x, x, x, 1.0, causal=False)
@@ -329,11 +332,11 @@ def prefix_attention_works() -> bool:
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, packing: PrefixPacking, scale: float
 ) -> Tensor:
-    """Return the attention [T, H, D] of pieces that share prefixes.
+    """Return the attention [T, Hq, D] of pieces that share prefixes.
 
-    q [T, H, D] and k, v [T, Hkv, D] are on a CPU; Hkv divides H. Scores are multiplied by
-    ``scale``. Each run of pieces of equal length is one call of the kernel, and so are all readers
-    of a prefix.
+    q [T, Hq, D] and k, v [T, Hkv, D] are on a CPU; Hkv divides Hq. Scores are multiplied by
+    ``scale``. There is one call of the kernel for each run of pieces of equal length, and one for
+    all tokens that continue a prefix.
     """
     k, v = for_each_query_head(q, k, v)
     out: Tensor = _PrefixAttention.apply(q, k, v, packing, scale)  # type: ignore[no-untyped-call]
@@ -341,7 +344,7 @@ def prefix_attention(
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Attention over a piece's own keys and over its prefix, merged."""
+    """Attention over the keys of a piece, merged with attention over its prefix."""
 
     @staticmethod
     def forward(
@@ -393,10 +396,10 @@ def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
 def _prefixes(
     packing: PrefixPacking, per_reader: Sequence[Tensor], per_key: Sequence[Tensor]
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Yield each prefix's views of the tensors.
+    """Yield two groups of views for each prefix.
 
-    They are views [1, H, readers, ...] of tensors [N, H, ...], and views [1, H, length, ...] of
-    tensors [T, H, ...].
+    The first group has views [1, H, readers, ...] of ``per_reader`` tensors [N, H, ...]. The second
+    has views [1, H, length, ...] of ``per_key`` tensors [T, H, ...].
     """
     sizes = [prefix.readers for prefix in packing.prefixes]
     parts = (x.split_with_sizes(sizes) for x in per_reader)

@@ -1,8 +1,8 @@
 """Differentiable collectives, and broadcasts of bytes.
 
-The backward pass of each collective is its counterpart. The ranks of a group share one model. A
-"whole" tensor is the same on all ranks, "partial" tensors must be summed over them, and an "own"
-tensor is a rank's equal share of dim 0. The loss is whole: every rank computes the same one.
+The ranks of a group share one model. A "whole" tensor is equal on all ranks, a "partial" tensor
+must be summed over the ranks, and an "own" tensor is a rank's equal share of dim 0. The loss is
+whole. The backward pass of a collective is the inverse collective.
 """
 
 from __future__ import annotations
@@ -17,46 +17,43 @@ from torch import Tensor
 Group = dist.ProcessGroup
 Collective = Callable[[Tensor, Group], Tensor]
 
-# torch 2.13 has new names for these and deprecates the old ones, which are all that 2.11 has.
+# torch 2.13 deprecates the old names of these functions, but torch 2.11 has no others.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def whole_to_partial(x: Tensor, group: Group) -> Tensor:
-    """The tensor unchanged; its gradients are partial."""
+    """Return the tensor itself; the backward pass sums its partial gradients."""
     return _call(_WholeToPartial, x, group)
 
 
 def partial_to_whole(x: Tensor, group: Group) -> Tensor:
-    """The sum over all ranks."""
+    """Return the sum over all ranks."""
     return _call(_PartialToWhole, x, group)
 
 
 def own_to_whole(x: Tensor, group: Group) -> Tensor:
-    """All ranks' shares of dim 0, with whole gradients."""
+    """Return all ranks' shares of dim 0; the gradient of the result is whole."""
     return _call(_OwnToWhole, x, group)
 
 
 def own_to_partial(x: Tensor, group: Group) -> Tensor:
-    """All ranks' shares of dim 0, with partial gradients."""
+    """Return all ranks' shares of dim 0; the gradient of the result is partial."""
     return _call(_OwnToPartial, x, group)
 
 
 def partial_to_own(x: Tensor, group: Group) -> Tensor:
-    """This rank's share of dim 0 of the sum over the ranks."""
+    """Return this rank's share of dim 0 of the sum over the ranks."""
     return _call(_PartialToOwn, x, group)
 
 
 def exchange(x: Tensor, group: Group) -> Tensor:
-    """Send one part of dim 0 to each rank (all-to-all).
-
-    Received parts are in the order of their senders.
-    """
+    """Send one part of dim 0 to each rank (all-to-all); return received parts in rank order."""
     return _call(_Exchange, x, group)
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
-    """All ranks' tensors, which have one shape, concatenated in dim 0; without gradients."""
+    """Return the tensors of all ranks, of one shape, concatenated in dim 0; without gradients."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     all_gather(out, x, group=group)
@@ -89,7 +86,7 @@ def _exchanged(x: Tensor, group: Group) -> Tensor:
 
 
 def _function(forward: Collective, backward: Collective) -> type[torch.autograd.Function]:
-    """Return the function ``forward``, whose gradients ``backward`` computes."""
+    """Return an autograd function that computes ``forward``, and gradients with ``backward``."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -119,7 +116,7 @@ _Exchange = _function(_exchanged, _exchanged)
 def broadcast_bytes(
     content: bytes, group: Group, device: torch.device, *, source: int = 0
 ) -> bytes:
-    """Return the ``content`` of the rank ``source`` of the group. Collective."""
+    """Return the ``content`` of rank ``source`` on all ranks of the group. Collective."""
     size = torch.tensor([len(content)], device=device)
     dist.broadcast(size, group=group, group_src=source)
     own = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8).to(device)
@@ -127,7 +124,7 @@ def broadcast_bytes(
 
 
 def broadcast_sized(own: Tensor, size: int, group: Group, source: int = 0) -> Tensor:
-    """Return the ``size`` bytes of the rank ``source`` of the group."""
+    """Return the ``size`` bytes ``own`` of rank ``source`` on all ranks. Collective."""
     buffer = own if dist.get_rank(group) == source else own.new_empty(size)
     if size:
         dist.broadcast(buffer, group=group, group_src=source)

@@ -1,9 +1,10 @@
-"""Norms, gated products and rotary embeddings in one pass over tensors; torch makes several.
+"""Norms, gated products and rotary embeddings in one pass over tensors; torch makes several passes.
 
-On GPUs the kernels of `fused` compute them, on CPUs in float32 the compiled operators (``cpu_...``;
-callers use their torch form where ``cpu_fits`` is false; none has gradients), elsewhere torch.
+GPUs use the kernels of `fused`. CPUs use compiled operators for float32, the functions ``cpu_...``.
+These have no gradients and need tensors for which ``cpu_fits`` is true. All other tensors use
+torch.
 
-T tokens, n elements of a row, i inner units, H heads, D head size.
+Shapes: T tokens, n elements of a row, i inner units, H heads, D head size, R rotated dims.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Activation:
 
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
-    """(gradient of the value, input) -> gradient of the input."""
+    """Function from (gradient of the value, input) to the gradient of the input."""
 
 
 _GELU_TANH = Activation(
@@ -47,11 +48,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 """Activations by their names in configs."""
 COMPILED = "silu"
-"""The activation that has a compiled form on CPUs."""
+"""Activation that has a compiled form on CPUs."""
 
 
 def cpu_fits(*tensors: Tensor) -> bool:
-    """Whether the operators support tensors of these dtypes and devices."""
+    """Return whether the compiled operators support these tensors."""
     return all(for_floats(tensor) is not None for tensor in tensors)
 
 
@@ -77,7 +78,7 @@ def cpu_rms_norm_gradient(
 
 
 def cpu_gated_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, [T, n] each."""
+    """Return silu(gate) * up, all [T, n]."""
     gate, up = _alike(gate, up)
     product = gate.new_empty(gate.shape)
     for_floats(gate).gated.default(gate, up, product)
@@ -85,9 +86,9 @@ def cpu_gated_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def cpu_gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up [T, n], and the gradients of gate and up side by side [T, 2n].
+    """Return silu(gate) * up [T, n], and the gradients of gate and up [T, 2n] side by side.
 
-    They are computed from ``grad``, the gradient of the product.
+    ``grad`` [T, n] is the gradient of the product.
     """
     gate, up = _alike(gate, up)
     rows, columns = gate.shape
@@ -97,10 +98,7 @@ def cpu_gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, 
 
 
 def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Return ``x`` [T, H, D] rotated by each token's angles, or back with a ``sign`` of -1.
-
-    cos, sin [T, 1, D] as in ``tensors.ops.elementwise``.
-    """
+    """Return `rotate` of x [T, H, D] with cos, sin [T, 1, D]; a ``sign`` of -1 rotates back."""
     if x.stride()[1:] != (x.shape[2], 1):
         x = x.contiguous()
     out = x.new_empty(x.shape)
@@ -109,7 +107,7 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both with contiguous rows at equal distances; do not copy halves of one tensor."""
+    """Return both tensors with contiguous rows at equal strides; copy no halves of one tensor."""
     if gate.stride() != up.stride() or gate.stride(1) != 1:
         return gate.contiguous(), up.contiguous()
     return gate, up
@@ -118,10 +116,9 @@ def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim.
 
-    The formula is from Zhang and Sennrich (2019). x [..., n], weight [n]. It is computed in
-    float32, or in float64 if x is float64. torch's kernel rounds only the result. The torch form
-    rounds before it multiplies by the weight, unless there is an offset, compared with which the
-    weight is small.
+    The formula is from Zhang and Sennrich (2019). x [..., n], weight [n]. Sums are float64 if x is
+    float64, else float32. In half precision, torch's kernel on GPUs rounds only the result. Without
+    an offset, the form for other devices also rounds before it multiplies by the weight.
     """
     if x.is_cuda and not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -172,8 +169,8 @@ class _RMSNorm(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + R/2) of the first R dims of x [T, H, D] by each token's angles.
 
-    cos, sin [T, 1, R]: every angle twice, the sines of the first half negated. They get no
-    gradient. Further dims stay as they are.
+    cos, sin [T, 1, R] have every angle twice; the sines of the first half are negated. They get no
+    gradient. Dims after the first R do not change.
     """
     turned = cos.shape[-1]
     if turned < x.shape[-1]:
@@ -183,7 +180,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the inverse rotation."""
+    """A rotation, whose gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -206,19 +203,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, [T, i] each. Only gate and up are kept for the backward pass."""
+    """Return activation(gate) * up, all [T, i]; the backward pass needs only gate and up."""
     out: Tensor = _GatedProduct.apply(gate, up, activation)  # type: ignore[no-untyped-call]
     return out
 
 
 def gated_halves(x: Tensor, activation: str) -> Tensor:
-    """``gated_product`` of the halves of x [T, 2i], whose gradient is one tensor."""
+    """Return `gated_product` of the halves of x [T, 2i], whose gradient is one tensor."""
     out: Tensor = _GatedHalves.apply(x, activation)  # type: ignore[no-untyped-call]
     return out
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """(activation(gate) * up) times weight: gate, up [T, i], weight [h, i] -> [T, h].
+    """Return [T, h]: activation(gate) * up for gate, up [T, i], times weight [h, i].
 
     The backward pass computes the product again, so only gate, up and weight are kept.
     """
@@ -284,9 +281,9 @@ def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return the product [T, i], and the gradients of gate and up side by side [T, 2i].
+    """Return the product [T, i], and the gradients of gate and up [T, 2i] side by side.
 
-    They are computed from ``grad``, the gradient of the product.
+    ``grad`` [T, i] is the gradient of the product.
     """
     if fused.fits(gate):
         return fused.gated_gradient(gate, up, grad, activation)

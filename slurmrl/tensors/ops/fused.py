@@ -1,9 +1,9 @@
 """Fused elementwise operators: each is one pass over its tensors, by a Triton kernel.
 
-They are for tensors such as [tokens, vocabulary]. torch makes several passes over these, which
-together cost as much as a matrix product. Callers use their torch form where ``fits`` is false.
+torch makes several passes over tensors such as [tokens, vocabulary], which together cost as much as
+a matrix product. Callers use their torch form if ``fits`` is false.
 
-t rows, V columns, T tokens, i inner units, H heads, D head size.
+Shapes: t rows, V columns, T tokens, i inner units, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ACTIVATIONS = {
 """Kernel names of activations, by their names in config.json."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_BLOCK = 4096
-"""Number of columns of a row that a program handles at a time."""
+"""Number of columns of a row that a program processes at a time."""
 BLOCK = 1024
-"""Elements that a program handles."""
+"""Number of elements that a program processes."""
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the operators support x's dtype and device, and x is not empty.
+    """Return whether the operators support x's dtype and device, and x is not empty.
 
     Raises EnvironmentFailure with SLURMRL_OPS=native if the kernels do not run on x's GPU.
     """
@@ -52,7 +52,7 @@ def fits(x: Tensor) -> bool:
 
 @cache
 def _failure(device: torch.device) -> str:
-    """Return why the kernels do not run on the device; empty if they do. Warns once."""
+    """Return why the kernels do not run on the device; "" if they run. Log a warning once."""
     try:
         probe = torch.zeros((1, 1, 2), device=device)
         _rotate(probe, probe, probe, 1.0)
@@ -71,7 +71,7 @@ def _failure(device: torch.device) -> str:
 def softmax_statistics(
     logits: Tensor, targets: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizer, entropy and log p(target) of softmax(scale * logits), each [t] float32.
+    """Return normalizer, entropy and log p(target) of softmax(scale * logits), each [t] float32.
 
     logits [t, V] float32, targets [t] int64.
     """
@@ -94,10 +94,10 @@ def _softmax_statistics(
 def logit_gradient(
     logits: Tensor, per_row: tuple[Tensor, ...], scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient with respect to logits [t, V] of log-probabilities and entropies, in ``dtype``.
+    """Return the gradient of logits [t, V] from log-probabilities and entropies, in ``dtype``.
 
-    per_row: targets, normalizers, entropies, and the gradients of log p(target) and of the entropy,
-    each [t]. A row whose target is out of range has no gradient.
+    ``per_row`` has targets, normalizers, entropies, and the gradients of log p(target) and of the
+    entropy, each [t]. A target out of range adds nothing.
     """
     gradient: Tensor = _logit_gradient(logits, list(per_row), scale, dtype)
     return gradient
@@ -118,7 +118,7 @@ def _logit_gradient(
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, [T, i] each."""
+    """Return activation(gate) * up, all [T, i]."""
     product: Tensor = _gated_product(gate, up, ACTIVATIONS[activation])
     return product
 
@@ -137,9 +137,9 @@ def _gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def gated_gradient(
     gate: Tensor, up: Tensor, grad: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Return activation(gate) * up [T, i], and the gradients of gate and up [T, 2i].
+    """Return activation(gate) * up [T, i], and the gradients of gate and up [T, 2i] side by side.
 
-    The gradients are side by side. They are computed from ``grad``, the gradient of the product.
+    ``grad`` [T, i] is the gradient of the product.
     """
     results: tuple[Tensor, Tensor] = _gated_gradient(gate, up, grad, ACTIVATIONS[activation])
     return results
@@ -159,16 +159,16 @@ def _gated_gradient(
 
 
 def _rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Both with contiguous rows that are equally far apart; halves of one tensor are not copied."""
+    """Return both with contiguous rows at equal strides, and the stride; copy no halves of one."""
     if gate.stride() != up.stride() or gate.stride(1) != 1:
         gate, up = gate.contiguous(), up.contiguous()
     return gate, up, gate.stride(0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Return ``x`` [T, H, D] rotated by each token's angles, or back with a ``sign`` of -1.
+    """Return `elementwise.rotate` of x [T, H, D]; a ``sign`` of -1 rotates back.
 
-    cos, sin [T, 1, D] as in ``tensors.ops.elementwise``.
+    cos and sin are [T, 1, D].
     """
     out: Tensor = _rotate(x, cos, sin, sign)
     return out
@@ -185,5 +185,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def _kernels() -> Any:
-    """The module of the kernels, which imports Triton."""
+    """Return the module of the kernels, which imports Triton."""
     return importlib.import_module("slurmrl.tensors.ops.triton_kernels")

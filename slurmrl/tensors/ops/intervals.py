@@ -1,6 +1,6 @@
 """Copies between a packed buffer and intervals of a flat buffer: gather, scatter, moving average.
 
-N intervals, E elements of a flat buffer, P elements in all intervals together.
+Shapes: N intervals, E elements of a flat buffer, P elements in all intervals together.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from slurmrl.tensors.ops.native.loading import operators
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals of a flat buffer, as tensors on a device; made once and used for many copies."""
+    """Intervals of a flat buffer, as tensors on a device, for many copies."""
 
     starts: Tensor
-    """int64 [N], first element of each interval."""
+    """[N] int64: first element of each interval."""
     offsets: Tensor
-    """int64 [N+1], the start of each interval in the packed buffer, then P."""
+    """[N+1] int64: start of each interval in the packed buffer, then P."""
     total: int
     """P, the total number of elements."""
     stop: int
-    """The largest end of an interval; 0 without intervals."""
+    """Maximum end of an interval; 0 without intervals."""
     disjoint: bool
     """Whether no two intervals overlap."""
 
@@ -36,10 +36,10 @@ class Intervals:
     def of(
         pairs: Tensor | Iterable[tuple[int, int]], device: torch.device | str = "cpu"
     ) -> Intervals:
-        """Half-open intervals (start, stop), packed in the given order.
+        """Return intervals of ``pairs`` (start, stop), half-open and packed in the given order.
 
-        Adjacent intervals are merged and empty ones dropped. Raises UsageError for invalid pairs.
-        Reads ``pairs`` on the host.
+        Adjacent intervals are merged, and empty intervals are dropped. ``pairs`` are read on the
+        host. Raises UsageError for invalid pairs.
         """
         begin, end = _columns(pairs)
         keep = end > begin
@@ -74,9 +74,9 @@ class Intervals:
 
 
 def gather(source: Tensor, intervals: Intervals, dtype: torch.dtype | None = None) -> Tensor:
-    """The concatenated elements of the intervals [P], converted to ``dtype`` if it is set.
+    """Return the concatenated elements of the intervals [P], converted to ``dtype`` if it is set.
 
-    Differentiable in source [E]. Any dtype can be gathered, only floating-point ones converted.
+    Differentiable in source [E]. Only floating-point dtypes can be converted.
     """
     intervals.check("source", source)
     target = source.dtype if dtype is None else dtype
@@ -88,9 +88,9 @@ def gather(source: Tensor, intervals: Intervals, dtype: torch.dtype | None = Non
 def scatter(target: Tensor, intervals: Intervals, packed: Tensor, eta: float = 1.0) -> None:
     """Write packed elements [P] to the intervals of ``target`` [E], in place.
 
-    With eta < 1 the target becomes the moving average ``eta packed + (1 - eta) target``, computed
-    in float64 if either is float64, else in float32. Floating-point dtypes are converted. Not
-    differentiable. The intervals must not overlap.
+    With eta < 1, the target becomes the moving average ``eta packed + (1 - eta) target``, computed
+    in float64 if either is float64, else in float32. Floating-point dtypes are converted. There is
+    no gradient. Raises UsageError for invalid arguments, such as overlapping intervals.
     """
     intervals.check("target", target)
     check_vector("packed", packed, intervals.total, (packed.dtype,), target.device)
@@ -145,7 +145,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of a source element is the sum over all its copies."""
+    """Return the gradients of the inputs; a source element gets the sum over its copies."""
     starts, offsets = ctx.saved_tensors
     places = _elements(starts, offsets, ctx.total)
     grad_source = grad.new_zeros(ctx.elements).index_add(0, places, grad).to(ctx.dtype)
@@ -158,14 +158,14 @@ _gather.register_autograd(_backward, setup_context=_keep)
 def gather_reference(
     source: Tensor, starts: Tensor, offsets: Tensor, total: int, dtype: torch.dtype
 ) -> Tensor:
-    """``gather`` in pure torch."""
+    """Return `gather` in pure torch."""
     return source[_elements(starts, offsets, total)].to(dtype)
 
 
 def scatter_reference(
     target: Tensor, packed: Tensor, starts: Tensor, offsets: Tensor, eta: float
 ) -> None:
-    """``scatter`` in pure torch."""
+    """Compute `scatter` in pure torch."""
     places = _elements(starts, offsets, len(packed))
     if eta != 1.0:
         wide = torch.float64 if torch.float64 in (target.dtype, packed.dtype) else torch.float32
@@ -174,7 +174,7 @@ def scatter_reference(
 
 
 def _elements(starts: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Indices into the flat buffer in packed order, int64 [P]."""
+    """Return the index [P] int64 in the flat buffer of each packed element."""
     shift = (starts - offsets[:-1]).repeat_interleave(offsets.diff(), output_size=total)
     return shift + torch.arange(total, device=starts.device)
 

@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of packed tokens, without storing logits [T, V].
 
-Tensor ranks may share the rows of the vocabulary: each computes the statistics of its rows.
+Tensor ranks may share the rows of the vocabulary; each computes the statistics of its rows. Logits
+and results are float64 for float64 inputs, else float32.
 
-T packed tokens, t tokens of a chunk, S sequences, h hidden size, V vocabulary. Logits and results
-are float64 for float64 inputs, else float32.
+Shapes: T packed tokens, t tokens of a chunk, S sequences, h hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from slurmrl.tensors.ops.products import add_product, product, wide_product
 from slurmrl.tensors.ops.sampling import SamplingMasks
 
 CHUNK_ELEMENTS = 2**22
-"""Logits per chunk of a small vocabulary (16 MiB in float32)."""
+"""Number of logits per chunk for a small vocabulary (16 MiB in float32)."""
 CHUNK_TOKENS = 1024
-"""Minimum tokens per chunk: each chunk reads and writes the gradient of the whole weight."""
+"""Minimum tokens per chunk, because each chunk reads and writes the gradient of the whole weight.
+"""
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Tokens per chunk."""
+    """Return the number of tokens per chunk."""
     return max(CHUNK_TOKENS, CHUNK_ELEMENTS // vocabulary)
 
 
@@ -45,8 +46,8 @@ def logprobs_and_entropy(
 
     With ``masks`` of the targets, the distributions are restricted to them.
 
-    hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and weight;
-    logits are computed ``chunk`` tokens at a time, and again in the backward pass.
+    hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and weight.
+    Logits are computed for ``chunk`` tokens at a time, and again in the backward pass.
     """
     size = chunk or chunk_tokens(weight.shape[0])
     results: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -71,7 +72,7 @@ def packed_logprobs_and_entropy(
     Both are 0 at the first token of a sequence.
 
     hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, masks of the T tokens.
-    ``compute`` replaces ``logprobs_and_entropy``.
+    ``compute`` replaces `logprobs_and_entropy`.
     """
     (rest,) = upload([following_tokens(cu_seqlens)], hidden.device)
     logp, entropy = (compute or logprobs_and_entropy)(
@@ -93,7 +94,7 @@ def packed_logprobs_of_logits(
     temperature: float = 1.0,
     masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``packed_logprobs_and_entropy`` from logits [T, V], for models that return only these."""
+    """Return `packed_logprobs_and_entropy` from logits [T, V], for models that return only them."""
     (rest,) = upload([following_tokens(cu_seqlens)], logits.device)
     scaled = logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature
     if masks is not None:
@@ -106,9 +107,9 @@ def packed_logprobs_of_logits(
 
 
 def following_tokens(cu_seqlens: Tensor) -> Tensor:
-    """Indices of all tokens that are not the first of their sequence [T - S].
+    """Return the indices [T - S] of all tokens that are not the first of their sequence.
 
-    They are made in host memory, as ``cu_seqlens`` is.
+    ``cu_seqlens`` and the result are in host memory.
     """
     counts = (cu_seqlens.diff().long() - 1).clamp(min=0)
     before = counts.cumsum(0) - counts
@@ -188,8 +189,8 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight, if they are ``wanted``.
 
-    per_token: targets, normalizers and entropies of the whole vocabulary, and the gradients of
-    log p(target) and of the entropy, each [T]. A target out of range belongs to another rank.
+    ``per_token`` has targets, normalizers and entropies of the whole vocabulary, and the gradients
+    of log p(target) and of the entropy, each [T]. A target out of range belongs to another rank.
     """
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wanted[1] else None
@@ -203,25 +204,25 @@ def gradients(
             product(dz, weight, out=grad_hidden[span])
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), h)
-        del dz  # free them before the next logits are computed
+        del dz  # Free the gradients before the next logits are computed.
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, span: slice, temperature: float, masks: SamplingMasks | None
 ) -> Tensor:
-    """The logits [t, V] of a chunk, restricted to ``masks``."""
+    """Return the logits [t, V] of a chunk, restricted to ``masks``."""
     logits = wide_product(hidden[span], weight.t())
     return logits if masks is None else masks.restrict_(logits, span.start, temperature)
 
 
 def spans(tokens: int, chunk: int) -> list[slice]:
-    """Slices of at most ``chunk`` tokens; one empty slice if there are none."""
+    """Return slices of at most ``chunk`` tokens; one empty slice if there are no tokens."""
     return [slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk)]
 
 
 def _statistics(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizer, entropy and log p(target), each [t], from logits [t, V], which it overwrites."""
+    """Return normalizer, entropy and log p(target), each [t], and overwrite logits [t, V]."""
     if fused.fits(logits):
         return fused.softmax_statistics(logits, targets, scale)
     z = logits if scale == 1.0 else logits.mul_(scale)
@@ -234,7 +235,7 @@ def _statistics(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, 
 def _logit_gradient(
     logits: Tensor, per_token: tuple[Tensor, ...], scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of one chunk of logits [t, V] in ``dtype``; it overwrites the logits.
+    """Return the gradient of a chunk of logits [t, V] in ``dtype``, and overwrite the logits.
 
     With z = scale * logits, L = logsumexp(z), p = exp(z - L):
     d logp / dz_j = [j = target] - p_j and dH / dz_j = -p_j (z_j - L + H).
@@ -253,7 +254,7 @@ def _logit_gradient(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of the vocabulary that a rank has: ``each`` of them, fewer on the last rank."""
+    """The rows of the vocabulary on a rank: ``each`` is their number, fewer on the last rank."""
 
     group: Group
     each: int
@@ -263,9 +264,9 @@ class Rows:
         return self.group.rank() * self.each
 
     def whole(self, own: Tensor, total: int) -> Tensor:
-        """All ranks' columns [S, V], concatenated to [S, total].
+        """Return all ranks' columns ``own`` [S, V], concatenated to [S, total].
 
-        Each row is contiguous: torch sums rows with other strides in an order that depends on S, so
+        Each row is contiguous. torch sums rows with other strides in an order that depends on S, so
         a token's log-probability would depend on other tokens.
         """
         padded = own.new_zeros((self.each, own.shape[0]))
@@ -284,11 +285,10 @@ def vocab_parallel_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and entropy, both [T], with a vocabulary split over ranks.
 
-    The distributions are softmax(hidden @ whole weight.T / temperature). With a ``masks`` of the
-    targets, they are restricted to it. Results are the same on all ranks of the group; they are
-    float64 for float64 inputs, else float32.
+    The distributions are softmax(hidden @ whole weight.T / temperature). With ``masks`` of the
+    targets, the distributions are restricted to them. Results are equal on all ranks of the group.
 
-    hidden [T, h] and targets [T] are the same on all ranks, weight [V, h] is this rank's part. The
+    hidden [T, h] and targets [T] are equal on all ranks; weight [V, h] is this rank's part. The
     gradient of hidden is partial and must be summed over the group.
     """
     size = chunk or chunk_tokens(weight.shape[0])

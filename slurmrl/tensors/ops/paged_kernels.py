@@ -1,11 +1,11 @@
 """Attention of single tokens over pages of a key-value cache, and writes to its cells.
 
-Triton kernels compute them on GPUs; this module has their launches, torch form and comparison. The
-first use of each kind on a device is compared with the torch form, because a wrong completion would
-not be noticed.
+On GPUs, Triton kernels compute both; this module has their launches and their torch form. The first
+use of each kernel on a device is compared with the torch form, because nobody would notice a wrong
+completion.
 
-T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value heads, D
-head size, M cells that a token may see.
+Shapes: T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value
+heads, D head size, M cells that a token may see.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ from slurmrl.tensors.ops.fused import DTYPES
 from slurmrl.tensors.ops.native.loading import Choice, for_floats
 
 TILE_BYTES = 128
-"""Bytes of the queries' elements at one place that a program handles. The queries belong to
-adjacent tokens of a row and to heads that share a key head."""
+"""Bytes of a column of the queries that a program processes. The queries belong to adjacent tokens
+of a row and to heads that share a key head."""
 LEAST_ROWS = 16
 """Minimum side of a matrix that tensor cores multiply."""
 MOST_CELLS = 128
 """Maximum number of cells that a program reads at a time."""
 BLOCK_BYTES = 16 * 2**10
-"""Keys that a program reads at a time, so that several programs fit on a multiprocessor."""
+"""Maximum bytes of keys that a program reads at a time, so that a multiprocessor runs several."""
 PROGRAMS = 4
-"""Number of programs per multiprocessor from which on rows are not split further."""
+"""Number of programs per multiprocessor that suffice; with fewer, rows are split."""
 MOST_SPLITS = 64
 WRITTEN = 1024
-"""Elements of a token that a program writes."""
+"""Number of elements of a token that a program writes."""
 LOG2_E = 1.0 / math.log(2.0)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Maximum difference of results that are about 1."""
+"""Maximum difference between results of the trial, which are about 1."""
 SHORT, LONG = MOST_CELLS - 3, 2 * MOST_CELLS + 40
-"""Lengths of rows that are not split, and of rows that are."""
+"""Lengths of the trial's rows: rows of the first length are not split, the others are."""
 BOUND = MOST_SPLITS * MOST_CELLS
-"""A bound of lengths with which rows are split as far as possible."""
+"""Upper bound of lengths with which rows are split as far as possible."""
 CHUNK = 7
 WINDOW = 50
 GATHERED_CELLS = 2**16
-"""Cells that are copied at a time."""
+"""Number of cells that the torch form copies at a time."""
 MULTIPLE = 8
-"""The number of cells to read is a multiple of this: torch's kernels copy biases of other lengths.
-"""
+"""Factor of the number of cells to read. torch's kernels would copy biases of other lengths."""
 
 
 def paged_attention(
@@ -76,11 +75,10 @@ def paged_attention(
 
     With a ``window``, a token attends only to the last ``window`` of these cells.
 
-    q [T, Hq, D]; keys, values [C, Hkv, D], where page p has the cells from p * page on;
-    tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
-    ``longest``. About ``chunk`` tokens of a row at most are adjacent, and each attends to one cell
-    more than the previous token; this affects only the speed. ``sinks`` [Hq] are further scores of
-    each head, which have no values.
+    q [T, Hq, D]; keys, values [C, Hkv, D], where page p begins at cell p * page; tables [R, N]
+    int64, the pages of each row; rows, lengths [T] int64. No length exceeds ``longest``. Up to
+    about ``chunk`` tokens of a row are adjacent, and each attends to one cell more than the token
+    before; this number affects only the speed. ``sinks`` [Hq] are additional scores without values.
     """
     if attends(keys, q.shape[1], page):
         sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
@@ -97,10 +95,10 @@ def paged_attention(
 
 
 def write_cells(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put the keys k and values v [T, Hkv, D] of tokens into a cache [C, Hkv, D].
+    """Write the keys k and values v [T, Hkv, D] of tokens into a cache [C, Hkv, D].
 
-    ``slots`` [T] int64 are the tokens' cells. If several tokens have one slot, any of them may be
-    the last.
+    ``slots`` [T] int64 are the tokens' cells. If several tokens have one cell, any of them may
+    remain in it.
     """
     if supported(keys) and writes(keys.device, keys.dtype):
         write(keys, values, slots, k, v)
@@ -126,11 +124,11 @@ def attend_heads(
     chunk: int = 1,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` of tokens whose keys and values are not in the cache yet.
+    """Return `paged_attention` of tokens, after writing their keys and values into the cache.
 
-    heads [T, Hq + 2 Hkv, D]: the queries, the key and the value of each token; queries and keys are
-    rotated by ``rotation`` (see `tensors.ops.elementwise.rotate`). Keys and values are written into
-    the cells ``slots`` [T] int64.
+    ``heads`` [T, Hq + 2 Hkv, D] has the queries, keys and values of each token. Queries and keys
+    are rotated by ``rotation`` (see `elementwise.rotate`). ``slots`` [T] int64 are the tokens'
+    cells.
     """
     native = for_floats(heads)
     count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
@@ -151,7 +149,7 @@ def attend_heads(
 
 
 def supported(like: Tensor) -> bool:
-    """Whether there are kernels for tensors of this dtype and device."""
+    """Return whether there are kernels for tensors of this dtype and device."""
     return like.dtype in DTYPES and (like.is_cuda or env.TRITON_INTERPRET.get())
 
 
@@ -170,7 +168,7 @@ def attend(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See ``paged_attention.paged_attention``.
+    """Return `paged_attention` from the kernels.
 
     The host does not wait for the device. The launches depend only on shapes and numbers, not on
     the tensors' content.
@@ -239,7 +237,7 @@ def _attend(
 
 
 def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """See ``paged_attention.write_cells``."""
+    """Compute `write_cells` with the kernel."""
     width = keys.shape[1] * keys.shape[2]
     k, v = (_rows(x) for x in (k, v))
     _write(keys, values, slots.contiguous(), k, v, width)
@@ -255,16 +253,13 @@ def _write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor, wi
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` [T, Hkv, D] with each token's elements side by side.
-
-    A part of a wider tensor is not copied.
-    """
+    """Return ``x`` [T, Hkv, D] with adjacent elements of each token; do not copy a wider tensor."""
     side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if side_by_side else x.contiguous()
 
 
 def _block(bytes_per_cell: int) -> int:
-    """Cells that a program reads at a time."""
+    """Return the number of cells that a program reads at a time."""
     return max(LEAST_ROWS, min(MOST_CELLS, _power(BLOCK_BYTES // bytes_per_cell)))
 
 
@@ -281,22 +276,22 @@ def _splits(programs: int, longest: int, device: torch.device) -> int:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # Triton's interpreter runs on the CPU
+        return 1  # Triton's interpreter runs on the CPU.
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _power(number: int) -> int:
-    """The least power of 2 that is not below a number."""
+    """Return the smallest power of 2 that is not below a number."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def _kernels() -> Any:
-    """The module of the kernels, which imports Triton."""
+    """Return the module of the kernels, which imports Triton."""
     return importlib.import_module("slurmrl.tensors.ops.triton_kernels")
 
 
 class Sizes(NamedTuple):
-    """Properties that kernels are compiled for."""
+    """Properties for which kernels are compiled."""
 
     device: torch.device
     dtype: torch.dtype
@@ -320,7 +315,7 @@ def attends(cache: Tensor, heads: int, page: int) -> bool:
 
 
 def writes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether kernels write keys and values; see `attends`."""
+    """Return whether kernels write keys and values. Raises as `attends`."""
     return _chosen(lambda: _write_failure(device, dtype), device)
 
 
@@ -336,7 +331,7 @@ def _chosen(failure: Callable[[], str], device: torch.device) -> bool:
 
 @cache
 def _attention_failure(sizes: Sizes) -> str:
-    """Return why attention cannot be used; empty if it can. Warns once."""
+    """Return why the attention kernel cannot be used; "" if it can. Log a warning once."""
     return _tried(
         lambda: _wrong_attention(sizes),
         f"Attention over pages copies the key-value cache, which is slower, with {sizes.heads} "
@@ -348,7 +343,7 @@ def _attention_failure(sizes: Sizes) -> str:
 def _write_failure(device: torch.device, dtype: torch.dtype) -> str:
     return _tried(
         lambda: _wrong_writes(device, dtype),
-        f"Keys and values are written by pure torch in {dtype} on {device}",
+        f"Pure torch writes keys and values, which is slower, in {dtype} on {device}",
     )
 
 
@@ -364,10 +359,10 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
 
 @torch.no_grad()
 def _wrong_attention(sizes: Sizes) -> str:
-    """Return how the kernels' results differ from a computation on the host; empty if correct.
+    """Return how the kernels' results differ from a computation on the host; "" if correct.
 
-    It tries single tokens and chunks, rows that are split and rows that are not, with and without a
-    window and sinks.
+    The trial has single tokens and chunks, split and other rows, with and without a window and
+    sinks.
     """
     sinks = torch.linspace(-2, 4, sizes.heads)
     for longest, bound, chunk, window, extra in (
@@ -400,7 +395,7 @@ def _wrong_attention(sizes: Sizes) -> str:
 def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Any, ...]:
     """Return random q, keys, values, tables, rows and lengths in host memory.
 
-    They have single tokens of several rows, and ``chunk`` tokens of one row.
+    There are single tokens of several rows, and ``chunk`` tokens of one row.
     """
     _, dtype, heads, kv_heads, size, page = sizes
     generator = torch.Generator().manual_seed(longest + chunk)
@@ -425,7 +420,7 @@ def _wrong_writes(device: torch.device, dtype: torch.dtype) -> str:
     write(keys, values, slots.to(device), there[:, :2], there[:, 2:])
     for found, wanted in ((keys, both[:, :2]), (values, both[:, 2:])):
         if not torch.equal(found.cpu(), cells.index_copy(0, slots, wanted)):
-            return "it writes other numbers than torch"
+            return "the kernel writes other numbers than torch"
     return ""
 
 
@@ -442,7 +437,7 @@ def reference(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` in torch: copies each token's pages."""
+    """Return `paged_attention` in torch, which copies each token's pages."""
     seen = min(-(-longest // MULTIPLE) * MULTIPLE, tables.shape[1] * page)
     pages = tables[:, : -(-seen // page)]
     slabs = [x[: len(x) // page * page].view(-1, page, *x.shape[1:]) for x in (keys, values)]
@@ -458,7 +453,7 @@ def reference(
 
 
 def _cells(slab: Tensor, pages: Tensor) -> Tensor:
-    """Copy pages [T, N] of a slab [pages, page, Hkv, D]: [T, M, Hkv, D].
+    """Return copies [T, M, Hkv, D] of pages [T, N] of a slab [pages, page, Hkv, D].
 
     (``index_select`` copies a page at once; indexing copies number by number.)
     """

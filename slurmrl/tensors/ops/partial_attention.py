@@ -1,10 +1,11 @@
 """Attention over a part of the keys, with the normalizers that merge such parts.
 
-A normalizer is the logarithm of the sum of a query's exponentiated scores. The gradients of an
-attention depend on the other keys only through its result and its normalizers. If these cover all
-keys, the gradients of the parts add up to the gradient of the whole.
+A normalizer is the logarithm of the sum of a query's exponentiated scores. The gradients of a part
+depend on other keys only through the result and the normalizers. If these cover all keys, the
+gradients of the parts add up to the gradient of the whole attention.
 
-S sequences, H heads, L queries, K keys, D head size.
+Shapes: S sequences, H heads, L queries, K keys, D head size, T packed tokens, Hq query heads, Hkv
+key and value heads.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from slurmrl.tensors.ops.arguments import wide
 
 BLOCK_QUERIES: Final = 256
 BLOCK_SCORES: Final = 2**24
-"""Scores that `band_attention` has in memory at a time, unless one query has more."""
+"""Maximum number of scores that `band_attention` has in memory, unless one query has more."""
 
 
 class Band(NamedTuple):
-    """The keys that queries attend to, by their distance: the query's place minus the key's."""
+    """The keys to which queries attend, by distance: the query's place minus the key's place."""
 
     offset: int
-    """The distance of the first query from the first key."""
+    """Distance of the first query from the first key."""
     window: int | None
-    """A query attends to keys at distances from 0 below the window; None for no upper bound."""
+    """Upper bound of distances, exclusive; None for no bound. The lower bound is 0."""
 
     def cuts(self, queries: int) -> bool:
-        """Whether the window hides a key from any of the queries."""
+        """Return whether the window hides a key from any of the queries."""
         return self.window is not None and self.offset + queries > self.window
 
 
@@ -44,9 +45,9 @@ def merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
 
 
 def with_sinks(parts: tuple[Tensor, Tensor], sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result [T, H, D] and the normalizers [T, H] with further scores ``sinks`` [H].
+    """Return the result [T, H, D] and the normalizers [T, H] with additional scores ``sinks`` [H].
 
-    A sink takes part in the softmax of all queries of its head, and has no value.
+    A sink joins the softmax of all queries of its head, and has no value.
     """
     out, normalizers = parts
     scores = sinks.to(normalizers.dtype)
@@ -56,8 +57,8 @@ def with_sinks(parts: tuple[Tensor, Tensor], sinks: Tensor) -> tuple[Tensor, Ten
 def sink_gradient(known: tuple[Tensor, ...], sinks: Tensor) -> Tensor:
     """Return the gradient of ``sinks`` [H].
 
-    ``known`` are the result's gradient [T, H, D], the queries, the result and the normalizers
-    [T, H] with sinks.
+    ``known`` has the result's gradient [T, H, D], the queries, the result and the normalizers
+    [T, H]; result and normalizers include the sinks.
     """
     grad, _, out, normalizers = known
     weights = (sinks.to(normalizers.dtype) - normalizers).exp()
@@ -98,8 +99,8 @@ def band_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return the result [S, H, L, D] and the normalizers [S, H, L] within a band of keys.
 
-    q [S, H, L, D]; k, v [S, H, K, D]. Each query attends to at least one key. It is computed in
-    float32 at least, by matrix products over blocks of queries.
+    q [S, H, L, D]; k, v [S, H, K, D]. Each query attends to at least one key. Matrix products over
+    blocks of queries compute in float32 at least.
     """
     out, normalizers = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
     for rows, columns, scores in _blocks(q, k, scale, band):
@@ -137,7 +138,7 @@ def band_gradients(
 def _blocks(
     q: Tensor, k: Tensor, scale: float, band: Band
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield blocks of queries, their keys, and the scores, minus infinity outside of the band."""
+    """Yield (queries, keys, scores) of blocks; scores outside of the band are minus infinity."""
     (count, heads, queries, _), keys = q.shape, k.shape[2]
     size = max(1, min(BLOCK_QUERIES, BLOCK_SCORES // max(count * heads * keys, 1)))
     dtype = wide(q.dtype)
@@ -157,22 +158,26 @@ def _blocks(
 
 
 class Ragged(NamedTuple):
-    """Sequences of flash attention: their queries and keys are one after another."""
+    """Packed sequences for flash attention, with different numbers of queries and keys.
+
+    The last query and the last key of a sequence have the same place.
+    """
 
     cu_queries: Tensor
-    """Boundaries of the queries of sequences [S+1], int32."""
+    """[S+1] int32: boundaries of the sequences' queries."""
     cu_keys: Tensor
+    """[S+1] int32: boundaries of the sequences' keys."""
     most_queries: int
-    """Queries of the longest sequence."""
+    """Maximum number of queries of a sequence."""
     most_keys: int
+    """Maximum number of keys of a sequence."""
     before: int
-    """Keys before its place that a query sees; -1 for all. The last query and the last key of a
-    sequence have one place."""
+    """Number of keys before its place that a query sees; -1 for all."""
     after: int
-    """Keys after its place that a query sees; -1 for all."""
+    """Number of keys after its place that a query sees; -1 for all."""
 
     def lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """Return the boundaries and the longest lengths, as kernels take them."""
+        """Return the boundaries and maximum lengths as arguments of kernels."""
         return self[:4]
 
     @property
@@ -203,10 +208,10 @@ def flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v for `flash`.
 
-    ``known`` are the result's gradient, q, the result and the normalizers.
+    ``known`` has the result's gradient, q, the result and the normalizers.
     """
     grad, q, out, normalizers = known
-    random = torch.empty(2, dtype=torch.uint64, device=q.device)  # there is no dropout
+    random = torch.empty(2, dtype=torch.uint64, device=q.device)  # There is no dropout.
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         *(grad, q, k.contiguous(), v.contiguous(), out, normalizers.transpose(0, 1).contiguous()),
         *(*ragged.lengths(), 0.0, ragged.causal, random, torch.empty(0, device=q.device)),

@@ -1,4 +1,4 @@
-"""Matrix products that torch lacks.
+"""Matrix products that torch lacks or computes slowly.
 
 - half-precision matrices with float32 results;
 - float32 matrices on CPUs for which torch's own products use half of the vector width;
@@ -8,6 +8,9 @@
 - adapters of low rank.
 
 Products of two bfloat16 numbers are exact in float32, so only the sums are rounded.
+
+Shapes: T tokens, i inputs, o outputs, h hidden size, Hq query heads, Hkv key and value heads, D
+head size, r rank of an adapter.
 """
 
 from __future__ import annotations
@@ -36,14 +39,14 @@ ALIGNMENT_BYTES = 16
 ON_GPUS = (torch.bfloat16,)
 ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = 2**16
-"""The probability of dropout is a multiple of one over this."""
+"""Number of levels of the probability of dropout, which is rounded to a multiple of 1 / LEVELS."""
 PER_DRAW = 4
-"""Inputs that share 64 random bits."""
+"""Number of inputs that share 64 random bits."""
 WIDE_PRODUCT: Final = 2**26
 """Minimum number of multiplications of a product that oneDNN computes. oneDNN compiles a kernel
 for each new shape in about 0.4 ms; torch computes a product of this size in 1.3 ms."""
 ROWS_PER_SUM: Final = 4096
-"""Rows of a sum that oneDNN's products are added to at a time."""
+"""Number of rows of a sum to which a product of oneDNN is added at a time."""
 BLOCK = 2**22
 """Number of inputs that get random numbers at a time."""
 
@@ -51,21 +54,21 @@ BLOCK = 2**22
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a @ b for matrices of one dtype, without gradients; write it into ``out`` if given.
 
-    Torch multiplies float32 matrices on CPUs with MKL, which uses AVX2 on processors of AMD. There,
-    oneDNN computes large products, which takes half of the time with AVX-512.
+    On processors of AMD, torch multiplies float32 matrices with MKL, which uses AVX2. oneDNN uses
+    AVX-512 and takes half the time for large products, so it computes these.
     """
     if not _by_onednn(a, b.shape[1]):
         return torch.mm(a, b, out=out)
     (rows, inner), columns = a.shape, b.shape[1]
     if a.is_contiguous() or rows * inner <= columns * (inner + rows):
         found = _onednn(a, b.t(), None)
-    else:  # oneDNN would copy a first factor that is stored by columns
+    else:  # oneDNN would copy a first factor that is stored by columns.
         found = _onednn(b.t(), a, None).t()
     return found.contiguous() if out is None else out.copy_(found)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [..., i] times weight [o, i], plus bias [o]: ``F.linear`` as fast as `product`."""
+    """Return ``F.linear`` of x [..., i], weight [o, i] and bias [o], computed as `product`."""
     if type(weight) not in (Tensor, Parameter) or not _by_onednn(x, weight.shape[0]):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -77,7 +80,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _by_onednn(a: Tensor, columns: int) -> bool:
-    """Whether oneDNN computes the product of ``a`` and a matrix with ``columns`` columns."""
+    """Return whether oneDNN computes the product of ``a`` and a matrix with ``columns`` columns."""
     if a.dtype != torch.float32 or a.device.type != "cpu":
         return False
     return a.numel() * columns >= WIDE_PRODUCT and _half_width()
@@ -85,7 +88,7 @@ def _by_onednn(a: Tensor, columns: int) -> bool:
 
 @cache
 def _half_width() -> bool:
-    """Whether torch's own products use only half of the width of this CPU's vectors."""
+    """Return whether torch's own products use only half of the width of this CPU's vectors."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch._C._has_mkldnn:
         return False
     processor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -95,8 +98,8 @@ def _half_width() -> bool:
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [T, i] times weight [o, i], plus bias.
 
-    oneDNN copies an x that is not contiguous. For a weight with gaps between its rows and columns,
-    it has only a loop that takes a thousand times longer.
+    oneDNN copies an x that is not contiguous. A weight with gaps between both rows and columns is
+    copied here, because oneDNN's loop for it takes a thousand times longer.
     """
     if not weight.is_contiguous() and not weight.t().is_contiguous():
         weight = weight.t().contiguous().t() if weight.stride(0) == 1 else weight.contiguous()
@@ -124,9 +127,9 @@ class _Linear(torch.autograd.Function):
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b for matrices of one dtype: float64 for float64 inputs, else float32.
+    """Return a @ b without gradients, for matrices of one dtype.
 
-    It has no gradients.
+    The result is float64 for float64 inputs, else float32.
     """
     dtype = wide(a.dtype)
     if a.is_cuda and a.dtype != dtype:
@@ -135,7 +138,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total`` in place, in total's dtype, which may be wider. No gradients."""
+    """Add a @ b to ``total`` in place, without gradients. ``total`` may have a wider dtype."""
     if a.is_cuda and a.dtype != total.dtype and _adds_in_place(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.is_cuda and a.dtype != total.dtype:
@@ -152,7 +155,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch release adds half-precision products to a float32 matrix."""
+    """Return whether this torch release adds half-precision products to a float32 matrix."""
     total, a = torch.zeros((8, 8), device=device), torch.zeros((8, 8), dtype=dtype, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=total.dtype, out=total)
@@ -191,7 +194,7 @@ class PackedMatrix:
     """
 
     packed: Tensor
-    """[⌈o / 32⌉, i, 32]: 32 outputs side by side, zeros after the last one."""
+    """[⌈o / 32⌉, i, 32]: groups of 32 outputs; zeros after the last output."""
     bias: Tensor | None
     outer: int
 
@@ -220,7 +223,7 @@ class PackedMatrix:
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether `PackedMatrix` supports matrices of this dtype on this device."""
+    """Return whether `PackedMatrix` supports matrices of this dtype on this device."""
     return for_floats(weight) is not None
 
 
@@ -234,10 +237,10 @@ class RootMeanSquare:
 
 
 class PackedLayer:
-    """A layer y = x + o(attention(qkv(norm(x)))), then y + down(silu(gate) * up).
+    """A layer y = x + o(attention(qkv(norm(x)))), then y + down(silu(gate) * up), in one call.
 
-    gate and up are the halves of gate_up(norm(y)). The weights are copied to one tensor, and the
-    layer's matrices are views of it.
+    ``gate`` and ``up`` are the halves of gate_up(norm(y)). The weights are copied into one tensor,
+    of which the layer's matrices are views.
     """
 
     def __init__(
@@ -248,7 +251,7 @@ class PackedLayer:
         gate_up: PackedMatrix,
         down: PackedMatrix,
     ) -> None:
-        """qkv: h -> (Hq + 2 Hkv) D; o: Hq D -> h; gate_up: h -> 2i; down: i -> h."""
+        """Copy qkv [(Hq + 2 Hkv) D, h], o [h, Hq D], gate_up [2i, h] and down [h, i]."""
         first, second = norms
         parts = [first.weight, *_of(qkv), *_of(o), second.weight, *_of(gate_up), *_of(down)]
         self._weights = torch.cat([part.detach().flatten() for part in parts])
@@ -276,7 +279,7 @@ class PackedLayer:
     ) -> Tensor:
         """Return the layer's output [T, h] for ``x`` [T, h].
 
-        The attention is `tensors.ops.paged_kernels.attend_heads`.
+        Attention and arguments are those of `paged_kernels.attend_heads`.
         """
         out = torch.empty_like(x)
         size = keys.shape[2]
@@ -294,10 +297,10 @@ def _of(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each token by its expert's matrix: x [M, i], weight [E, o, i] -> [M, o].
+    """Return [M, o]: tokens x [M, i], sorted by expert, times their expert's matrix.
 
-    ``counts`` [E] are the tokens of each expert, in order. It is one grouped kernel if torch has
-    one for the type and the sizes, else a loop over the experts that have tokens.
+    ``weight`` is [E, o, i], and ``counts`` [E] is the number of tokens of each expert. If torch has
+    a grouped kernel for the dtype and sizes, use it; else loop over the experts with tokens.
     """
     if _fits(x, weight):
         ends = counts.cumsum(0).to(torch.int32)
@@ -315,23 +318,20 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Dropout:
-    """The choice of a product's inputs that are zero.
+    """Dropout of a product's inputs.
 
-    It is a pure function of the ``keys`` [T] int64 of the tokens, the ``salt`` of the matrix, and
-    the column of the whole matrix.
+    Whether an input becomes zero is a pure function of the token's key in ``keys`` [T] int64, the
+    ``salt`` of the matrix, and the column of the whole matrix.
     """
 
     keys: Tensor
     salt: int
     rate: float
     first: int = 0
-    """The column of the whole matrix to which the first input belongs."""
+    """Column of the whole matrix to which the first input belongs."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x`` [T, i] with some elements zero.
-
-        The other elements are divided by the probability of being kept.
-        """
+        """Return ``x`` [T, i] with some elements zero, others divided by the chance to be kept."""
         dropped = round(self.rate * LEVELS)
         out = torch.empty_like(x)
         rows = max(1, BLOCK // max(x.shape[1], 1))
@@ -342,7 +342,7 @@ class Dropout:
         return out
 
     def _levels(self, keys: Tensor, inputs: int) -> Tensor:
-        """A number in 0 .. LEVELS - 1 for each input: int64 [t, i]."""
+        """Return a random number in 0 .. LEVELS - 1 for each input, [t, i] int64."""
         begin, end = self.first // PER_DRAW, -(-(self.first + inputs) // PER_DRAW)
         places = torch.arange(begin, end, device=keys.device)
         bits = mix(mix(keys ^ self.salt)[:, None] ^ places)
@@ -354,9 +354,9 @@ class Dropout:
 def low_rank_linear(
     x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: Dropout | None = None
 ) -> Tensor:
-    """Return scale * dropout(x) A^T B^T: x [T, i], a [r, i], b [o, r] of one dtype -> [T, o].
+    """Return scale * dropout(x) A^T B^T [T, o] for x [T, i], a [r, i], b [o, r] of one dtype.
 
-    Only x and [T, r] are kept for the backward pass, which computes the dropout again.
+    Only x and an inner result [T, r] are kept for the backward pass, which repeats the dropout.
     """
     out: Tensor = _LowRankLinear.apply(x, a, b, scale, dropout)  # type: ignore[no-untyped-call]
     return out

@@ -1,17 +1,17 @@
 """Causal attention over packed sequences whose tokens are spread over ranks (Liu et al. 2023).
 
-Each rank keeps its queries and receives the keys and values of one other rank after the other, only
-the ones that its queries attend to. It merges the partial results by their normalizers. The next
-keys travel while the rank computes. The backward pass sends the keys again, and returns each rank
-the gradients of its keys.
+Each rank keeps its queries and receives, from one other rank after the other, the keys and values
+to which its queries attend. It merges the partial results by their normalizers. The next keys are
+transferred while the rank computes. The backward pass sends the keys again, and returns the
+gradients of the keys to their ranks.
 
-The packed tokens are cut into 2 R chunks; rank r has the r-th and the r-th last one (zigzag). All
-ranks then have about as many pairs of queries and keys. Only one sequence crosses a boundary of two
-chunks. Therefore a later chunk sees only the last keys of a chunk, and all queries that see these
-keys come after them.
+The packed tokens are cut into 2 R chunks. Rank r has the r-th chunk and the r-th chunk from the end
+(zigzag), so that all ranks have about equally many pairs of queries and keys. At most one sequence
+crosses a boundary of two chunks. A later chunk therefore sees only the last keys of a chunk, and
+all queries that see these keys come after them.
 
-R ranks, T packed tokens, S sequences, N tokens of this rank, Hq query heads, Hkv key and value
-heads, D head size.
+Shapes: R ranks, T packed tokens, S sequences, N tokens of this rank, Hq query heads, Hkv key and
+value heads, D head size.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def ring_attention(
     """Return the causal softmax attention [N, Hq, D] within each sequence. Collective.
 
     q [N, Hq, D]; k, v [N, Hkv, D], where Hkv divides Hq: this rank's tokens in the order of
-    `zigzag`. ``bounds`` [S+1] are the first places of the packed sequences, and T. Scores are
-    multiplied by ``scale``. With a ``window``, a query attends to the last ``window`` tokens, its
-    own included. ``sinks`` [Hq] are further scores, which have no values. The results are kept
-    where activation checkpointing keeps results of attention.
+    `zigzag`. ``bounds`` [S+1] are the first places of the packed sequences, and T. ``part`` is the
+    maximum number of tokens of a rank. Scores are multiplied by ``scale``. With a ``window``, a
+    query attends to the last ``window`` tokens, its own included. ``sinks`` [Hq] are additional
+    scores without values. Selective activation checkpointing keeps the result.
     """
     out, _ = torch.ops.slurmrl.ring_attention(
         q, k, v, sinks, list(bounds), part, group.group_name, scale, window
@@ -82,7 +82,7 @@ def ring_attention(
 
 
 class _Transfer:
-    """Rows on their way from one rank to another, while other rows come."""
+    """A running transfer: this rank sends rows to one rank and receives rows from another."""
 
     def __init__(
         self, rows: Tensor, taker: int, giver: int, received: int, group: dist.ProcessGroup
@@ -104,9 +104,9 @@ class _Transfer:
 def _passed_on(
     hops: Sequence[Hop], pairs: Tensor, group: dist.ProcessGroup
 ) -> Iterator[tuple[Hop, Tensor]]:
-    """Start the first transfer; return each hop with its keys and values [rows, 2 Hkv, D].
+    """Start the first transfer; return an iterator of hops and their pairs [rows, 2 Hkv, D].
 
-    The next ones are on their way while the caller computes.
+    A pair is a key and a value. The next transfer runs while the caller computes.
     """
 
     def start(hop: Hop) -> _Transfer:
@@ -166,7 +166,7 @@ def _merge(
 def own_results(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Results:
-    """Return the results over the keys of packed sequences, a token's own chunk of them."""
+    """Return the results over the keys of each token's own chunk."""
     if flash_fits(q):
         return flash(q, k, v, _own_chunk(q, packing, window), scale)
     results = empty_results(q)
@@ -186,7 +186,7 @@ def _part_results(q: Tensor, pairs: Tensor, scale: float, band: Band) -> Results
 
 
 def _results(inputs: Sequence[Tensor], scale: float, band: Band) -> Results:
-    """The results [S, H, L, D] and [S, H, L] of q [S, H, L, D] and k, v [S, H, K, D]."""
+    """Return the results [S, H, L, D] and [S, H, L] of q [S, H, L, D] and k, v [S, H, K, D]."""
     q, k, v = inputs
     if q.is_cuda or band.cuts(q.shape[2]):
         return band_attention(q, k, v, scale, band)
@@ -226,7 +226,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
 
 
 def _add_returned(of_pairs: Tensor, returning: list[tuple[Hop, _Transfer]]) -> None:
-    """Add the gradients of keys and values that other ranks computed, and forget the transfers."""
+    """Add the gradients of this rank's keys and values that other ranks have computed."""
     for hop, transfer in returning:
         sizes = [rows.stop - rows.start for rows in hop.sent]
         for rows, found in zip(hop.sent, transfer.wait().split_with_sizes(sizes), strict=True):
@@ -243,7 +243,7 @@ def _add(
     scale: float,
     window: int | None,
 ) -> None:
-    """Add the gradients of parts; ``known`` are gradient, queries, result and normalizers."""
+    """Add the gradients of parts; ``known`` has gradient, queries, result and normalizers."""
     for rows, places, offset in parts:
         own = tuple(x[rows] for x in known)
         band = Band(offset, window)
@@ -260,7 +260,7 @@ def own_gradients(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of queries [N, Hq, D], and of keys and values [N, 2 Hkv, D]."""
+    """Return the gradients of queries [N, Hq, D], and of keys and values [N, 2 Hkv, D]."""
     q = known[1]
     if flash_fits(q):
         chunk = _own_chunk(q, packing, window)
@@ -276,7 +276,7 @@ def own_gradients(
 def _part_gradients(
     known: tuple[Tensor, ...], pairs: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries [L, Hq, D], keys and values [K, Hkv, D]."""
+    """Return the gradients of queries [L, Hq, D], keys and values [K, Hkv, D]."""
     k, v = pairs.chunk(2, 1)
     q = known[1]
     if flash_fits(q):
@@ -288,7 +288,7 @@ def _part_gradients(
 
 
 def _gradients(inputs: Sequence[Tensor], scale: float, band: Band) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients for `_results`, from gradient, q, result, normalizers, k and v."""
+    """Return the gradients of `_results` from gradient, q, result, normalizers, k and v."""
     grad, q, out, norm, k, v = inputs
     if q.is_cuda or band.cuts(q.shape[2]):
         return band_gradients(grad, q, k, v, out, norm, scale, band)
@@ -296,20 +296,20 @@ def _gradients(inputs: Sequence[Tensor], scale: float, band: Band) -> tuple[Tens
 
 
 def _summed(x: Tensor, heads: int) -> Tensor:
-    """[K, Hq, D] summed over the query heads that share a key head: [K, Hkv, D]."""
+    """Return x [K, Hq, D] summed over the query heads that share a key head: [K, Hkv, D]."""
     if x.shape[1] == heads:
         return x
     return x.view(x.shape[0], heads, x.shape[1] // heads, x.shape[2]).sum(2)
 
 
 def _own_chunk(q: Tensor, packing: Packing, window: int | None) -> Ragged:
-    """The queries and keys of a token's own chunk."""
+    """Return the queries and keys of the tokens' own chunks."""
     cu, most = packing.cu_seqlens_on(q.device), packing.max_len
     return Ragged(cu, cu, most, most, -1 if window is None else window - 1, 0)
 
 
 def seen_part(q: Tensor, k: Tensor, band: Band) -> Ragged:
-    """One sequence of queries and keys, of which a query sees those in the band.
+    """Return one sequence of queries and keys, in which a query sees the keys of the band.
 
     The kernel aligns the last query with the last key. Each query of a part sees a key, so the
     number of keys before its place is not negative.
@@ -338,24 +338,27 @@ torch.library.register_autograd(
 
 
 class KeyBlock(NamedTuple):
-    """Queries of this rank, and keys in a tensor of keys, all before the queries."""
+    """Queries of this rank, and earlier keys to which they attend."""
 
     queries: slice
     keys: slice
     offset: int
-    """The distance of the first query from the first key."""
+    """Distance of the first query from the first key."""
 
 
 class Hop(NamedTuple):
-    """A step of the ring: keys go to one rank while keys of another one come."""
+    """A step of the ring: this rank sends keys to one rank and receives keys of another rank."""
 
     taker: int
+    """Rank to which keys are sent."""
     sent: tuple[slice, ...]
-    """Rows of this rank's keys."""
+    """Rows of this rank's keys that are sent."""
     giver: int
+    """Rank from which keys are received."""
     received: int
-    """The number of rows."""
+    """Number of received rows."""
     parts: tuple[KeyBlock, ...]
+    """Calls with the received keys."""
 
 
 @dataclass(frozen=True)
@@ -363,9 +366,9 @@ class RingSchedule:
     """The calls and transfers of one rank."""
 
     own: Packing
-    """The parts of sequences within this rank's chunks."""
+    """Parts of sequences within this rank's chunks."""
     parts: tuple[KeyBlock, ...]
-    """Calls of the queries of this rank's second chunk with the keys of its first one."""
+    """Calls of the queries of this rank's second chunk with the keys of its first chunk."""
     hops: tuple[Hop, ...]
 
 
@@ -380,7 +383,7 @@ def chunks(tokens: int, part: int, ranks: int) -> list[range]:
 
 
 def zigzag(tokens: int, part: int, ranks: int) -> Tensor:
-    """Return the order [T] in which the first rank's tokens come first, then the second's."""
+    """Return the order [T] of packed tokens by rank."""
     every = chunks(tokens, part, ranks)
     pairs = zip(every[:ranks], reversed(every[ranks:]), strict=True)
     return torch.cat([torch.arange(x.start, x.stop) for pair in pairs for x in pair])
@@ -394,7 +397,7 @@ def schedule(
     every = chunks(bounds[-1], part, ranks)
 
     def needed(by: int, of: int) -> list[range]:
-        """Return the keys that rank ``by`` needs: the last of each chunk of rank ``of``."""
+        """Return the last keys of each chunk of rank ``of`` that rank ``by`` needs."""
         return [_keys(bounds, every, by, chunk, window) for chunk in _chunks_of(of, ranks)]
 
     hops = []
@@ -422,7 +425,7 @@ def _chunks_of(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _rows_of(every: Sequence[range], rank: int) -> list[tuple[int, int]]:
-    """The rows of a rank's first and second chunk in its tensors."""
+    """Return the rows (first, end) of a rank's two chunks in its tensors."""
     first, second = (len(every[chunk]) for chunk in _chunks_of(rank, len(every) // 2))
     return [(0, first), (first, first + second)]
 
@@ -430,7 +433,7 @@ def _rows_of(every: Sequence[range], rank: int) -> list[tuple[int, int]]:
 def _seen(
     bounds: Sequence[int], queries: range, keys: range, window: int | None
 ) -> tuple[range, range]:
-    """The places of the queries of a chunk that see keys of an earlier chunk, and of these keys."""
+    """Return the places of queries that see keys of an earlier chunk, and of these keys."""
     nothing = range(0)
     if not queries or not keys:
         return nothing, nothing
@@ -447,7 +450,7 @@ def _seen(
 def _keys(
     bounds: Sequence[int], every: Sequence[range], by: int, chunk: int, window: int | None
 ) -> range:
-    """The last keys of a chunk that a rank needs."""
+    """Return the last keys of a chunk that a rank needs."""
     seen = [
         _seen(bounds, every[own], every[chunk], window)[1]
         for own in _chunks_of(by, len(every) // 2)
@@ -464,7 +467,7 @@ def _parts(
     held: Sequence[range],
     window: int | None,
 ) -> tuple[KeyBlock, ...]:
-    """The calls of a rank for the keys of another one, of which it has ``held``."""
+    """Return the calls of ``rank`` for keys of rank ``giver``, of which it has ``held``."""
     ranks, found = len(every) // 2, []
     for own, (row, _) in zip(_chunks_of(rank, ranks), _rows_of(every, rank), strict=True):
         before = 0
@@ -480,7 +483,7 @@ def _parts(
 
 
 def _own_packing(bounds: Sequence[int], own: Sequence[range]) -> Packing:
-    """The boundaries, within a rank's chunks, of sequences and chunks."""
+    """Return the boundaries of sequences and chunks within a rank's chunks."""
     lengths = []
     for chunk in own:
         inner = bounds[bisect_right(bounds, chunk.start) : bisect_left(bounds, chunk.stop)]

@@ -2,7 +2,7 @@
 
 A sampling mask is the set of tokens that generation could sample.
 
-S rows, T tokens, t tokens of a chunk, V vocabulary, N token ids of all masks.
+Shapes: S rows, T tokens, t tokens of a chunk, V vocabulary, N token ids of all masks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from slurmrl.tensors.ops.arguments import wide
 from slurmrl.tensors.ops.splitmix import mix, shift, start
 
 RESOLUTION = 2**40
-"""Probabilities are rounded to multiples of one over this."""
+"""Number of steps from 0 to 1 to which probabilities are rounded."""
 NONE = -1
 """Padding of rows of token ids."""
 
 
 OUTSIDE = -1e30
-"""Logit, divided by the temperature, of a token outside a mask. Its probability is 0; it is
+"""Logit, divided by the temperature, of a token outside a mask. Its probability is 0. The logit is
 finite, so that products with it are finite."""
 
 
@@ -34,12 +34,12 @@ class Sampled(NamedTuple):
     """One token of each row; K is the ``top_k`` with which it was sampled."""
 
     tokens: Tensor
-    """[S] int64"""
+    """[S] int64: sampled tokens."""
     logprobs: Tensor
-    """[S]"""
+    """[S]: log-probabilities of the tokens."""
     masks: Tensor | None = None
-    """[S, K] int32: the tokens that ``top_k`` and ``top_p`` kept, ascending, preceded by `NONE` as
-    padding; None if they are not recorded."""
+    """[S, K] int32: tokens that ``top_k`` and ``top_p`` kept, ascending, after padding by `NONE`.
+    None if they are not recorded."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
         """Return a copy with every tensor changed."""
@@ -48,15 +48,15 @@ class Sampled(NamedTuple):
 
 
 def stream(seed: int, step: int, key: int) -> int:
-    """The stream of numbers of (seed, step, key), for `stream_uniform`."""
+    """Return the stream of random numbers of (seed, step, key), for `stream_uniform`."""
     return key ^ start(seed, step)
 
 
 def stream_uniform(streams: Tensor, position: Tensor | int) -> Tensor:
-    """Uniform numbers in [0, 1) [S] float64, each a pure function of its stream and position.
+    """Return uniform numbers in [0, 1), [S] float64, pure functions of stream and position.
 
-    streams [S] int64, see `stream`; position: one number or [S]. A row's number does not depend on
-    the other rows of the batch, on their order, or on the device.
+    streams [S] int64 come from `stream`; position is one number or [S]. A row's number does not
+    depend on the other rows of the batch, on their order, or on the device.
     """
     bits = shift(mix(mix(streams) ^ position), 11)
     return bits.to(torch.float64) * 2.0**-53
@@ -74,13 +74,15 @@ def sample(
     masked: bool = False,
     record: bool = False,
 ) -> Sampled:
-    """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
+    """Sample a token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
 
-    logits [S, V]. ``top_k`` and ``top_p`` restrict sampling, tokens in ``banned`` are never
-    sampled. Of equally likely tokens, those with lower ids come first. Log-probabilities are under
-    the full distribution softmax(logits / temperature), whatever the restrictions; with
-    ``masked``, under the part that ``top_k`` and ``top_p`` keep (float64 for float64 logits, else
-    float32). With ``record``, ``top_k`` is not None, and the result has this part.
+    logits [S, V]. ``top_k`` and ``top_p`` restrict sampling, and tokens in ``banned`` are never
+    sampled. Among equally likely tokens, lower ids come first.
+
+    Log-probabilities are those of the full distribution softmax(logits / temperature). With
+    ``masked``, they are those of the distribution over the tokens that ``top_k`` and ``top_p``
+    keep. They are float64 for float64 logits, else float32. With ``record`` and ``top_k``, the
+    result has the kept tokens.
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed, whole = _ban(scaled, banned), scaled
@@ -99,7 +101,7 @@ def sample(
 
 
 def joined(parts: Sequence[Sampled]) -> Sampled:
-    """The samples of several calls, concatenated."""
+    """Return the concatenated samples of several calls."""
     tokens = torch.cat([part.tokens for part in parts])
     logprobs = torch.cat([part.logprobs for part in parts])
     if all(part.masks is None for part in parts):
@@ -141,7 +143,7 @@ def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 
 def _kept(allowed: Tensor, top_k: int) -> Tensor:
-    """Return the tokens [S, top_k] int32 whose logits are not minus infinity, see `Sampled`.
+    """Return the tokens [S, top_k] int32 whose logits are not minus infinity (`Sampled.masks`).
 
     No row has more than ``top_k`` such tokens.
     """
@@ -151,15 +153,15 @@ def _kept(allowed: Tensor, top_k: int) -> Tensor:
 
 
 def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the row's uniform number."""
+    """Return the first token [S] whose cumulative probability exceeds the row's number."""
     cumulative = _weights(scaled).cumsum(-1)
     target = (uniforms[:, None] * cumulative[:, -1:]).floor().long()
     tokens: Tensor = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
-    return tokens.clamp_(max=scaled.shape[-1] - 1)  # NaN logits would give an index out of range
+    return tokens.clamp_(max=scaled.shape[-1] - 1)  # NaN logits would give an invalid index.
 
 
 def _weights(scaled: Tensor) -> Tensor:
-    """Probabilities in units of 1 / RESOLUTION, int64, so that sums are exact on every device."""
+    """Return probabilities in units of 1 / RESOLUTION, int64, whose sums are exact everywhere."""
     return scaled.double().softmax(-1).mul_(RESOLUTION).round_().long()
 
 
@@ -168,29 +170,26 @@ class SamplingMasks:
     """The sampling masks of T tokens."""
 
     restricted: Tensor
-    """[T] bool: False means the whole vocabulary."""
+    """[T] bool: whether a token has a mask; False means the whole vocabulary."""
     sizes: Tensor
-    """[T] int64: token ids of each mask, among those that this rank has."""
+    """[T] int64: number of token ids of each mask on this rank."""
     ids: Tensor
-    """[N] int64, concatenated over the tokens."""
+    """[N] int64: token ids of all masks, concatenated."""
 
     @staticmethod
     def of(sizes: Tensor, ids: Tensor) -> SamplingMasks:
-        """Make masks from the sizes [T] and token ids [N] of any integer type.
-
-        A size of 0 stands for the whole vocabulary.
-        """
+        """Return masks from sizes [T] and token ids [N]; a size of 0 means the whole vocabulary."""
         return SamplingMasks(sizes > 0, sizes.long(), ids.long())
 
     def at(self, places: Tensor) -> SamplingMasks:
-        """The masks of the tokens at ``places``, each at most once."""
+        """Return the masks of the tokens at distinct ``places``."""
         sizes, starts = self.sizes[places], (self.sizes.cumsum(0) - self.sizes)[places]
         offsets = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes)
         index = offsets + torch.arange(offsets.shape[0], device=offsets.device)
         return SamplingMasks(self.restricted[places], sizes, self.ids[index])
 
     def padded(self, tokens: int) -> SamplingMasks:
-        """Return masks with further tokens, of the whole vocabulary, at the end."""
+        """Return the masks with additional ``tokens``, of the whole vocabulary, at the end."""
         more = self.sizes.new_zeros(tokens)
         return SamplingMasks(
             torch.cat((self.restricted, more > 0)), torch.cat((self.sizes, more)), self.ids

@@ -1,6 +1,6 @@
 """Discounted sums over packed sequences, and advantages (GAE) computed from them.
 
-T packed tokens, S sequences.
+Shapes: T packed tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from slurmrl.tensors.ops.native.loading import operators
 
 
 class SequenceIndex:
-    """The sequence of each packed token [T], and the number of remaining tokens [T].
-
-    The remaining tokens are from the token itself to the end of the sequence.
-    """
+    """The sequence [T] of each packed token, and the number [T] of tokens from it to the end."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
         ends = cu_seqlens[1:].long()
@@ -36,7 +33,7 @@ class SequenceIndex:
         self.left = ends[self.sequence] - self.step
 
     def longest_bound(self) -> int:
-        """Return an upper bound of the longest sequence; on a GPU all tokens, to avoid a wait."""
+        """Return an upper bound of sequence lengths; on a GPU T, so that the host need not wait."""
         if self.left.device.type != "cpu":
             return len(self.left)
         return int(self.left.max()) if len(self.left) else 0
@@ -49,23 +46,25 @@ def discounted_sums(
     decay: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    """y_t = x_t + factor decay_t y_{t+1} within each sequence; beyond its end, y is ``tail``.
+    """Return y_t = x_t + factor decay_t y_{t+1} within each sequence, [T]; after it y is ``tail``.
 
-    Differentiable in x, decay and tail.
+    Differentiable in x, decay and tail. The result is float64 for float64 inputs, else float32.
 
-    :param x: [T] float32, float64, bfloat16 or float16.
-    :param cu_seqlens: int32 or int64 [S+1], cumulative lengths; sequences may be empty.
-    :param factor: between 0 and 1.
-    :param decay: [T] of x's dtype; None means ones. An entry of 0 cuts off everything after it,
-    even infinities and NaN. :param tail: [S] of x's dtype; None means zeros. :return: [T], float64
-    for float64 inputs, else float32.
+    - ``x``: [T] float32, float64, bfloat16 or float16.
+    - ``cu_seqlens``: [S+1] int32 or int64, cumulative lengths; sequences may be empty.
+    - ``factor``: between 0 and 1.
+    - ``decay``: [T] of x's dtype; None means ones. An entry of 0 cuts off all later values, even
+      infinities and NaN.
+    - ``tail``: [S] of x's dtype; None means zeros.
+
+    Raises UsageError for invalid arguments.
     """
     sums: Tensor = _scan(x, cu_seqlens, decay, tail, factor)
     return sums
 
 
 def discounted_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """R_t = r_t + gamma R_{t+1} [T]; beyond a sequence's end, R is 0."""
+    """Return R_t = r_t + gamma R_{t+1}, [T]; after the end of a sequence, R is 0."""
     check_first("rewards", rewards, FLOATS)
     check_offsets(cu_seqlens, len(rewards), rewards.device)
     check_share("gamma", gamma)
@@ -140,7 +139,7 @@ _scan.register_autograd(_scan_backward, setup_context=_keep_scan)
 def forward_sums(
     x: Tensor, cu_seqlens: Tensor, factor: float, decay: Tensor | None = None
 ) -> Tensor:
-    """y_t = x_t + factor decay_{t-1} y_{t-1} inside each sequence: the transposed recurrence."""
+    """Return y_t = x_t + factor decay_{t-1} y_{t-1} within each sequence, [T]."""
     turned = len(x) - cu_seqlens.flip(0)
     # In reversed order, decay_{t-1} must be at the index of t.
     turned_decay = None if decay is None else decay.roll(1).flip(0)
@@ -154,10 +153,10 @@ def scan_reference(
     decay: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    """``discounted_sums`` in pure torch; bit-identical to the compiled form on a CPU."""
+    """Return `discounted_sums` in pure torch, bit-identical to the compiled form on a CPU."""
     index = SequenceIndex(cu_seqlens, len(x))
     dtype = wide(x.dtype)
-    sums = x.to(dtype, copy=True)  # an operator must not return its argument
+    sums = x.to(dtype, copy=True)  # An operator must not return its argument.
     coefficient = torch.full_like(sums, factor) if decay is None else factor * decay.to(dtype)
     if tail is not None:
         behind = tail.to(dtype)[index.sequence]
@@ -169,7 +168,7 @@ def scan_reference(
 
 
 def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
-    """sum_i factor^i x[t+i] to the end of t's sequence.
+    """Return the sums over i of factor^i x[t+i] up to the end of t's sequence, [T].
 
     Each pass doubles the number of terms, so there are log2(longest) passes over all tokens.
     """
@@ -182,7 +181,7 @@ def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
 
 
 def _doubled_with_decay(sums: Tensor, factors: Tensor, index: SequenceIndex) -> Tensor:
-    """``doubled`` with a factor per token; ``factors[t]`` is the product over the summed terms."""
+    """Return `doubled` with a factor per token; a sum of terms has the product of factors."""
     span, longest = 1, index.longest_bound()
     while span < longest:
         inside = (index.left[:-span] > span) & (factors[:-span] != 0.0)
@@ -209,20 +208,18 @@ def packed_gae(
     and returns A_t + V_t (Schulman et al. 2016, "High-dimensional continuous control using
     generalized advantage estimation", eq. 16).
 
-    Differentiable in rewards and values. On CPUs the compiled form and the torch form agree bit for
-    bit.
+    Differentiable in rewards and values. Both results are [T], float64 for float64 inputs, else
+    float32. On CPUs, the compiled form and the torch form give equal bits.
 
-    :param rewards: [T], the concatenated steps of S sequences; float32, float64, bfloat16 or
-        float16.
-    :param values: of rewards' dtype. [T+S]: for each sequence the value of the state before each
-        step, then of its final state. With ``bootstrap_values`` [T]: without the final states.
-    :param cu_seqlens: int32 or int64 [S+1], cumulative numbers of steps; sequences may be empty.
-    :param truncated: bool [S]; if False the sequence terminated, and the value of its final state
-        counts as 0.
-    :param gamma: discount, between 0 and 1.
-    :param lam: lambda, between 0 and 1.
-    :param bootstrap_values: [S] of rewards' dtype, the values of the final states.
-    :return: advantages and returns, [T] each; float64 for float64 inputs, else float32.
+    - ``rewards``: [T] float32, float64, bfloat16 or float16, the concatenated steps of S sequences.
+    - ``values``: [T+S] of rewards' dtype; for each sequence the values of the states before its
+      steps, then of its final state. With ``bootstrap_values``, [T] without the final states.
+    - ``cu_seqlens``: [S+1] int32 or int64, cumulative numbers of steps; sequences may be empty.
+    - ``truncated``: [S] bool; False if the sequence terminated, whose final state has value 0.
+    - ``gamma`` and ``lam``: discount and lambda, between 0 and 1.
+    - ``bootstrap_values``: [S] of rewards' dtype, the values of the final states.
+
+    Raises UsageError for invalid arguments.
     """
     both: tuple[Tensor, Tensor] = _gae(
         rewards, values, cu_seqlens, truncated, bootstrap_values, gamma, lam
@@ -288,9 +285,10 @@ def _keep_gae(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _gae_backward(
     ctx: Any, grad_advantages: Tensor, grad_returns: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}.
+    """Return the gradients of the inputs.
 
-    The value before step t gets dR_t - dr_t, the value after it gamma dr_t.
+    With dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}, the value before step t gets dR_t - dr_t, and
+    the value after step t gets gamma dr_t.
     """
     cu_seqlens, truncated = ctx.saved_tensors
     index = SequenceIndex(cu_seqlens, len(grad_returns))
@@ -326,7 +324,7 @@ def gae_reference(
     lam: float,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``packed_gae`` in pure torch."""
+    """Return `packed_gae` in pure torch."""
     index = SequenceIndex(cu_seqlens, len(rewards))
     dtype = wide(rewards.dtype)
     if bootstrap_values is None:

@@ -1,10 +1,10 @@
 """Causal attention over packed sequences, with sinks.
 
-A sink is a trained score of a query head that takes part in the softmax of every query and has no
-value (OpenAI 2025, gpt-oss). Kernels compute the attention without it, and return the
-normalizers that then include it (`partial_attention.with_sinks`).
+A sink is a trained score of a query head that joins the softmax of every query and has no value
+(OpenAI 2025, gpt-oss). Kernels compute attention and normalizers without sinks, and
+`partial_attention.with_sinks` adds the sinks.
 
-T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
+Shapes: T packed tokens, Hq query heads, Hkv key and value heads, D head size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def causal_attention(
 ) -> Tensor:
     """Return `packed_attention` [T, Hq, D], with ``sinks`` [Hq] if there are any.
 
-    The results are kept where activation checkpointing keeps results of attention.
+    Selective activation checkpointing keeps the result.
     """
     if sinks is None:
         return packed_attention(q, k, v, packing, scale, window)

@@ -1,7 +1,7 @@
 """Counter-based random bits: chains of SplitMix64's finalizer (Steele, Lea and Flood 2014).
 
-Each number is a pure function of its key, so it depends neither on the other numbers
-of a batch, nor on their order, nor on the device. Torch-free.
+Each random number is a pure function of its key. It depends neither on the other numbers of a
+batch, nor on their order, nor on the device. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Bits = TypeVar("Bits", Array, "Tensor")
-"""Array or tensor of int64. (Not a scalar: NumPy warns if a scalar wraps.)"""
+"""Array or tensor of int64. (A scalar is not allowed, because NumPy warns if a scalar wraps.)"""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def start(*numbers: int) -> int:
-    """A state as signed 64 bits, from whole numbers."""
+    """Return a state, as signed 64 bits, from a sequence of integers."""
     state = 0
     for number in numbers:
         state = _mix_int(state ^ (number & _MASK))
@@ -32,7 +32,7 @@ def start(*numbers: int) -> int:
 
 
 def mix(x: Bits) -> Bits:
-    """64 random bits for each number (multiplication wraps)."""
+    """Return 64 random bits for each number; multiplication wraps."""
     x = x + _signed(_GOLDEN)
     x = (x ^ shift(x, 30)) * _signed(_MIX_1)
     x = (x ^ shift(x, 27)) * _signed(_MIX_2)
@@ -40,13 +40,13 @@ def mix(x: Bits) -> Bits:
 
 
 def shift(x: Bits, bits: int) -> Bits:
-    """Logical right shift (int64 shifts arithmetically)."""
+    """Return the logical right shift; the operator of int64 shifts arithmetically."""
     shifted: Bits = (x >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
 
 def hash64(text: str) -> int:
-    """A stable hash of a string, as signed 64 bits."""
+    """Return a stable hash of a string, as signed 64 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
@@ -58,5 +58,5 @@ def _mix_int(x: int) -> int:
 
 
 def _signed(x: int) -> int:
-    """The two's complement int64 with the bits of x."""
+    """Return the signed integer with the 64 bits of x."""
     return x - 2**64 if x >= 2**63 else x

@@ -1,9 +1,10 @@
 """Triton kernels for elementwise passes over large tensors and for key-value caches in pages.
 
-Their torch forms are their references. Arithmetic is in float32, and each result of an elementwise
-pass is rounded once. ``TRITON_INTERPRET=1`` runs them on CPUs.
+Each kernel has a torch form as its reference. Arithmetic is in float32, and each result of an
+elementwise pass is rounded once. ``TRITON_INTERPRET=1`` runs the kernels on CPUs.
 
-T tokens, Hq query heads, Hkv key and value heads, D head size, C cells of the cache, S splits.
+Shapes: t rows, T tokens, M queries, Hq query heads, Hkv key and value heads, D head size, C cells
+of the cache, S splits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def softmax_statistics(
     scale,
     block: tl.constexpr,
 ):
-    """One program per row of logits [t, columns], in one pass with a running maximum."""
+    """Compute statistics of a row of logits [t, columns], in one pass with a running maximum.
+
+    There is one program per row.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     peak = -float("inf")
@@ -62,7 +66,10 @@ def logit_gradient(
     scale,
     block: tl.constexpr,
 ):
-    """One program per row and block of logits [t, columns]; targets may be out of range."""
+    """Compute the gradient of a block of a row of logits [t, columns].
+
+    There is one program per row and block. Targets may be out of range.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
@@ -77,7 +84,7 @@ def logit_gradient(
 
 @triton.jit
 def _activated(x, activation: tl.constexpr):
-    """The activation of x and its derivative."""
+    """Return the activation of x and its derivative."""
     if activation == "silu":
         share = 1.0 / (1.0 + tl.exp(-x))
         return x * share, share * (1.0 + x * (1.0 - share))
@@ -122,7 +129,7 @@ def gated_gradient(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The product again, and the gradients of its factors side by side [t, 2 columns]."""
+    """Store the product and the gradients of its factors [t, 2 columns] side by side."""
     blocks = tl.cdiv(columns, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * block + tl.arange(0, block)
@@ -162,7 +169,7 @@ def rotation(x, cos, sin, out, per_token, size, sign, block: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, interpreted: tl.constexpr):
-    """Return total + a @ b in float32. Triton's interpreter multiplies no half precision."""
+    """Return total + a @ b in float32; the interpreter cannot multiply half precision."""
     if interpreted:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
@@ -189,9 +196,9 @@ def _attended(
 ):
     """Attend from queries [M, columns] to the cells from ``first`` to ``last`` of a row.
 
-    Each query sees the first ``seen_by`` [M] cells. Return the largest score, the sum of the
-    weights relative to it, and the values' sum with these weights. ``keys`` and ``values`` point,
-    by column, to a head's elements in cell 0.
+    Each query sees the first ``seen_by`` [M] cells. Return the maximum score, the sum of the
+    weights relative to the maximum, and the weighted sum of values. ``keys`` and ``values`` point
+    to the columns of a head in cell 0.
     """
     peak = tl.full([asked.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([asked.shape[0]], tl.float32)
@@ -223,9 +230,9 @@ def _attended(
 
 @triton.jit
 def _with_sinks(sinks, within, group, peak, total, mixed):
-    """Count ``sinks`` of heads, which have no value, among the weights of the first part of cells.
+    """Add ``sinks`` of heads, which have no value, to results of `_attended`.
 
-    The others are the results of `_attended`.
+    Only the program of the first part of the cells counts the sinks.
     """
     extra = tl.load(sinks + within, mask=within < group, other=0.0)
     extra = tl.where(tl.program_id(2) == 0, extra, -float("inf"))
@@ -237,7 +244,7 @@ def _with_sinks(sinks, within, group, peak, total, mixed):
 
 @triton.jit
 def _together(rows, lengths, token, row, length, known):
-    """Return which ``known`` tokens belong to this row and attend to this many cells."""
+    """Return which ``known`` tokens belong to ``row`` and attend to ``length`` cells."""
     same = tl.load(rows + token, mask=known, other=-1) == row
     return known & same & (tl.load(lengths + token, mask=known, other=-1) == length)
 
@@ -286,16 +293,16 @@ def attend(
     block: tl.constexpr,
     interpreted: tl.constexpr,
 ):
-    """One program per token, key head and part of the cells that the token sees.
+    """Compute the attention of a token and the query heads of a key head over a part of the cells.
 
-    With a ``tile`` above 1, the program of the first of adjacent tokens, which each attend to one
-    cell more, computes all of them; a tile ends at a multiple of ``tile`` cells. ``group`` query
-    heads share a key head. ``heads``, ``columns`` and ``block`` are the powers of 2 for ``group``,
-    ``size`` and the cells that are read at a time. Scores are powers of 2: ``scale`` and the
-    ``sinks`` [Hq] (None for none) have the factor log2(e).
+    There is one program per token, key head and part. With a ``tile`` above 1, the first of
+    adjacent tokens, which each attend to one cell more, computes all of them. A tile ends at a
+    multiple of ``tile`` cells. ``group`` query heads share a key head. ``heads``, ``columns`` and
+    ``block`` are powers of 2 for ``group``, ``size`` and the cells that are read at a time. Weights
+    are powers of 2: ``scale`` and the ``sinks`` [Hq] (or None) have the factor log2(e).
 
-    Without ``split``: out [T, Hq, D]. Else each program has a part of the cells, and writes its
-    result to parts [T, Hq, S, D] and the logarithm of its weights' sum to norms [T, Hq, S].
+    Without ``split``, the result is ``out`` [T, Hq, D]. With ``split``, each program writes its
+    result to ``parts`` [T, Hq, S, D] and the logarithm of its weights' sum to ``norms`` [T, Hq, S].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -343,9 +350,10 @@ def attend(
 
 @triton.jit
 def merge(parts, norms, out, size, splits: tl.constexpr, columns: tl.constexpr):
-    """One program per token and query head: its parts, weighted by the sums of their weights.
+    """Merge the parts of a token and query head, weighted by the sums of their weights.
 
-    A part without cells has a norm of minus infinity and is not read.
+    There is one program per token and query head. A part without cells has a norm of minus infinity
+    and is not read.
     """
     entry = tl.program_id(0).to(tl.int64)
     part = entry * splits + tl.arange(0, splits)

@@ -1,7 +1,7 @@
 """The device and the communication backend of this process, and the wait for its memory.
 
-The exit of a process with tens of gigabytes of pinned memory takes up to a minute, and only then is
-its GPU memory free. The next worker waits for it.
+The exit of a process with tens of gigabytes of pinned memory takes up to a minute. Its GPU memory
+is freed only at the end, so the next worker waits.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from slurmrl.tensors.parallel import gpu
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3)."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""Setting without which cuBLAS may sum in another order in each run, and torch rejects matrix
-products."""
+"""Variable that fixes the order in which cuBLAS sums. Without it, torch's deterministic mode
+rejects matrix products."""
 COMPILER_DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC", "1"
-"""Setting for `torch.compile` in the user's code, if torch's compiler is not imported yet."""
+"""Variable for `torch.compile` in the user's code, if torch's compiler is not imported yet."""
 
 
 logger = log.get(__name__)
 WAIT_S: Final = 120.0
-"""Maximum wait for memory that another process uses."""
+"""Maximum wait for memory that another process uses, in seconds."""
 LOOK_S: Final = 0.5
 GIB: Final = 2**30
 OWN_BYTES: Final = 2 * GIB
-"""Bytes that exceed the CUDA context of a process that has not allocated anything."""
+"""Upper bound of the CUDA context of a process that has not allocated anything."""
 BUSY: Final = (2, 46)
-"""Errors if not even a context can be made: cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable.
+"""Error codes if CUDA can make no context: cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable.
 """
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Devices of tensors and backends that move them between ranks."""
+    """A device of tensors, and the backend that moves them between ranks."""
 
     device: torch.device
     backend: str
@@ -52,18 +52,18 @@ class Accelerator:
 
 CPU = Accelerator(torch.device("cpu"), "gloo")
 GPU = Accelerator(torch.device("cuda", 0), "nccl")
-"""A worker sees only the devices of its attempt, so its GPU is always the first."""
+"""Device of a worker with a GPU: it sees only the devices of its attempt, so the GPU is the first.
+"""
 
 
 def choose(gpus: int) -> Accelerator:
     """Return the device of a worker with ``gpus`` GPUs in the plan.
 
-    Without GPUs in the plan it is the CPU, even on a machine with GPUs; otherwise it is never the
-    CPU.
+    Without GPUs in the plan, it is the CPU, even on a host with GPUs.
 
-    Raises UsageError for a CPU build of torch: all hosts run the environment that submitted, so no
-    other start would do better. Raises UnusableGpuError, with torch's reason, if something else is
-    missing (driver, device), perhaps only on this host.
+    Raises UsageError for a CPU build of torch, because all hosts run the same environment and
+    another start would also fail. Raises UnusableGpuError, with torch's reason, if the driver or a
+    device is missing, perhaps only on this host.
     """
     if gpus == 0:
         return CPU
@@ -82,10 +82,10 @@ def choose(gpus: int) -> Accelerator:
 
 
 def _unusable(error: BaseException) -> UnusableGpuError:
-    """Return the error.
+    """Return the exception for a GPU that cannot be used.
 
-    Its message names no host and no device, so that the same problem on two hosts gives the same
-    message (see `workers.master.futility`).
+    The message names no host and no device, so that a problem gives the same message on two hosts
+    (see `workers.master.futility`).
     """
     reason = " ".join(str(error).split())
     build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
@@ -93,10 +93,10 @@ def _unusable(error: BaseException) -> UnusableGpuError:
 
 
 def pending_error() -> RuntimeError | None:
-    """Return the error of this process's GPU, if any.
+    """Return the error of this process's GPU; None if there is none.
 
-    CUDA reports it from every call, but libraries translate it
-    (``CUBLAS_STATUS_EXECUTION_FAILED``). This waits for no kernel.
+    CUDA reports the error from every call, but libraries translate it, for example to
+    ``CUBLAS_STATUS_EXECUTION_FAILED``. The function waits for no kernel.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -110,14 +110,14 @@ def pending_error() -> RuntimeError | None:
 def describe_gpu() -> str:
     """Return the name and UUID of this process's GPU: ``GPU 3 (NVIDIA H100, GPU-1f…)``.
 
-    The UUID is needed because an index may mean another GPU in another container. This works even
-    for a failed GPU.
+    The UUID is needed, because an index may mean another GPU in another container. The function
+    works even if the GPU has failed.
     """
     number = f"GPU {env.VISIBLE_DEVICES.get()}".rstrip()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return number
     try:
-        known = torch.cuda.get_device_properties(GPU.device)  # cached by `choose`
+        known = torch.cuda.get_device_properties(GPU.device)  # `choose` has cached the result.
     except RuntimeError:
         return number
     return f"{number} ({known.name}, GPU-{known.uuid})"
@@ -126,13 +126,14 @@ def describe_gpu() -> str:
 def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> None:
     """Fix this process's thread count, device and kernel choice before the first computation.
 
-    With ``deterministic`` torch refuses operations whose results vary between runs, which costs
-    speed on GPUs. cuDNN attention is off: on Hopper torch prefers it for decoding, and it compiles
-    a plan for each new length of the cache.
+    With ``deterministic``, torch rejects operations whose results vary between runs, which costs
+    speed on GPUs. Attention of cuDNN is off. torch would prefer it for decoding on Hopper, where it
+    compiles a plan for each new length of the cache.
     """
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    if "torch._inductor.config" in sys.modules:  # otherwise this imports it, which takes a second
+    # Without this condition, the call would import the module, which takes a second.
+    if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
@@ -147,11 +148,11 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
 def _keep_freed_memory() -> None:
     """Let malloc keep up to 1 GiB of freed memory.
 
-    Each step needs the same tensors again, and page faults would take 5 % of a small model's step
-    time on a CPU.
+    Each step needs tensors of the same sizes, and page faults would take 5 % of a small model's
+    step time on a CPU.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # only glibc has this function
+    if mallopt is not None:  # Only glibc has this function.
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
@@ -163,13 +164,13 @@ def wait_until_free(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until other processes use no memory of the GPU, up to `OWN_BYTES` or 5 %.
+    """Wait until other processes use at most `OWN_BYTES` or 5 % of the GPU's memory.
 
-    After `WAIT_S`, raise UnusableGpuError, which names the processes, if the scheduler gave the GPU
-    only to this job (``exclusive``); otherwise log the fact and return.
+    After `WAIT_S`, log a warning and return. If the scheduler gave the GPU only to this job
+    (``exclusive``), raise UnusableGpuError instead, which names the processes.
     """
     if torch.cuda.get_device_properties(device).is_integrated:
-        return  # its memory is host memory
+        return  # The memory of this GPU is host memory.
     deadline = clock() + WAIT_S
     warned = False
     while (held := _held(device)) is not None:
@@ -177,7 +178,7 @@ def wait_until_free(
             problem = f"{held} after {WAIT_S:.0f} s; {_holders(device)}"
             if exclusive:
                 raise UnusableGpuError(problem)
-            logger.warning("%s; it is shared", problem)
+            logger.warning("%s; the GPU is shared, so slurmrl uses it anyway", problem)
             return
         if not warned:
             warned = True
@@ -186,7 +187,7 @@ def wait_until_free(
 
 
 def _held(device: torch.device) -> str | None:
-    """Describe the memory that other processes use; None if it is little."""
+    """Return a description of the memory that other processes use; None if it is little."""
     try:
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError as error:

@@ -1,13 +1,13 @@
 """A host's GPUs: assignment to workers, driver, nearest CPUs, and faults. Torch-free.
 
-Host memory is allocated on the node of the thread that first writes it, so copies between GPU and
-host stay on that node if a worker runs on the CPUs of its GPU's NUMA node.
+Host memory is allocated on the NUMA node of the thread that first writes it. If a worker runs on
+the CPUs of its GPU's node, copies between GPU and host therefore stay on that node.
 
 Codes of faults come from cudaError_t in CUDA's driver_types.h, messages from cudaGetErrorString.
-torch raises them as AcceleratorError with ``error_code``; NCCL, cuBLAS and older versions of torch
-only quote the message. A lost GPU (Xid 79) has no code: NVML and the driver name it in words.
-Errors that a kernel's own bug causes (illegal address, assert, illegal instruction) are not here,
-nor is lack of memory.
+torch raises faults as AcceleratorError with ``error_code``; NCCL, cuBLAS and older versions of
+torch only quote the message. A lost GPU (Xid 79) has no code; NVML and the driver only describe it.
+Errors of a kernel's own bug (illegal address, assert, illegal instruction) and lack of memory are
+not faults.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 SMI: Final = "nvidia-smi"
 TIMEOUT_S: Final = 20.0
 MOST_BYTES: Final = 2**20
-"""Maximum bytes read of nvidia-smi's output."""
+"""Maximum number of bytes that are read of nvidia-smi's output."""
 LEAST_DRIVER: Final = {11: 450, 12: 525, 13: 580}
-"""First branch of the driver that serves every minor version of a CUDA release (the tables "CUDA
-minor version compatibility" of NVIDIA's release notes)."""
+"""First branch of the driver that supports every minor version of a CUDA release (from the tables
+"CUDA minor version compatibility" of NVIDIA's release notes)."""
 SYSFS: Final = Path("/sys")
 ADDRESS: Final = ("domain", "bus", "device")
 
@@ -54,8 +54,8 @@ _FORMS: Final = {
 class Device:
     """One entry of CUDA_VISIBLE_DEVICES.
 
-    ``text`` is the original string: UUIDs are kept, because an index may mean another GPU in
-    another container.
+    ``text`` is the original string. UUIDs are not replaced by indices, because an index may mean
+    another GPU in another container.
     """
 
     text: str
@@ -63,11 +63,11 @@ class Device:
 
 
 def parse_visible(visible: str) -> list[Device]:
-    """The devices in a value of CUDA_VISIBLE_DEVICES: indices, ``GPU-…`` or ``MIG-…``.
+    """Return the devices in CUDA_VISIBLE_DEVICES: indices, ``GPU-…`` or ``MIG-…``.
 
-    Empty, ``-1`` and ``NoDevFiles`` (which Slurm sets for a job without GPUs) mean no devices; CUDA
-    ignores everything from ``-1`` on. Raises EnvironmentFailure for another form or a device listed
-    twice.
+    An empty value, ``-1`` and ``NoDevFiles`` (which Slurm sets for a job without GPUs) mean no
+    devices. CUDA ignores all entries from ``-1`` on. Raises EnvironmentFailure for another form or
+    a repeated device.
     """
     devices: list[Device] = []
     for text in (part.strip() for part in visible.split(",")):
@@ -89,10 +89,11 @@ def parse_visible(visible: str) -> list[Device]:
 
 
 def assign(visible: str, workers: int, per_worker: int, first: int = 0) -> list[str]:
-    """The value of CUDA_VISIBLE_DEVICES for each worker of a host; empty for no device.
+    """Return the value of CUDA_VISIBLE_DEVICES for each worker of a host; "" for no device.
 
-    Devices are assigned in the order given, from the one at ``first`` on. Raises EnvironmentFailure
-    if there are too few, or for several workers on MIG slices, which cannot communicate over NCCL.
+    Devices are assigned in the order of ``visible``, from index ``first`` on. Raises
+    EnvironmentFailure if there are too few devices, or for several workers on MIG slices, which
+    cannot communicate over NCCL.
     """
     if per_worker == 0:
         return [""] * workers
@@ -102,7 +103,7 @@ def assign(visible: str, workers: int, per_worker: int, first: int = 0) -> list[
         raise EnvironmentFailure(
             f"{workers} workers with {per_worker} GPU each need {needed} GPUs on this host, but "
             f"CUDA_VISIBLE_DEVICES={visible!r} gives {len(devices)}"
-            + (f" behind the first {first}" if first else "")
+            + (f" after the first {first}" if first else "")
         )
     if needed > 1 and any(device.kind is DeviceKind.MIG for device in devices[:needed]):
         raise EnvironmentFailure(
@@ -126,10 +127,10 @@ def driver_version() -> str | None:
 
 
 def newest_cuda(version: str) -> int | None:
-    """Return the newest CUDA release whose builds a driver of this version serves.
+    """Return the newest CUDA release that a driver of this version supports.
 
-    The result is 10 if torch no longer supports any of these releases, and None if the version is
-    unknown. A newer libcuda (the package cuda-compat) counts, as nvidia-smi reports it.
+    Return 10 if the driver is too old for every release that torch supports, and None if the
+    version is unknown. A newer libcuda (package cuda-compat) counts, as nvidia-smi reports it.
     """
     branch = re.match(r"\d+", version)
     if branch is None:
@@ -151,7 +152,7 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 
 def compute_capability() -> float | None:
-    """Return the lowest compute capability of this host's GPUs, 9.0 for Hopper; None if unknown."""
+    """Return the lowest compute capability of this host's GPUs (Hopper: 9.0); None if unknown."""
     text = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") or ""
     return min(map(float, re.findall(r"^\d+\.\d+$", text, re.M)), default=None)
 
@@ -159,7 +160,7 @@ def compute_capability() -> float | None:
 def processes_on(gpu: str) -> list[str]:
     """Return nvidia-smi's list of the processes on a GPU (UUID or index): pid, name, memory.
 
-    In a container, it is empty.
+    The list is empty in a container.
     """
     text = nvidia_smi(
         f"--id={gpu}", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"
@@ -211,7 +212,7 @@ TEXTS: Final = {re.compile(text, re.IGNORECASE): fault for text, fault in _TEXTS
 
 
 def find_fault(error: BaseException) -> GpuFault | None:
-    """Return the fault that an exception reports. A code takes precedence over the message."""
+    """Return the fault that an exception reports; None if there is none. Prefer its code."""
     if not isinstance(error, RuntimeError):
         return None
     code = getattr(error, "error_code", None)
@@ -219,39 +220,40 @@ def find_fault(error: BaseException) -> GpuFault | None:
 
 
 def find_in(text: str) -> GpuFault | None:
-    """Return the fault that a message names."""
+    """Return the fault that a message names; None if it names none."""
     return next((fault for pattern, fault in TEXTS.items() if pattern.search(text)), None)
 
 
 def bind_cpus_near(gpu: object, least: int, sysfs: Path = SYSFS) -> frozenset[int] | None:
-    """Bind all threads of this process, and those that they start, to the CPUs next to a GPU.
+    """Bind all threads of this process, and threads that they start, to the CPUs next to a GPU.
 
-    ``gpu`` is torch's properties of it. Returns the CPUs; None if nothing changes: the CPUs are
-    unknown, this process may use fewer than ``least`` of them, or it may use no others.
+    ``gpu`` is torch's object with the GPU's properties. Return the CPUs. Return None and change
+    nothing if the CPUs are unknown, if this process may use fewer than ``least`` of them, or if it
+    may use no other CPUs.
     """
     allowed = os.sched_getaffinity(0)
     near = frozenset(allowed & _local_cpus(gpu, sysfs))
     if len(near) < least or near == allowed:
         return None
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # the thread has ended
+        with suppress(ProcessLookupError):  # The thread has ended.
             os.sched_setaffinity(int(thread), near)
     return near
 
 
 def _local_cpus(gpu: object, sysfs: Path) -> set[int]:
-    """Return the CPUs next to a GPU; empty if the kernel does not provide them."""
+    """Return the CPUs next to a GPU; an empty set if the kernel does not list them."""
     try:
         domain, bus, device = (getattr(gpu, f"pci_{part}_id") for part in ADDRESS)
         address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
         text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()
         return set(_cpus(text))
-    except (AttributeError, OSError, ValueError):  # an older torch has no addresses
+    except (AttributeError, OSError, ValueError):  # An older torch has no addresses.
         return set()
 
 
 def _cpus(text: str) -> Iterator[int]:
-    """Parse a list of CPUs as the kernel prints it: ``0-3,8``."""
+    """Yield the CPUs in a list of the kernel, such as ``0-3,8``."""
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

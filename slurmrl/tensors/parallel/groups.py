@@ -1,6 +1,6 @@
 """Process groups of each model's layout, and this process's activity. Nothing is global.
 
-The working thread updates the activity; the thread of the pulse reads and sends it.
+The working thread updates the activity; the thread that sends heartbeats reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slurmrl.tensors.parallel.topology import (
 )
 
 OF_ONE: Final = ("dp", "shard")
-"""Axes whose groups are made even for a single rank."""
+"""Axes whose groups are made even if they have only one rank."""
 COMBINED: Final = {
     "tp+cp": ("tp", "cp"),
     "tp+pp": ("tp", "pp"),
@@ -35,7 +35,7 @@ COMBINED: Final = {
     "all": ("pp", "dp", "cp", "tp"),
     "alone": (),
 }
-"""More groups, including groups of one rank, for engines that fold experts into their own grid."""
+"""Axes of additional groups, also of one rank, for engines with a separate grid of experts."""
 OF_EXPERTS: Final = {
     "ep": ("ep",),
     "etp": ("tp",),
@@ -43,24 +43,24 @@ OF_EXPERTS: Final = {
     "etp+ep": ("tp", "ep"),
     "etp+ep+pp": ("tp", "ep", "pp"),
 }
-"""Groups along the axes of the experts' grid."""
+"""Axes of the groups in the experts' grid."""
 FOLDING: Final = ("megatron",)
-"""The engines that need `COMBINED` and `OF_EXPERTS`."""
+"""Engines that need `COMBINED` and `OF_EXPERTS`."""
 IDLE = ""
-"""The call of a rank that waits for the master's next message."""
+"""Call of a rank that waits for the master's next message."""
 
 
 class Awaited(NamedTuple):
     what: str
     rank: int
-    """The rank that sends the report."""
+    """Rank for which this rank waits."""
     since: float
-    """Start of the activity, by the clock of `Activity`."""
+    """Start of the wait, by the clock of `Activity`."""
 
 
 class Doing(NamedTuple):
     call: str
-    """A call of the dataflow graph, ``load``, ``save`` or ``start``; `IDLE` between two."""
+    """A call of the dataflow graph, ``load``, ``save`` or ``start``; `IDLE` between calls."""
     step: int | None
     since: float
     """Start of the call, by the clock of `Activity`."""
@@ -72,7 +72,7 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """The activity of one rank. Updates replace it as a whole, so readers see no partial one."""
+    """The activity of one rank. An update replaces the value, for readers in other threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -90,7 +90,7 @@ class Activity:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Set another phase of the current call within the context; restore the old one then."""
+        """Set another phase of the current call while entered; restore the old phase at the end."""
         before = self._doing
         self.phase(name)
         try:
@@ -99,11 +99,11 @@ class Activity:
             self._doing = before
 
     def await_from(self, rank: int, what: str) -> None:
-        """Set the reason why the current call waits, until its next phase."""
+        """Record that the current call waits for ``what`` of ``rank``, until its next phase."""
         self._doing = self._doing._replace(awaited=Awaited(what, rank, self._clock()))
 
     def current(self) -> tuple[Doing, float]:
-        """Return the activity and the age of its call in seconds."""
+        """Return the activity and the duration of its call so far, in seconds."""
         doing = self._doing
         return doing, self.age(doing.since)
 
@@ -119,20 +119,20 @@ class ParallelContext:
     role: str
     device: torch.device
     rank: int
-    """This process's rank within the model, an index of ``ranks``."""
+    """Rank of this process within the model, an index of ``ranks``."""
     ranks: tuple[int, ...]
-    """The model's ranks in the world."""
+    """Ranks of the model in the world."""
     topology: ProcessTopology
     groups: Mapping[str, dist.ProcessGroup]
-    """The group of each axis, and of each entry of JOINT, that this rank belongs to."""
+    """This rank's group along each axis and each entry of `JOINT`."""
     experts: ProcessTopology | None = None
-    """The experts' own grid over the same ranks."""
+    """Separate grid of the experts over the same ranks; None without one."""
     virtual_pipeline: int = 1
-    """Model chunks of each pipeline stage."""
+    """Number of model chunks of each pipeline stage."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel blocks are split along the sequence."""
     activity: Activity = field(default_factory=Activity, compare=False)
-    """The current activity of this rank."""
+    """Current activity of this rank."""
 
     @property
     def size(self) -> int:
@@ -147,20 +147,20 @@ class ParallelContext:
         return self.topology.size("dp")
 
     def axis_rank(self, axis: str) -> int:
-        """This rank's coordinate; 0 along an axis that the layout does not have."""
+        """Return this rank's coordinate; 0 along an axis that the layout does not have."""
         return self.topology.coordinate(self.rank, axis) if axis in self.topology.axes else 0
 
     def axis_size(self, axis: str) -> int:
-        """Size of an axis; 1 for an axis that the layout does not have."""
+        """Return the size of an axis; 1 for an axis that the layout does not have."""
         return self.topology.size(axis) if axis in self.topology.axes else 1
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first that works on its samples, and reports for the others."""
+        """Whether this rank is the first with its samples, which reports for the other ranks."""
         return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the peers along an axis or an entry of JOINT.
+        """Return this rank's group along an axis or an entry of `JOINT`.
 
         Raises KeyError for an axis that the layout does not have.
         """
@@ -168,7 +168,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The one-dim mesh over which parameters are sharded: data- and context-parallel ranks."""
+        """One-dim mesh of the data- and context-parallel ranks, which shard parameters."""
         return DeviceMesh.from_group(
             self.group("shard"), self.device.type, mesh_dim_names=("shard",)
         )
@@ -182,11 +182,11 @@ def build(
     timeout: timedelta | None = None,
     activity: Activity | None = None,
 ) -> dict[str, ParallelContext]:
-    """The contexts, by role, of the models of which rank ``rank`` of the world holds a part.
+    """Return the contexts, by role, of the models of which world rank ``rank`` holds a part.
 
-    Collective over the world: every rank calls it with the same models in plan order, even if it
-    has no part of them. Models on the same ranks share process groups. ``timeout`` bounds one
-    collective (None: the backend's default, which may differ from the world's).
+    Collective over the world: every rank passes the same models in plan order, even if it has no
+    part of them. Models on the same ranks share process groups. ``timeout`` is the time limit of a
+    collective (None: the default of the backend, which may differ from the world's limit).
     """
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     contexts: dict[str, ParallelContext] = {}
@@ -218,7 +218,7 @@ def build(
 
 
 def _families(model: ModelRanks, topology: ProcessTopology) -> Iterator[tuple[str, list[int]]]:
-    """The name of each group, and its members as ranks within the model."""
+    """Yield the name of each group, and its members as ranks within the model."""
     for axis, along in {**{axis: (axis,) for axis in topology.axes}, **JOINT}.items():
         for members in topology.blocks(along):
             if len(members) > 1 or axis in OF_ONE:

@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
-"""Groups along several axes: ``shard`` has the ranks that share each parameter's rows, ``data`` the
-ranks that work on the same samples."""
+"""Axes of groups along several axes. The ranks of ``shard`` share each parameter's rows; the ranks
+of ``data`` have the same samples."""
 
 
 class ProcessTopology:
-    """Ranks 0 … world_size-1 on a grid, for example axes ``("pp", "dp", "tp")``.
+    """Ranks 0 … world_size-1 on a grid with, for example, the axes ``("pp", "dp", "tp")``.
 
-    Raises ValueError for sizes below 1, axes named twice, and ranks or coordinates outside the
-    grid.
+    All methods raise ValueError for invalid sizes, axes, ranks or coordinates.
     """
 
     def __init__(self, axes: Sequence[str], sizes: Sequence[int]) -> None:
@@ -36,7 +35,7 @@ class ProcessTopology:
         return self.sizes[self._index(axis)]
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at the coordinates; every axis must be given."""
+        """Return the rank at the coordinates, of which every axis must be given."""
         if set(coordinates) != set(self.axes):
             raise ValueError(f"expected coordinates {self.axes}, got {tuple(coordinates)}")
         rank = 0
@@ -58,12 +57,12 @@ class ProcessTopology:
         return self.coordinates(rank)[self.axes[self._index(axis)]]
 
     def peers(self, rank: int, axis: str) -> list[int]:
-        """Return in order ``rank`` and the ranks that differ from it only along ``axis``."""
+        """Return ``rank`` and the ranks that differ from it only along ``axis``, in order."""
         coordinates = self.coordinates(rank)
         return [self.rank(**{**coordinates, axis: position}) for position in range(self.size(axis))]
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along an axis; together they hold each rank once."""
+        """Return the ranks of every group along an axis; each rank is in one group."""
         index = self._index(axis)
         size, stride = self.sizes[index], self._strides[index]
         firsts = self.filter(**{axis: 0})
@@ -72,7 +71,7 @@ class ProcessTopology:
     def blocks(self, axes: Sequence[str]) -> list[list[int]]:
         """Return the ranks of every group along several axes at once, in rank order.
 
-        Axes that the grid does not have are left out.
+        Axes that the grid does not have are ignored.
         """
         along = [axis for axis in axes if axis in self.axes]
         firsts = self.filter(**dict.fromkeys(along, 0))
@@ -83,7 +82,7 @@ class ProcessTopology:
         ]
 
     def filter(self, **coordinates: int) -> list[int]:
-        """The ranks at the given coordinates of some axes, in order."""
+        """Return the ranks with these coordinates along some axes, in order."""
         for axis, position in coordinates.items():
             if not 0 <= position < self.size(axis):
                 raise ValueError(f"{axis}={position} is outside 0 … {self.size(axis) - 1}")
@@ -108,8 +107,8 @@ class ProcessTopology:
 class ModelRanks(Protocol):
     """The ranks of a model in its plan.
 
-    ``ranks[i]`` is the world's rank that is the model's i-th rank, in row-major order of the axes
-    in ``sizes``.
+    ``ranks[i]`` is the world rank of the model's rank i, in row-major order of the axes in
+    ``sizes``.
     """
 
     @property
@@ -135,14 +134,14 @@ class Folded(ModelRanks, Protocol):
 
 
 def expert_topology(model: ModelRanks) -> ProcessTopology | None:
-    """The experts' own grid, if the plan has one."""
+    """Return the separate grid of the experts; None if the plan has none."""
     if not isinstance(model, Folded) or not model.expert_sizes:
         return None
     return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
 
 
 def topology_of(model: ModelRanks) -> ProcessTopology:
-    """The grid of a model: its axes of more than one rank in the plan's order, and ``dp`` always.
+    """Return the grid of a model: ``dp`` and its axes of several ranks, in the plan's order.
 
     Raises ValueError if the product of the sizes is not the number of ranks.
     """
@@ -158,10 +157,10 @@ def topology_of(model: ModelRanks) -> ProcessTopology:
 
 
 def exchanges_heads(heads: int, kv_heads: int, tensor_ranks: int, context_ranks: int) -> bool:
-    """Whether context ranks exchange tokens for heads in attention.
+    """Return whether context ranks exchange tokens for heads in attention.
 
-    Otherwise they pass keys and values around a ring: they cannot divide the heads of a tensor rank
-    equally.
+    If they cannot divide the heads of a tensor rank equally, they pass keys and values around a
+    ring instead.
     """
     own, own_kv = heads // tensor_ranks, max(1, kv_heads // tensor_ranks)
     if own % context_ranks:

@@ -1,8 +1,8 @@
-"""Execution of a move: the bytes go from source storages to target storages, over NCCL or gloo.
+"""Execution of a move: bytes go from source storages to target storages, over NCCL or gloo.
 
-On GPUs, an interval kernel of `tensors.ops.intervals` makes strided copies and moving averages: one
-launch, accesses of 16 bytes and no temporary tensor. torch makes all other copies. Afterwards every
-copy of an element must have the same bits on both sides (`verify_move`).
+On GPUs, an interval kernel (`tensors.ops.intervals`) makes strided copies and moving averages, with
+one launch, accesses of 16 bytes and no temporary tensor. torch makes all other copies. After a
+move, all copies of an element must have the same bits on both sides (`verify_move`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Storages = Mapping[str, Tensor]
 BLOCK = 1 << 20
 """Number of elements that are converted at a time."""
 SHORTEST_RUN = 256
-"""Minimum bytes of adjacent elements for the kernels: each interval takes 16 bytes."""
+"""Minimum bytes of adjacent elements for the kernels, which need 16 bytes for each interval."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of an element's bytes."""
+"""Type of integers with the size of an element in bytes."""
 
 
 class Holdings:
@@ -54,7 +54,7 @@ class Holdings:
         self._storages = storages
 
     def views(self, name: str, box: Box) -> list[Tensor]:
-        """The box's elements in every shard that contains them, as strided views."""
+        """Return strided views of the box's elements, in every shard that contains them."""
         return [self._view(shard, box) for shard in self._shards[name] if shard.box.contains(box)]
 
     def _view(self, shard: Shard, box: Box) -> Tensor:
@@ -74,7 +74,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class _Leg:
-    """A segment on one link of its chain, at this rank's end."""
+    """A segment that this rank sends to or receives from ``peer``."""
 
     number: int
     segment: Segment
@@ -83,35 +83,36 @@ class _Leg:
 
 @dataclass(frozen=True)
 class _Message:
-    """Bytes on one link."""
+    """Bytes that one rank sends to another."""
 
     cargo: tuple[Cargo, ...]
     bytes: Tensor
     copies: list[Tensor] | None = None
-    """Other places of a box whose bytes are received directly into one of its places. None: the
-    bytes are in a buffer."""
+    """Further views of a box whose bytes are received directly into one of its views; None if the
+    bytes are received into a buffer."""
 
 
 Arrived = dict[int, list[_Message]]
-"""Messages by the numbers of their segments."""
+"""Received messages, by the number of their segment."""
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """Running operations of a slot, each with the messages that it receives."""
+    """The running operations of a slot."""
 
     works: list[tuple[dist.Work, list[_Message]]]
+    """Operations, each with the messages that it receives."""
     arriving: Arrived
     operations: list[dist.P2POp]
-    """These keep the sent tensors alive."""
+    """Operations whose tensors must exist until the end."""
 
 
 class Mover:
-    """One rank's part of a move, ready to be executed any number of times.
+    """One rank's part of a move, which can be executed several times.
 
-    ``group`` contains all ranks of the move and is used for nothing else at that time. ``eta``
-    makes the target a moving average: ``eta source + (1 - eta) target``, computed in float32
-    (float64 where either is). ``copies`` can be shared by the executions of a plan.
+    ``group`` contains all ranks of the move and is used for nothing else at that time. With ``eta``
+    below 1, the target becomes a moving average: ``eta source + (1 - eta) target``, computed in
+    float32, or in float64 if either tensor is float64. The movers of a plan can share ``copies``.
     """
 
     def __init__(
@@ -149,10 +150,7 @@ class Mover:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Execute the move.
-
-        Every rank of the plan calls it; each may return when its own part is done.
-        """
+        """Execute the move. Collective over the ranks of the plan; a rank may return earlier."""
         arrived: Arrived = {}
         slots = sorted({*self._sends, *self._receives})
         for slot in slots:
@@ -162,7 +160,7 @@ class Mover:
             self._finish(under_way)
             following = {leg.number for leg in self._sends.get(slot + 1, ())}
             arrived = {n: found for n, found in under_way.arriving.items() if n in following}
-            del under_way  # free the other buffers before the next slot allocates some
+            del under_way  # Free the other buffers before the next slot allocates buffers.
         if not slots:
             self._copy_local()
 
@@ -175,7 +173,7 @@ class Mover:
     def _post(self, slot: int, arrived: Arrived) -> _UnderWay:
         """Begin the sends and receives of a slot.
 
-        ``arrived`` has the data that the previous slot received and this slot passes on.
+        ``arrived`` has data from the previous slot, which this slot passes on.
         """
         operations: list[tuple[dist.P2POp, list[_Message]]] = []
         arriving: Arrived = {}
@@ -188,11 +186,11 @@ class Mover:
             if messages is None:
                 messages = [self._packed(cargo) for cargo in leg.segment.messages()]
             operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
-        operations.sort(key=lambda entry: entry[0].tag)  # the same order at both ends
+        operations.sort(key=lambda entry: entry[0].tag)  # Both ends need the same order.
         posted = [operation for operation, _ in operations]
         works = dist.batch_isend_irecv(posted)
         received = [messages for _, messages in operations]
-        if len(works) < len(operations):  # NCCL has one operation for all
+        if len(works) < len(operations):  # NCCL returns one operation for all.
             received = [*([] for _ in works[1:]), list(itertools.chain.from_iterable(received))]
         return _UnderWay(list(zip(works, received, strict=True)), arriving, posted)
 
@@ -206,7 +204,7 @@ class Mover:
         return dist.P2POp(kind, message.bytes, leg.peer, self._group, tag=leg.number)
 
     def _packed(self, cargo: tuple[Cargo, ...]) -> _Message:
-        """Return a message with the source's elements themselves, or with a copy."""
+        """Return a message to send, with the source's own memory or a copy."""
         if len(cargo) == 1:
             view = self._source.views(cargo[0].name, cargo[0].box)[0]
             if self._travels(view, cargo[0]):
@@ -220,7 +218,7 @@ class Mover:
         return message
 
     def _landing(self, cargo: tuple[Cargo, ...]) -> _Message:
-        """Return a message to receive, into the target itself or into a buffer."""
+        """Return a message to receive, with the target's own memory or a buffer."""
         if len(cargo) == 1 and self._eta == 1.0:
             views = self._target.views(cargo[0].name, cargo[0].box)
             for number, view in enumerate(views):
@@ -229,7 +227,7 @@ class Mover:
         return self._empty(cargo)
 
     def _travels(self, view: Tensor, cargo: Cargo) -> bool:
-        """Whether the elements have the same order and type in memory as in messages."""
+        """Return whether elements have the same order and type in memory as in messages."""
         same = view.dtype == getattr(torch, cargo.dtype) and view.device == self._device
         return same and view.is_contiguous()
 
@@ -247,7 +245,7 @@ class Mover:
 
 
 def _boxes(message: _Message) -> Iterator[tuple[Cargo, Tensor]]:
-    """The boxes in a message and their elements."""
+    """Yield the boxes in a message and their elements."""
     offset = 0
     for cargo in message.cargo:
         flat = message.bytes[offset : offset + cargo.bytes].view(getattr(torch, cargo.dtype))
@@ -260,28 +258,25 @@ def _bytes(view: Tensor) -> Tensor:
 
 
 class BoxCopies:
-    """The copies of a move.
+    """Copies of boxes within a rank.
 
-    It keeps the intervals of each form of a box, which the layers of a model share, on the device.
+    The object keeps intervals on the device for each shape and strides, which layers share.
     """
 
     def __init__(self, device: torch.device, *, kernels: bool | None = None) -> None:
-        """``kernels`` is whether to use the interval operators.
-
-        Default: if compiled ones run on the GPU.
-        """
+        """Use the interval operators if ``kernels``; default: if they are compiled for the GPU."""
         self._device = device
         self._kernels = kernels
         self._intervals: dict[tuple[Index, Index], Intervals] = {}
 
     def packed(self, view: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The elements of a strided view [P], converted; None if no kernel can pack them."""
+        """Return the elements [P] of a strided view as ``dtype``; None if no kernel can do so."""
         if view.is_contiguous() or not self._suits(view):
             return None
         return gather(_flat(view), self._of(view), dtype)
 
     def write(self, target: Tensor, elements: Tensor, eta: float) -> None:
-        """Fill ``target`` with ``eta elements + (1 - eta) target``.
+        """Set ``target`` to ``eta elements + (1 - eta) target``.
 
         The sum is computed in float32, or in float64 if either tensor is float64.
         """
@@ -290,7 +285,7 @@ class BoxCopies:
             scatter(_flat(target), self._of(target), elements.reshape(-1), eta)
         elif eta == 1.0:
             if elements.is_cuda and not target.is_cuda:
-                elements = elements.to(target.dtype)  # the GPU converts faster than the host
+                elements = elements.to(target.dtype)  # The GPU converts faster than the host.
             target.copy_(elements)
         else:
             _average(target, elements, eta)
@@ -321,15 +316,15 @@ class BoxCopies:
 
 
 def _flat(view: Tensor) -> Tensor:
-    """The storage from the view's first element to its last one."""
+    """Return the memory from the view's first element to its last element."""
     last = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
     return view.as_strided((last + 1,), (1,))
 
 
 def _runs(size: Index, strides: Index) -> tuple[int, list[tuple[int, int]]]:
-    """Return the length of a run of adjacent elements, and the dims that repeat the run.
+    """Return the length of runs of adjacent elements, and (length, stride) of the other dims.
 
-    Each dim is a length and a stride; the outermost dim is first.
+    The outermost dim is first.
     """
     run = 1
     outer: list[tuple[int, int]] = []
@@ -365,13 +360,11 @@ def verify_move(
 ) -> None:
     """Compare the checksums of all replicas in the source and in the target, box by box.
 
-    Each box is compared in the dtype in which it traveled. Collective over ``group``.
+    Each box is compared in the dtype in which it was sent. Collective over ``group``. The
+    comparison follows the layouts, not the plan of the move. It does not apply to moving averages.
 
-    The comparison follows the layouts, not the plan of the move. It holds for moves that replace
-    the target, not for moving averages.
-
-    :raises LayoutError: an element of the target is on no rank.
-    :raises MoveError: on every rank, if any replica differs.
+    Raises LayoutError if no rank has an element of the target, and MoveError on every rank if a
+    replica differs.
     """
     target.layout.check()
     found = list(regions(source, target))
@@ -405,7 +398,7 @@ def _checksums(
     held: Holdings,
     taken: Holdings,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The checksum of every replica of a region on this rank."""
+    """Yield (side, checksum) of every replica of a region on this rank."""
     specs = (side.layout.tensors[region.name] for side in (source, target))
     dtype = getattr(torch, wire_dtype(region.name, *specs))
     for name, ranks, holdings in (
@@ -418,9 +411,9 @@ def _checksums(
 
 
 def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of (2i + 1) times the bits of the i-th element in ``dtype``, modulo 2^64: int64 [].
+    """Return the sum of (2i + 1) times the bits of element i in ``dtype``, modulo 2^64: int64 [].
 
-    It changes if elements change or move.
+    The sum changes if elements change or swap places.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     first = 0
@@ -434,7 +427,7 @@ def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _summed(values: Tensor, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-    """The sum over the group's ranks, on the host."""
+    """Return the sum over the group's ranks, in host memory."""
     values = values.to(device)
     dist.all_reduce(values, group=group)
     return values.cpu()

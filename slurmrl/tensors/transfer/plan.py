@@ -1,13 +1,13 @@
-"""The plan of a move: who sends which boxes to whom, through whom, and when. Torch-free.
+"""The plan of a move: senders, receivers, boxes, chains and the order of transfers. Torch-free.
 
-If several ranks hold elements that a rank needs, it gets them from a holder on its own host, else
-from the holder that sends least so far. If several ranks need elements, these travel along a chain
-of the ranks, host by host: each link carries every byte once, and every rank except the last passes
-the data on. Nothing is sent to a rank that already has it.
+If several ranks hold elements that a rank needs, the sender is a holder on the same host, else the
+holder that sends least so far. If several ranks need elements, they form a chain, host by host.
+Each link carries every byte once, and every rank except the last passes the data on. Nothing is
+sent to a rank that already has it.
 
-The transfers of one chain are cut into segments. Time is cut into slots: in each, a segment moves
-one link further along its chain. The data of a rank in one slot fits into its staging budget. All
-ranks compute the same plan from the same arguments, so they agree without messages.
+The transfers of one chain are cut into segments. Time is divided into slots. In each slot, a
+segment moves one link further along its chain. The data of a rank in one slot fits into its staging
+budget. All ranks compute the same plan from the same arguments, so they agree without messages.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from slurmrl.errors import LayoutError
 from slurmrl.tensors.layout import ITEM_BYTES, Box, Holders, Index, Layout, TensorSpec
 
 SEGMENTS_PER_BUDGET = 4
-"""Number of segments of maximum size that fit into the staging budget. As many chains can pass
-through a rank at once."""
+"""Number of segments of maximum size that fit into the staging budget, which is also the number of
+chains that can pass through a rank at once."""
 LONGEST_CHAIN = 32
-"""Maximum number of ranks on other hosts that one holder serves, if other holders can serve the
-others: the last rank of a chain waits this many slots."""
+"""Maximum number of ranks on other hosts that one holder serves if there are other holders, because
+the last rank of a chain waits this many slots."""
 LOOK_AHEAD = 16
-"""Number of slots that are examined together in the search for room."""
+"""Number of slots in which the search for free staging bytes looks at a time."""
 ALONE = 256 << 10
-"""Minimum bytes of a box that gets a separate message, so that it can be sent and received in
-place; smaller boxes share a message."""
+"""Minimum bytes of a box with a separate message, which can be sent and received in place. Smaller
+boxes share a message."""
 MESSAGE = 16 << 20
-"""Maximum bytes of a message. Memory of this size is reused; larger blocks get new pages each time,
-whose first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
+"""Maximum bytes of a message. malloc reuses memory of this size. Larger blocks would get new pages
+each time, whose first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
 Ranks = tuple[int, ...]
 
 
@@ -50,9 +50,9 @@ Cell = tuple[Numbers, Numbers]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements that ``holders`` have in the source layout and ``takers`` in the target layout.
+    """Elements that ``holders`` have in the source layout and ``takers`` need in the target layout.
 
-    Both are global ranks in ascending order. A rank may be among both.
+    Both are global ranks in ascending order. A rank may be in both.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PlacedLayout:
     ranks: Numbers
 
     def boxes(self, holders: Holders) -> dict[Box, list[int]]:
-        """The distinct boxes of a tensor with the global ranks that have them."""
+        """Return the distinct boxes of a tensor, each with the global ranks that have it."""
         found: dict[Box, set[int]] = {}
         for part in holders.parts:
             found.setdefault(part.box, set()).update(self.ranks[rank] for rank in part.ranks)
@@ -78,7 +78,7 @@ class PlacedLayout:
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """A box of a tensor; its elements travel in row-major order as ``dtype``."""
+    """A box of a tensor, whose elements are sent in row-major order as ``dtype``."""
 
     name: str
     box: Box
@@ -91,10 +91,7 @@ class Cargo:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Cargo that travels together along ``chain`` in one buffer, from ``slot`` on.
-
-    It takes link n of the chain in slot ``slot + n``.
-    """
+    """Cargo that moves along ``chain`` in one buffer; over link n in slot ``slot + n``."""
 
     chain: Ranks
     cargo: tuple[Cargo, ...]
@@ -105,7 +102,7 @@ class Segment:
         return sum(cargo.bytes for cargo in self.cargo)
 
     def messages(self) -> Iterator[tuple[Cargo, ...]]:
-        """The cargo of each message, the same at both ends of a link."""
+        """Yield the cargo of each message, which is the same at both ends of a link."""
         shared: list[Cargo] = []
         used = 0
         for item in self.cargo:
@@ -123,20 +120,20 @@ class Segment:
 
 @dataclass(frozen=True)
 class MovePlan:
-    """All transfers of a move, the same on every rank."""
+    """All transfers of a move, which are the same on every rank."""
 
     local: Mapping[int, tuple[Cargo, ...]]
-    """Copies of each rank from its own source storages to its own target storages."""
+    """Cargo that a rank copies from its source storages to its target storages, by rank."""
     segments: tuple[Segment, ...]
     budget: int
-    """Staging bytes of a rank."""
+    """Staging budget of a rank, in bytes."""
 
     @property
     def slots(self) -> int:
         return max((s.slot + len(s.chain) - 1 for s in self.segments), default=0)
 
     def links(self) -> dict[tuple[int, int], int]:
-        """The bytes that each pair of sender and receiver exchanges."""
+        """Return the bytes from each sender to each receiver."""
         found: dict[tuple[int, int], int] = defaultdict(int)
         for segment in self.segments:
             for link in pairwise(segment.chain):
@@ -144,14 +141,14 @@ class MovePlan:
         return dict(found)
 
     def received(self) -> dict[int, int]:
-        """The bytes that each rank receives; the minimum is the bytes that it needs and lacks."""
+        """Return the bytes that each rank receives."""
         found: dict[int, int] = defaultdict(int)
         for (_, receiver), count in self.links().items():
             found[receiver] += count
         return dict(found)
 
     def staging(self) -> dict[int, int]:
-        """The maximum bytes that each rank stages in one slot."""
+        """Return the maximum bytes that each rank stages in one slot."""
         used: dict[tuple[int, int], int] = defaultdict(int)
         for segment in self.segments:
             for number, link in enumerate(pairwise(segment.chain)):
@@ -166,12 +163,10 @@ class MovePlan:
 def plan_move(
     source: PlacedLayout, target: PlacedLayout, *, hosts: Mapping[int, int], budget: int
 ) -> MovePlan:
-    """The plan that fills every box of the target layout.
+    """Return the plan that fills every box of the target layout.
 
-    ``hosts`` gives the host of each global rank; ``budget`` the staging bytes of a rank.
-
-    :raises LayoutError: the layouts are not of one model (see `regions`), or the budget is smaller
-        than one element.
+    ``hosts`` gives the host of each global rank, and ``budget`` the staging bytes of a rank. Raises
+    LayoutError as `regions`, and if the budget is smaller than one element.
     """
     local: dict[int, list[Cargo]] = defaultdict(list)
     streams: dict[Ranks, list[Cargo]] = defaultdict(list)
@@ -200,7 +195,7 @@ def plan_move(
 
 
 def wire_dtype(name: str, source: TensorSpec, target: TensorSpec) -> str:
-    """Return the dtype in which elements travel: the narrower one, to send fewer bytes."""
+    """Return the narrower dtype, in which elements are sent. Raises LayoutError for integers."""
     if source.dtype == target.dtype:
         return source.dtype
     if "int" in source.dtype or "int" in target.dtype:
@@ -211,7 +206,7 @@ def wire_dtype(name: str, source: TensorSpec, target: TensorSpec) -> str:
 
 
 def _chains(region: Region, hosts: Mapping[int, int], load: Mapping[int, int]) -> Iterator[Ranks]:
-    """Chains that take a region's elements to all that lack them, each from one holder."""
+    """Yield chains, each from one holder, to all ranks that need a region's elements."""
     lacking = [rank for rank in region.takers if rank not in region.holders]
     if not lacking:
         return
@@ -244,7 +239,7 @@ def _least_loaded(ranks: Iterable[int], load: Mapping[int, int]) -> int:
 def _segments(cargo: Sequence[Cargo], limit: int) -> Iterator[tuple[Cargo, ...]]:
     """Yield the cargo of a chain in buffers of at most ``limit`` bytes.
 
-    Wide elements come first, which keeps all of a buffer aligned.
+    Wide elements come first, so that all elements of a buffer are aligned.
     """
     packed: list[Cargo] = []
     used = 0
@@ -259,7 +254,7 @@ def _segments(cargo: Sequence[Cargo], limit: int) -> Iterator[tuple[Cargo, ...]]
 
 
 def parts(cargo: Cargo, limit: int) -> Iterator[Cargo]:
-    """Cargo in parts of at most ``limit`` bytes, cut along its first dims."""
+    """Yield cargo in parts of at most ``limit`` bytes, cut along its first dims."""
     if cargo.bytes <= limit:
         yield cargo
         return
@@ -283,7 +278,7 @@ def _scheduled(
 ) -> Iterator[Segment]:
     """Yield the segments in the order of their slots.
 
-    Each gets the first slot in which it fits into the budgets of all its ranks.
+    Each segment gets the first slot in which it fits into the budgets of all its ranks.
     """
     numbers = {rank: n for n, rank in enumerate(sorted({r for chain, _ in cut for r in chain}))}
     places = [np.array([numbers[rank] for rank in chain]) for chain, _ in cut]
@@ -291,7 +286,7 @@ def _scheduled(
     made: list[Segment] = []
     last = [0] * len(cut)
     for turn in range(max((len(segments) for _, segments in cut), default=0)):
-        # chains take turns, so that all start early
+        # Chains take turns, so that all of them start early.
         for number, (chain, segments) in enumerate(cut):
             if turn < len(segments):
                 cargo = segments[turn]
@@ -309,7 +304,7 @@ class _Room:
         self._left = np.full((2 * LOOK_AHEAD, ranks), budget, dtype=np.int64)
 
     def take(self, chain: npt.NDArray[np.intp], count: int, *, after: int) -> int:
-        """Take ``count`` bytes at both ends of each link of a chain, a slot for each link.
+        """Reserve ``count`` bytes at both ends of each link of a chain, in successive slots.
 
         Return the first slot, which is ``after`` or later.
         """
@@ -334,10 +329,10 @@ class _Room:
 
 
 def regions(source: PlacedLayout, target: PlacedLayout) -> Iterator[Region]:
-    """The regions of all tensors of the target, in its order.
+    """Yield the regions of all tensors of the target, in its order.
 
-    :raises LayoutError: a tensor that the source lacks, has in another shape, or of which no rank
-        holds a part.
+    Raises LayoutError for a tensor that the source lacks, has in another shape, or of which no rank
+    holds a part.
     """
     made: dict[tuple[Index, Holders, Holders], list[tuple[Box, Numbers, Numbers]]] = {}
     for name, spec in target.layout.tensors.items():
@@ -375,12 +370,12 @@ def _ranks(boxes: dict[Box, list[int]], numbers: Numbers) -> Numbers:
     return tuple(sorted({rank for number in numbers for rank in groups[number]}))
 
 
-@lru_cache(maxsize=1024)  # layers repeat the same boxes
+@lru_cache(maxsize=1024)  # Layers have equal boxes.
 def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers, Numbers], ...]:
-    """Return boxes that cover all taken elements once.
+    """Return disjoint boxes that cover all taken elements.
 
-    Each box has the numbers of the held and of the taken boxes that contain it. The edges of all
-    boxes cut the tensor into a grid; neighbors with the same numbers are joined.
+    Each box comes with the indices of the held and of the taken boxes that contain it. The edges of
+    all boxes cut the tensor into a grid; neighbors with equal indices are joined.
     """
     cuts = [
         sorted({edge for box in (*held, *taken) for edge in (box.start[dim], box.stop[dim])})
@@ -403,7 +398,7 @@ def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers,
 
 
 def _cover(cuts: Sequence[Sequence[int]], boxes: Boxes) -> dict[Index, Numbers]:
-    """The numbers of the boxes that contain each cell of the grid; cells in no box are left out."""
+    """Return the indices of the boxes that contain a cell of the grid, for each cell with any."""
     found: dict[Index, Numbers] = {}
     for number, box in enumerate(boxes):
         if not box.count:
@@ -418,7 +413,7 @@ def _cover(cuts: Sequence[Sequence[int]], boxes: Boxes) -> dict[Index, Numbers]:
 
 
 def _joined(cells: dict[tuple[Index, Index], Cell], dim: int) -> dict[tuple[Index, Index], Cell]:
-    """Return the cells, with equal neighbors along ``dim`` joined."""
+    """Return the cells with equal neighbors along ``dim`` joined."""
     rows: dict[tuple[Index, Index, Cell], list[tuple[int, int]]] = {}
     for (first, last), cell in sorted(cells.items()):
         key = (_without(first, dim), _without(last, dim), cell)

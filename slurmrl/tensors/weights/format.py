@@ -4,10 +4,10 @@ Records are JSON objects with a checksum, replaced atomically. The checksum cove
 that it also detects a damaged name or shape.
 
 A delta between two versions of a tensor is the XOR of the bits, split into planes and compressed.
-The tensor is processed in blocks of `BLOCK_BYTES`, which fit into a core's cache. In each block the
-first bytes of all elements come first, then the second ones, and so on: a small step of the
-optimizer changes the low bytes of few elements, and their high bytes almost never. The blocks of a
-tensor make one zstd frame. Bits are flat arrays of uint8.
+The tensor is processed in blocks of `BLOCK_BYTES`, which fit into a core's cache. A plane has the
+bytes at one place of all elements of a block, from the lowest to the highest byte. A small step of
+the optimizer changes the low bytes of few elements, and the high bytes almost never. The blocks of
+a tensor form one zstd frame. Bits are flat arrays of uint8.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from slurmrl.tensors.layout import Array, TensorSpec
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,15})\.(0|[1-9][0-9]{0,15})")
 RAW = "raw"
-"""The tensor's bits, little-endian."""
+"""Encoding of a tensor by its bits, little-endian."""
 DELTA = "xor-zstd"
-"""The bits XOR the base version's bits, compressed (see `delta`)."""
+"""Encoding of a tensor by the compressed difference from the base version (`compress_delta`)."""
 SAME = "same"
-"""Nothing is stored: the tensor has the bits that it has in the base version."""
+"""Encoding of a tensor with the bits of the base version, of which nothing is stored."""
 
 
 BLOCK_BYTES = 1 << 20
-"""Block size, which is part of the format; a multiple of every item size."""
+"""Size of a block, which is part of the format and a multiple of every item size."""
 LEVEL = 1
 """Compression level of zstd. Higher levels save nothing on these bits (docs/benchmarks.md)."""
 
@@ -47,10 +47,10 @@ LEVEL = 1
 @total_ordering
 @dataclass(frozen=True)
 class VersionId:
-    """Names the weights after a training step of an incarnation.
+    """The id of the weights after a training step of an incarnation.
 
-    Versions of a later incarnation are later, whatever their steps: it may have begun at an older
-    commit, so that later versions of its predecessor were rolled back.
+    All versions of a later incarnation are later. An incarnation may begin at an older commit,
+    which rolls back later versions of its predecessor.
     """
 
     step: Annotated[int, INTEGER]
@@ -58,7 +58,7 @@ class VersionId:
 
     @staticmethod
     def parse(name: str) -> VersionId:
-        """The inverse of `name`. Raises CorruptFileError."""
+        """Return the id with this `name`. Raises CorruptFileError."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise CorruptFileError(f"'{name}' is not a weight version: expected STEP.INCARNATION")
@@ -66,7 +66,7 @@ class VersionId:
 
     @property
     def name(self) -> str:
-        """``<step>.<incarnation>``."""
+        """Name of the version, ``<step>.<incarnation>``."""
         return f"{self.step}.{self.incarnation}"
 
     def __lt__(self, other: VersionId) -> bool:
@@ -97,7 +97,7 @@ class StoredTensor:
     file: str = ""
     offset: Annotated[int, SIZE] = 0
     bytes: Annotated[int, SIZE] = 0
-    """Number of bytes stored in the file."""
+    """Number of bytes in the file."""
     stored_checksum: str = ""
     """Checksum of the stored bytes."""
 
@@ -108,7 +108,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PartFile:
-    """A file with tensors' bytes."""
+    """A file with the bytes of tensors."""
 
     name: Annotated[str, FILE_NAME]
     size: Annotated[int, SIZE]
@@ -116,15 +116,15 @@ class PartFile:
 
 @dataclass(frozen=True)
 class PartIndex:
-    """Part of a version that one rank has written."""
+    """The part of a version that one rank has written."""
 
     part: Annotated[int, COUNT]
     file: PartFile
     tensors: tuple[StoredTensor, ...]
     base: Annotated[str, VERSION] | None = None
-    """Name of the version that its deltas are against."""
+    """Name of the base version of deltas; None without deltas."""
     frozen: str | None = None
-    """See `VersionManifest.frozen`."""
+    """Fingerprint of frozen weights, as in `VersionManifest`."""
 
 
 @dataclass(frozen=True)
@@ -133,18 +133,18 @@ class VersionManifest:
 
     id: VersionId
     time: float
-    """Seconds since the epoch when it was published, by the publisher's clock."""
+    """Time of publication in seconds since the epoch, by the publisher's clock."""
     files: tuple[PartFile, ...]
     tensors: tuple[StoredTensor, ...]
     base: Annotated[str, VERSION] | None = None
-    """Name of the version that its deltas are against."""
+    """Name of the base version of deltas; None for a full version."""
     frozen: str | None = None
-    """Fingerprint of a model's frozen weights, which a version of adapters does not contain (see
-    `engines.role_weights`). None if it contains all weights."""
+    """Fingerprint of the frozen weights, which a version of adapters does not contain (see
+    `engines.role_weights`). None if the version contains all weights."""
 
     @property
     def bytes(self) -> int:
-        """Bytes on disk, without the records."""
+        """Size of the parts' files in bytes."""
         return sum(file.size for file in self.files)
 
     @cached_property
@@ -154,8 +154,8 @@ class VersionManifest:
 
 FORMAT = 2
 READABLE = (1, 2)
-"""Formats that this version reads. Records of format 1 have all weights of a model; its readers
-would mistake adapters for them."""
+"""Formats of records that slurmrl reads. Records of format 1 always have all weights of a model, so
+its readers would mistake adapters for all weights."""
 MANIFEST = "manifest.json"
 _CONTENT = FieldType("an object", lambda value: isinstance(value, dict))
 _FIELDS: Fields = {"format": INTEGER, "checksum": TEXT, "content": _CONTENT}
@@ -178,7 +178,7 @@ def write_record(path: Path, record: documents.Dataclass, *, calls: SystemCalls 
 
 
 def read_record(path: Path, kind: type[R], *, calls: SystemCalls = REAL) -> R:
-    """Read a record. Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
+    """Return a record. Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
     values = documents.read(path, _FIELDS, _FIELDS, calls=calls)
     if values["format"] not in READABLE:
         raise CorruptFileError(
@@ -190,18 +190,15 @@ def read_record(path: Path, kind: type[R], *, calls: SystemCalls = REAL) -> R:
 
 
 def read_part(folder: Path, part: int, *, calls: SystemCalls = REAL) -> PartIndex:
-    """The index of a part that its rank has finished.
-
-    Raises WeightVersionError, EnvironmentFailure.
-    """
+    """Return the index of a finished part. Raises WeightVersionError, EnvironmentFailure."""
     return _read(folder / part_index(part), PartIndex, calls)
 
 
 def read_manifest(folder: Path, *, calls: SystemCalls = REAL) -> VersionManifest:
-    """The manifest of a published version.
+    """Return the manifest of a published version.
 
-    Raises WeightVersionError if there is none or it is damaged, EnvironmentFailure if it cannot be
-    read.
+    Raises WeightVersionError if the manifest is missing or damaged, EnvironmentFailure if it cannot
+    be read.
     """
     manifest = _read(folder / MANIFEST, VersionManifest, calls)
     if manifest.id.name != folder.name:
@@ -210,14 +207,14 @@ def read_manifest(folder: Path, *, calls: SystemCalls = REAL) -> VersionManifest
 
 
 def version_ids(folder: Path, *, calls: SystemCalls = REAL) -> list[VersionId]:
-    """The versions that have a directory in ``folder``, published or not, from old to new.
+    """Return the versions with a directory in ``folder``, published or not, from old to new.
 
     Raises EnvironmentFailure.
     """
     found = []
     try:
         names = atomic.list_names(folder, calls=calls)
-    except FileNotFoundError:  # no version was published yet
+    except FileNotFoundError:  # No version has been written yet.
         return []
     for name in names:
         try:
@@ -258,9 +255,10 @@ def compress_delta(bits: Array, base: Array, item_bytes: int) -> bytes:
 
 
 def apply_delta(stored: bytes | memoryview, bits: Array, item_bytes: int) -> None:
-    """Change ``bits`` in place by a delta of `compress_delta`.
+    """Apply a delta of `compress_delta` to ``bits`` in place.
 
-    Raises WeightVersionError if it belongs to an array of another size; the bits are then unusable.
+    Raises WeightVersionError if the delta belongs to an array of another size; ``bits`` are then
+    invalid.
     """
     buffer = np.empty(min(BLOCK_BYTES, bits.size), np.uint8)
     try:
@@ -277,7 +275,7 @@ def apply_delta(stored: bytes | memoryview, bits: Array, item_bytes: int) -> Non
 
 
 def _split(block: Array, item_bytes: int) -> Array:
-    """The planes of a block, one after the other."""
+    """Return the planes of a block, one after the other."""
     words = block.view(_word(item_bytes))
     planes = np.empty((item_bytes, words.size), np.uint8)
     for place, plane in enumerate(planes):
@@ -296,9 +294,9 @@ def _joined(planes: Array, item_bytes: int) -> Array:
 
 
 def _word(item_bytes: int) -> str:
-    """The numpy type of elements as unsigned integers.
+    """Return the numpy type of elements as unsigned integers.
 
-    Shifts of these are several times as fast as a transposition of bytes.
+    Shifts of integers are several times as fast as a transposition of bytes.
     """
     return f"<u{item_bytes}"
 

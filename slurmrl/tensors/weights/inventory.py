@@ -1,4 +1,4 @@
-"""The weight versions of a trial: their content, their integrity and their removal.
+"""List, verify and remove the weight versions of a trial.
 
 Only versions that no reader needs are removed.
 """
@@ -30,21 +30,21 @@ BROKEN = "broken"
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version that has a directory."""
+    """A version with a directory, published or not."""
 
     version: str
     step: int
     incarnation: int
     state: str
-    """``complete``, ``unfinished`` (no manifest: it is being written, or its writers are gone) or
-    ``broken``."""
+    """``complete``, ``broken``, or ``unfinished`` without a manifest: ranks are still writing, or
+    have stopped."""
     bytes: int
-    """Bytes of its files."""
+    """Size of the files in bytes."""
     time: float | None = None
-    """Seconds since the epoch when it was published, by the publisher's clock. This and the
-    following are None if its manifest cannot be read."""
+    """Time of publication in seconds since the epoch, by the publisher's clock. This field and the
+    following fields are None if the manifest cannot be read."""
     base: str | None = None
-    """The version that its delta is against; None for a full version."""
+    """Base version of the deltas; None for a full version."""
     tensors: int | None = None
     chain: int | None = None
     """Number of versions that a host without a copy must read: 1 for a full version."""
@@ -56,12 +56,11 @@ class StoredVersion:
 def inventory(
     versions: Path, *, verify: bool = False, calls: SystemCalls = REAL
 ) -> list[StoredVersion]:
-    """All versions in a directory, from old to new.
+    """Return all versions in a directory, from old to new.
 
-    Sizes of files and bases are always checked, stored bytes if ``verify``. A version that is
-    removed during the listing is omitted.
-
-    Raises EnvironmentFailure if the directory or one of its versions cannot be read.
+    Sizes of files and bases are always checked, and stored bytes with ``verify``. A version that is
+    removed during the listing is omitted. Raises EnvironmentFailure if the directory or a version
+    cannot be read.
     """
     found: dict[str, StoredVersion] = {}
     with VersionFiles(versions, calls=calls) as files:
@@ -82,7 +81,7 @@ def _look(
     verify: bool,
     calls: SystemCalls,
 ) -> StoredVersion:
-    """Examine a version. Raises FileNotFoundError if its directory is gone."""
+    """Return the facts about a version. Raises FileNotFoundError if its directory is gone."""
     folder = versions / version.name
     sizes = _sizes(folder, calls)
     size = sum(sizes.values())
@@ -114,7 +113,7 @@ def _look(
 
 
 def _sizes(folder: Path, calls: SystemCalls) -> dict[str, int]:
-    """The files of a directory. Raises FileNotFoundError, EnvironmentFailure."""
+    """Return the sizes of a directory's files. Raises FileNotFoundError, EnvironmentFailure."""
     names = atomic.list_names(folder, calls=calls)
     try:
         return {name: calls.stat(folder / name).st_size for name in names}
@@ -156,16 +155,16 @@ def _damage(manifest: VersionManifest, files: VersionFiles) -> str | None:
 
 
 REMOVED = "removed-"
-"""Prefix of the names of directories that are being removed."""
+"""Prefix of the names of directories during their removal."""
 
 
 def superseded(
     known: Iterable[VersionId], published: Sequence[VersionManifest], keep_whole: int
 ) -> list[VersionId]:
-    """The versions, among those ``known``, that may be removed, from old to new.
+    """Return the ``known`` versions that may be removed, from old to new.
 
-    The following are kept: the ``keep_whole`` newest full versions, everything later than the
-    oldest of these, even if it is not published, and the bases of deltas among them.
+    The ``keep_whole`` newest full versions are kept, and all versions later than the oldest of
+    them, even unpublished versions. The bases of kept deltas are kept too.
     """
     whole = sorted(one.id for one in published if one.base is None)
     if not whole:
@@ -183,24 +182,24 @@ def superseded(
 def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list[VersionId]:
     """Remove the `superseded` versions of a directory; return them.
 
-    Raises EnvironmentFailure: the next call removes remaining files.
+    Raises EnvironmentFailure; the next call then removes the remaining files.
     """
     known = version_ids(versions, calls=calls)
     published = []
     for version in known:
-        with suppress(WeightVersionError):  # the version is unfinished or damaged
+        with suppress(WeightVersionError):  # The version is unfinished or damaged.
             published.append(read_manifest(versions / version.name, calls=calls))
     old = superseded(known, published, keep_whole)
-    for version in reversed(old):  # a killed process leaves no version without its base
+    for version in reversed(old):  # A killed process then leaves no version without its base.
         remove(versions, version, calls=calls)
     _sweep(versions, calls)
     return old
 
 
 def remove(versions: Path, version: VersionId, *, calls: SystemCalls = REAL) -> None:
-    """Remove a version, published or not; does nothing if there is none.
+    """Remove a version, published or not; do nothing if it does not exist.
 
-    Its directory is renamed first, so that readers find a missing version instead of half of one.
+    Rename its directory first, so that readers find a missing version instead of an incomplete one.
     Raises EnvironmentFailure.
     """
     folder, aside = versions / version.name, versions / f"{REMOVED}{version}"

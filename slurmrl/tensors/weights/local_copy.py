@@ -1,9 +1,9 @@
 """The copy of one weight version on a rollout host, which all its processes share.
 
-It is a model folder's safetensors file on tmpfs or a local disk, which engines map and servers
-load. Weights of a version of adapters are merged with the frozen weights first
-(`rollout.task_weights`). `VersionFiles` reads the chain of versions from which a version is made.
-It verifies stored bytes before it uses them, and bits after every delta.
+The copy is a model folder's safetensors file on tmpfs or a local disk, which engines map and
+servers load. Adapters are merged with the frozen weights before (`workers.rollout.task_weights`).
+`VersionFiles` reads the chain of versions from which a version is made. It verifies stored bytes
+before their use, and the bits of a tensor after every delta.
 """
 
 from __future__ import annotations
@@ -62,48 +62,48 @@ FILE = "model.safetensors"
 STATE = "state.json"
 LOCK = "lock"
 LOCK_TIMEOUT_S = 1800.0
-"""Time limit for waiting for the lock: longer than any update of a copy takes."""
+"""Time limit for waiting for the lock, which is longer than any update of a copy."""
 MOST_OPEN = 256
-"""Files that are open at once; a process may often have 1,024 in all."""
+"""Maximum number of files that are open at once; the limit of a process is often 1,024."""
 READ_BYTES = 4 << 20
 """Number of bytes that are read at a time."""
 _OTHERS_MAY_BE_FINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
-"""Errors that concern one file: another version's files may be readable."""
+"""Errors of a single file, after which files of another version may be readable."""
 logger = log.get(__name__)
 
 
 @dataclass(frozen=True)
 class CopyState:
-    """The state of a copy. It is replaced when a new file is complete."""
+    """The state of a copy, which is replaced when a new file is complete."""
 
     id: VersionId
     versions: str
-    """The folder of its versions, because versions of another trial have the same names."""
+    """Folder of the versions, because versions of another trial have the same names."""
     folder: Annotated[str, FILE_NAME]
     file: SavedFile
     frozen: str | None = None
-    """Fingerprint of frozen weights in the version's manifest."""
+    """Fingerprint of frozen weights, as in `VersionManifest`."""
 
 
 @dataclass(frozen=True)
 class CopiedVersion:
-    """A version that a host has."""
+    """The version in a host's copy."""
 
     id: VersionId
     folder: Path
-    """A model folder with only the weights, or only the adapters."""
+    """Model folder with only the weights, or only the adapters."""
     frozen: str | None = None
-    """Fingerprint of frozen weights in the version's manifest."""
+    """Fingerprint of frozen weights, as in `VersionManifest`."""
 
     @property
     def file(self) -> Path:
         return self.folder / FILE
 
     def open(self) -> TensorFile:
-        """Map the weights.
+        """Map the weights, which remain readable when the copy gets a newer version.
 
-        They remain readable when the copy gets a newer version. Raises WeightVersionError if it
-        already has one: `LocalCopy.advance` returns it.
+        Raises WeightVersionError if the copy already has a newer version, which `LocalCopy.advance`
+        returns.
         """
         try:
             return TensorFile(self.file)
@@ -114,9 +114,9 @@ class CopiedVersion:
 
 
 class LocalCopy:
-    """The copy in ``folder`` of the versions in ``versions``. One process at a time changes it.
+    """The copy in ``folder`` of a version in ``versions``. One process at a time changes it.
 
-    A new version gets a new file, so that no process reads a mixture; during an update, the host
+    A new version gets a new file, so that no process reads a mixture. During an update, the host
     stores the weights twice. A killed process leaves the old version in place.
     """
 
@@ -132,20 +132,21 @@ class LocalCopy:
         self._lock_timeout_s = lock_timeout_s
         self._calls = calls
         self._verified = ""
-        """The folder of the version whose checksum this process has verified."""
+        """Folder of the version whose checksum this process has verified."""
 
     def held(self) -> CopiedVersion | None:
-        """Return the version that the host has, or None. Raises EnvironmentFailure."""
+        """Return the version in the copy; None if there is none. Raises EnvironmentFailure."""
         state = self._state()
         return None if state is None else self._copied(state)
 
     def advance(self, to: VersionId | None = None) -> CopiedVersion:
-        """Update the copy to ``to``, or to the newest version. It never goes back.
+        """Update the copy to ``to``, or to the newest version; return the version in the copy.
 
-        Return a later version if the copy already has it. If ``to`` cannot be read, return the
-        newest later full version. Raises WeightVersionError if there is none (the copy is then
-        unchanged), EnvironmentFailure, and WaitTimeoutError if another process has been changing
-        the copy for too long.
+        A copy with a later version does not change. If ``to`` cannot be read, the copy gets the
+        newest later full version.
+
+        Raises WeightVersionError if no version can be read (the copy is then unchanged),
+        EnvironmentFailure, and WaitTimeoutError if another process changes the copy for too long.
         """
         atomic.make_private_directory(self._folder, calls=self._calls)
         with self._locked():
@@ -183,7 +184,7 @@ class LocalCopy:
                     return self._build(version, held, whole=whole, patient=patient)
                 except WeightVersionError as error:
                     problems.append(str(error))
-                    logger.warning("cannot take weight version %s: %s", version, error)
+                    logger.warning("cannot copy weight version %s: %s", version, error)
                 patient = False
         if state is not None and to is None:
             return self._copied(state)
@@ -194,10 +195,10 @@ class LocalCopy:
         raise WeightVersionError(f"{wanted} in {self._versions} can be read: {reasons}")
 
     def _candidates(self, to: VersionId | None) -> Iterator[tuple[VersionId, bool, bool]]:
-        """Yield the versions to try, including versions published while it runs.
+        """Yield (version, must be full, wait for missing files) for the versions to try.
 
-        Each comes with two flags: whether it must be full, and whether to wait for missing files.
-        The second flag is false for a version that was removed.
+        Include versions that are published during the iteration. The last flag is false for a
+        removed version.
         """
         known = version_ids(self._versions, calls=self._calls)
         tried: set[VersionId] = set()
@@ -213,7 +214,7 @@ class LocalCopy:
     def _build(
         self, version: VersionId, held: CopyState | None, *, whole: bool, patient: bool
     ) -> CopiedVersion:
-        """Write the file of a version, from the current version or from a full one."""
+        """Write the file of a version, from the version ``held`` or from a full version."""
         with VersionFiles(self._versions, patient=patient, calls=self._calls) as files:
             chain = files.chain(version, None if held is None else held.id)
             if whole and chain[-1].base is not None:
@@ -263,12 +264,12 @@ class LocalCopy:
         except FileNotFoundError:
             return None
         except CorruptFileError as error:
-            logger.warning("the copy is unusable and will be made again: %s", error)
+            logger.warning("slurmrl makes the copy of the weights again: %s", error)
             return None
         return state if state.versions == str(self._versions) else None
 
     def _sound_state(self) -> CopyState | None:
-        """Return the state if its file matches it; a process compares the checksum only once."""
+        """Return the state if the file matches; a process compares a file's checksum only once."""
         state = self._state()
         if state is None or state.folder == self._verified:
             return state
@@ -307,10 +308,10 @@ T = TypeVar("T")
 
 
 class VersionFiles:
-    """The files of the versions in a directory. As a context manager, it keeps files open.
+    """The files of the versions in a directory. A context manager, which closes files at the end.
 
-    A ``patient`` object repeats failing reads for about a minute, if this host may see an old state
-    of the directory.
+    With ``patient``, failing reads are repeated for about a minute if this host may see an old
+    state of the directory.
     """
 
     def __init__(self, folder: Path, *, patient: bool = False, calls: SystemCalls = REAL) -> None:
@@ -318,7 +319,7 @@ class VersionFiles:
         self._calls = calls
         self._pauses_s = HIDDEN_PAUSES_S if patient and calls.caches(folder) else ()
         self._open: OrderedDict[Path, int] = OrderedDict()
-        """Descriptors; the most recently used is at the end."""
+        """Descriptors, from the least to the most recently used."""
 
     def __enter__(self) -> VersionFiles:
         return self
@@ -338,9 +339,9 @@ class VersionFiles:
         return self._patiently(lambda: read_manifest(folder, calls=self._calls))
 
     def chain(self, to: VersionId, held: VersionId | None = None) -> list[VersionManifest]:
-        """Return the versions from which ``to`` is made, in the order in which they are applied.
+        """Return the versions from which ``to`` is made, in the order of their application.
 
-        The first one is full, or a delta against ``held``. Raises WeightVersionError,
+        The first version is full, or has the base ``held``. Raises WeightVersionError,
         EnvironmentFailure.
         """
         found = [self.manifest(to)]
@@ -354,7 +355,7 @@ class VersionFiles:
         return found[::-1]
 
     def stored(self, version: VersionId, tensor: StoredTensor) -> Array:
-        """The stored bytes of a tensor, verified.
+        """Return the verified stored bytes of a tensor.
 
         Raises WeightVersionError, EnvironmentFailure.
         """
@@ -380,12 +381,12 @@ class VersionFiles:
                 raise WeightVersionError(f"{path} cannot be read: {reason}") from error
             raise explain(error, "read", path) from error
         if digest(data.data) != tensor.stored_checksum:
-            self._close(path)  # a new handle may see newer data
+            self._close(path)  # A new handle may see newer data.
             raise WeightVersionError(f"{path}: '{tensor.name}' has another checksum")
         return data
 
     def _read(self, path: Path, tensor: StoredTensor) -> Array:
-        """The bytes of a tensor; bytes after the end of a cut file are missing."""
+        """Return the bytes of a tensor, fewer than expected if the file is truncated."""
         descriptor = self._descriptor(path)
         data = np.empty(tensor.bytes, np.uint8)
         begin = 0
@@ -419,10 +420,10 @@ def resolved(
     name: str,
     held: Callable[[str], Array] | None = None,
 ) -> Array:
-    """The bits of a tensor in the last version of a chain, as a flat array of uint8.
+    """Return the bits of a tensor in the last version of a chain, as a flat array of uint8.
 
-    ``held`` returns the tensors of the version before the chain. Raises WeightVersionError if
-    anything differs from its manifest, EnvironmentFailure.
+    ``held`` returns the bits of a tensor in the version before the chain. Raises WeightVersionError
+    if stored bytes or bits do not match a manifest, EnvironmentFailure.
     """
     layers = [(manifest.id, _tensor(manifest, name)) for manifest in chain]
     whole = [place for place, (_, tensor) in enumerate(layers) if tensor.encoding == RAW]
@@ -430,7 +431,7 @@ def resolved(
         first, layers = layers[whole[-1]], layers[whole[-1] + 1 :]
         bits, found = files.stored(*first), first[1].checksum
     elif held is None:
-        raise WeightVersionError(f"'{name}' is not stored whole in any of {_named(chain)}")
+        raise WeightVersionError(f"'{name}' is stored as a delta in all versions {_named(chain)}")
     else:
         bits = held(name).copy()
         found = digest(bits.data)

@@ -1,4 +1,4 @@
-"""The trainers' side of weight versions: ranks write parts, then the manifest follows."""
+"""Writing of weight versions: ranks of the trainers write parts, then one writes the manifest."""
 
 from __future__ import annotations
 
@@ -49,16 +49,15 @@ class VersionBits:
 
     version: VersionId
     tensors: Mapping[str, Array]
-    """Each tensor's bits, as a flat array of uint8."""
+    """Bits of each tensor, as a flat array of uint8."""
 
 
 class PartWriter:
-    """A writer of the tensors that one rank owns into the directory of a version.
+    """Writes the tensors that one rank owns into the directory of a version.
 
-    The name of the directory is the version's. Each tensor belongs to one part.
-
-    A part that is not finished, or whose writing failed, does not belong to a version. As a context
-    manager, the writer then removes its file.
+    The name of the directory is the version's. Each tensor belongs to one part. A part that is not
+    finished, or whose writing failed, does not belong to a version. As a context manager, the
+    writer removes the file of such a part.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class PartWriter:
         frozen: str | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``base``: write deltas against these bits.
+        """Open the file of a part. With ``base``, write deltas from these bits.
 
-        ``frozen``: the manifest's value. Raises EnvironmentFailure.
+        ``frozen`` is the fingerprint in the manifest. Raises EnvironmentFailure.
         """
         self._folder, self._part = folder, part
         self._base, self._frozen = base, frozen
@@ -101,7 +100,7 @@ class PartWriter:
         self.abandon()
 
     def add(self, name: str, dtype: str, shape: Sequence[int], bits: Array) -> StoredTensor:
-        """Write a tensor; ``bits`` is its flat array of uint8, contiguous.
+        """Write a tensor; ``bits`` is a flat, contiguous array of uint8.
 
         Raises EnvironmentFailure; the part is then abandoned.
         """
@@ -141,7 +140,7 @@ class PartWriter:
         return index
 
     def abandon(self) -> None:
-        """Remove the file of a part that was not finished; does nothing to a finished one."""
+        """Remove the file of an unfinished part; do nothing to a finished part."""
         if self._descriptor is not None:
             with suppress(OSError):
                 self._calls.close(self._descriptor)
@@ -189,10 +188,8 @@ def publish(
 ) -> VersionManifest:
     """Make the parts in ``folder`` a version, durably.
 
-    ``base`` is the published version that their deltas are against; None if all tensors are
-    complete.
-
-    Raises WeightVersionError if the parts do not fit together or to the base, EnvironmentFailure.
+    ``base`` is the published base version of deltas; None if all tensors are complete. Raises
+    WeightVersionError if parts do not match each other or the base, EnvironmentFailure.
     """
     assert folder.name == version.name, f"{folder} is not the folder of version {version}"
     ordered = sorted(parts, key=lambda part: part.part)

@@ -208,5 +208,5 @@ def test_files_of_different_checkpoints_are_rejected(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     first, second = (tmp_path / f"actor.{rank}.safetensors" for rank in range(2))
     second.write_bytes(first.read_bytes())
-    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors is labeled actor rank 0"):
+    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors belongs to actor rank 0"):
         RoleCheckpoint(tmp_path, "actor").read("model.b")

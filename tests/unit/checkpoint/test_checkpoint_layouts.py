@@ -210,7 +210,7 @@ def test_damaged_layout_is_detected(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         (lambda v: v.update(version=3), "has version 3; this program reads versions 1 to 2"),
-        (lambda v: v.update(role="critic"), "is labeled critic"),
+        (lambda v: v.update(role="critic"), "belongs to critic"),
         (lambda v: v.pop("step"), "has no 'step'"),
         (lambda v: v["layout"].update(ranks=4), "a rank beyond the 4 ranks"),
         (lambda v: v["layout"].update(ranks=-1), "in 'layout'"),

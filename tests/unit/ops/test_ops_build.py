@@ -246,7 +246,7 @@ def test_output_of_a_failed_compiler_is_quoted(made: Recipe, cache: Path, host: 
 def test_message_about_missing_compilers_says_what_to_install() -> None:
     with pytest.raises(EnvironmentFailure, match=r"no C\+\+ compiler here: install one"):
         libraries.make(Half.CPU, Toolchain(cxx="", nvcc=""))
-    with pytest.raises(EnvironmentFailure, match="no nvcc here: install the CUDA toolkit"):
+    with pytest.raises(EnvironmentFailure, match="no nvcc: install the CUDA toolkit"):
         libraries.make(Half.CUDA, Toolchain(cxx=libraries.find_toolchain().cxx, nvcc=""))
 
 
@@ -278,7 +278,7 @@ def test_torch_fallback_warns_once(
     assert len(caplog.records) == 1
     assert "pure torch" in caplog.text
     assert "python -m slurmrl.tensors.ops.native" in caplog.text
-    assert "there is no C++ compiler here" in caplog.text
+    assert "this host has no C++ compiler" in caplog.text
 
 
 def test_small_batches_do_not_trigger_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +358,7 @@ def test_build_command_prints_the_library_path(tmp_path: Path) -> None:
     environ = {**os.environ, "CXX": "no-such-compiler"}
     done = subprocess.run([script], capture_output=True, text=True, env=environ, timeout=600)
     assert done.returncode == 3
-    assert done.stderr.count("there is no C++ compiler here") == 2
+    assert done.stderr.count("this host has no C++ compiler") == 2
 
 
 PROGRAM_TIMEOUT_S = 1400.0

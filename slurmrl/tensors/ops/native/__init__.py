@@ -1,5 +1,5 @@
-"""Compiled operators: built from ``cuda/`` on first use, once per host, and cached.
+"""Compiled operators, which are built from ``cuda/`` on first use, once per host, and cached.
 
-The CPU half needs a C++ compiler, the CUDA half nvcc as well; without them callers use their pure
-torch form.
+The CPU half needs a C++ compiler, and the CUDA half also needs nvcc. Without these compilers,
+callers use their pure torch form.
 """

@@ -1,11 +1,11 @@
 """A program that compiles one half with ``torch.utils.cpp_extension`` and loads it once.
 
-It runs in a separate process, so that a library that fails to load cannot harm the caller. It is a
-script that needs only torch. It reads a recipe as JSON from standard input and writes ``<name>.so``
-into the folder given as its argument.
+The program runs in a separate process, so that a library that fails to load cannot harm the caller.
+It is a script that needs only torch. It reads a recipe as JSON from standard input and writes
+``<name>.so`` into the folder given as its argument.
 
-nvcc compiles the ``.cu`` files directly: they do not use torch, and torch's own build would require
-a CUDA torch of nvcc's version.
+nvcc compiles the ``.cu`` files directly, because they do not use torch, and torch's own build would
+require a CUDA torch of nvcc's version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def compile_cuda(recipe: dict[str, Any], folder: Path) -> list[str]:
-    """Object files of the recipe's ``.cu`` files."""
+    """Compile the recipe's ``.cu`` files; return the object files."""
     objects = []
     for source in (name for name in recipe["sources"] if name.endswith(".cu")):
         target = folder / f"{Path(source).stem}.cuda.o"
@@ -40,7 +40,7 @@ def link_flags(recipe: dict[str, Any], objects: list[str]) -> list[str]:
 def main(folder: Path) -> None:
     recipe = json.load(sys.stdin)
     objects = compile_cuda(recipe, folder)
-    from torch.utils import cpp_extension  # slow to import, and not needed above
+    from torch.utils import cpp_extension  # The module is slow to import.
 
     cpp_extension.load(
         name=recipe["name"],

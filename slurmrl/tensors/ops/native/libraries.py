@@ -1,9 +1,9 @@
 """Libraries of the operators: recipe (sources, compilers, flags), build, and cache.
 
-The cache may be shared by hosts. On each host, a file lock on local disk lets one process build
-while the others wait; the kernel releases it when its holder dies. Hosts do not wait for each
-other: the first to finish publishes its library, by exclusive creation of a whole file, and the
-others use it.
+Hosts may share the cache. On each host, a file lock on local disk lets one process build while the
+others wait. The kernel releases the lock when its holder dies. Hosts do not wait for each other:
+the first host that finishes publishes its library, by exclusive creation of a whole file, and the
+other hosts use this library.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ COMMAND = "python -m slurmrl.tensors.ops.native"
 BUILD_TIMEOUT_S = 3600.0
 """Time limit of a build, which takes 90 s on an idle machine and much longer on a busy one."""
 LOCK_TIMEOUT_S = 2 * BUILD_TIMEOUT_S
-"""Time limit for waiting for the lock: as long as two builds."""
+"""Time limit for waiting for the lock: the time limit of two builds."""
 PROGRAM = "tensors/ops/native/compile.py"
 LOG_LINES = 30
 SOURCES = "cuda"
 """Folder of the sources: a link to the repository's ``cuda/``, or a folder of the wheel."""
 
 ABI_TARGET = "0x020b000000000000"
-"""The oldest torch (2.11) whose stable ABI has the functions that the bindings call."""
+"""First torch release (2.11) whose stable ABI has the functions that the bindings call."""
 
 CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra")
 """Flags of the C++ compiler. Fused multiply-adds are off, because they round differently from
@@ -64,7 +64,7 @@ NVCC_FLAGS = (
 _NONE: tuple[str, ...] = ()
 
 ARCHITECTURES = ("80", "90", "100")
-"""A100, H100 and B200. Other GPUs of these generations run the same code, newer ones the PTX."""
+"""Architectures of A100, H100 and B200. Newer generations of GPUs compile the PTX."""
 ASK_TIMEOUT_S = 60.0
 NO_CXX = "install one (Debian, Ubuntu: apt-get install g++) or set CXX to its path"
 NO_NVCC = (
@@ -76,25 +76,25 @@ NO_NVCC = (
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Paths of the compilers; empty if missing."""
+    """Paths of the compilers; "" for a missing compiler."""
 
     cxx: str
     nvcc: str
 
     def cxx_version(self) -> str:
-        """The C++ compiler's version. Raises EnvironmentFailure if there is none."""
+        """Return the C++ compiler's version. Raises EnvironmentFailure if there is none."""
         if not self.cxx:
-            raise EnvironmentFailure(f"there is no C++ compiler here: {NO_CXX}")
+            raise EnvironmentFailure(f"this host has no C++ compiler: {NO_CXX}")
         return _ask(self.cxx, "--version").partition("\n")[0]
 
     def nvcc_version(self) -> str:
         """Return the version of nvcc. Raises EnvironmentFailure if there is none."""
         if not self.nvcc:
-            raise EnvironmentFailure(f"there is no nvcc here: {NO_NVCC}")
+            raise EnvironmentFailure(f"this host has no nvcc: {NO_NVCC}")
         return " ".join(_ask(self.nvcc, "--version").split())
 
     def architecture_flags(self) -> tuple[str, ...]:
-        """Machine code for the ``ARCHITECTURES`` that nvcc supports, and PTX for the newest."""
+        """Return flags for machine code of supported `ARCHITECTURES`, and PTX of the newest."""
         known = _ask(self.nvcc, "--list-gpu-code").split()
         chosen = [number for number in ARCHITECTURES if f"sm_{number}" in known]
         if not chosen:
@@ -106,14 +106,14 @@ class Toolchain:
         return (*code, f"-gencode=arch=compute_{chosen[-1]},code=compute_{chosen[-1]}")
 
     def cuda_home(self) -> Path:
-        """The toolkit's folder as nvcc reports it; the nvcc on PATH may be a wrapper script."""
+        """Return the toolkit's folder as nvcc reports it; nvcc on PATH may be a wrapper script."""
         plan = _ask(self.nvcc, "--dryrun", "-x", "cu", "/dev/null", "-o", "/dev/null", stderr=True)
         top = next(line.partition("TOP=")[2] for line in plan.splitlines() if "TOP=" in line)
         return Path(top.strip()).resolve()
 
 
 class Half(StrEnum):
-    """The devices that a library is for."""
+    """The devices for which a library is built."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -131,16 +131,16 @@ FILES: dict[Half, tuple[str, ...]] = {
     ),
     Half.CUDA: ("gpu/binding.cpp", "gpu/scan.cu", "gpu/intervals.cu"),
 }
-"""The compiled files; headers are in the same folders."""
+"""Files that are compiled; headers are in the same folders."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines a library, apart from the files' contents."""
+    """Everything that determines a library, except the files' contents."""
 
     half: Half
     sources: tuple[str, ...]
-    """Names of `inputs`."""
+    """Names of the `inputs` that are compiled."""
     cxx: str
     cxx_flags: tuple[str, ...]
     nvcc: str
@@ -155,7 +155,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """The cache key: independent of the folder and of the torch release."""
+        """Cache key, which depends neither on folders nor on the torch release."""
         text = asdict(self) | {"sources": None, "nvcc": None, "cuda_home": None}
         digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode())
         return f"{stem(self.half)}-{digest.hexdigest()[:16]}"
@@ -176,7 +176,7 @@ def stem(half: Half) -> str:
 
 
 def make(half: Half, toolchain: Toolchain) -> Recipe:
-    """The recipe of a half on this machine. Raises EnvironmentFailure if a compiler is missing."""
+    """Return the recipe of a half on this host. Raises EnvironmentFailure without a compiler."""
     cxx_version = toolchain.cxx_version()
     versions = [cxx_version, " ".join(platform.libc_ver()), platform.machine()]
     nvcc, nvcc_flags, home = "", _NONE, ""
@@ -197,7 +197,7 @@ def make(half: Half, toolchain: Toolchain) -> Recipe:
 
 
 def inputs(half: Half) -> dict[str, bytes]:
-    """The half's own files and the shared headers by name, in a fixed order.
+    """Return the half's files and the shared headers by name, in a fixed order.
 
     Raises EnvironmentFailure if they are missing.
     """
@@ -211,7 +211,7 @@ def inputs(half: Half) -> dict[str, bytes]:
 
 
 def find_toolchain() -> Toolchain:
-    """Return the compilers set by CXX and CUDA_HOME, or those found.
+    """Return the compilers that CXX and CUDA_HOME name, else the first compilers that are found.
 
     The search covers PATH, the toolkit's usual folder and this environment's packages.
     """
@@ -245,12 +245,12 @@ Compile = Callable[[Recipe, Path], Path]
 """Function that compiles a recipe in an empty folder and returns the library."""
 Building = Callable[[], AbstractContextManager[object]]
 building: ContextVar[Building] = ContextVar("building", default=nullcontext)
-"""Function that makes the context in which a process builds or waits for a build. A rank sets it to
-show this in the status."""
+"""Function that makes the context in which a process builds or waits for a build. A rank replaces
+it, so that the status shows the wait."""
 
 
 def cache_folder() -> Path:
-    """SLURMRL_OPS_CACHE, or ``slurmrl/ops`` in the user's cache folder."""
+    """Return SLURMRL_OPS_CACHE, or ``slurmrl/ops`` in the user's cache folder."""
     chosen = env.OPS_CACHE.get()
     if chosen:
         return Path(chosen).absolute()
@@ -258,14 +258,14 @@ def cache_folder() -> Path:
 
 
 def host_folder() -> Path:
-    """A private folder on this host's local disk, for locks and unfinished builds."""
+    """Return a private folder on this host's local disk, for locks and unfinished builds."""
     return Path(tempfile.gettempdir()) / f"slurmrl-ops-{os.getuid()}"
 
 
 def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = None) -> Path:
-    """The library of a recipe, built and published if the cache lacks it.
+    """Return the library of a recipe; build and publish it if the cache lacks it.
 
-    Raises EnvironmentFailure if it cannot be built, OwnershipError if others can write to the
+    Raises EnvironmentFailure if it cannot be built, OwnershipError if other users can write to the
     cache.
     """
     _make_ours(cache)
@@ -288,7 +288,7 @@ def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = No
 
 
 def ready_made(half: Half, cache: Path) -> list[Path]:
-    """Cached libraries of these sources from any compiler, newest first, for hosts without one."""
+    """Return cached libraries from any compiler, newest first, for hosts without a compiler."""
     if not cache.is_dir():
         return []
     atomic.check_ownership(cache)
@@ -297,9 +297,12 @@ def ready_made(half: Half, cache: Path) -> list[Path]:
 
 
 def run_compiler(recipe: Recipe, folder: Path) -> Path:
-    """Compile in a separate process, which also tries to load the result."""
+    """Compile in a separate process, which also loads the result as a test; return the library.
+
+    Raises EnvironmentFailure with the end of the compiler's output.
+    """
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environ = {**os.environ, "PATH": search, "CXX": recipe.cxx}  # ninja is installed next to python
+    environ = {**os.environ, "PATH": search, "CXX": recipe.cxx}  # ninja is next to python.
     program, sources = folder / "compile.py", folder / "sources"
     program.write_bytes(package.read(PROGRAM))
     for name, content in inputs(recipe.half).items():
@@ -337,14 +340,14 @@ def _spec(recipe: Recipe, sources: Path) -> dict[str, object]:
 
 
 def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
-    """Build and publish, under the lock: no other process of this host builds this library."""
-    for leftover in host.glob(f"{recipe.key}.build.*"):  # left by a killed builder
+    """Build and publish a library. The caller holds the lock of this host."""
+    for leftover in host.glob(f"{recipe.key}.build.*"):  # A killed process left the folder.
         shutil.rmtree(leftover, ignore_errors=True)
     atomic.sweep_temporaries(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{recipe.key}.build.", dir=host))
     logger.info(
-        "compiling the operators of slurmrl into %s: 20 to 90 s, once for this cache; to compile "
-        "them before a job: %s",
+        "compiling the operators of slurmrl into %s, which takes 20 to 90 s, once for this cache; "
+        "to compile them before a job, run: %s",
         path,
         COMMAND,
     )
@@ -352,7 +355,7 @@ def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
     try:
         built = run(recipe, folder).read_bytes()
         logger.info("compiled the operators in %.0f s", time.monotonic() - began)
-        # If another host was faster, its library of the same recipe stays.
+        # If another host was faster, keep its library of the same recipe.
         atomic.exclusive_create(path, built)
     except EnvironmentFailure as error:
         _failure(recipe, host).write_text(str(error))
@@ -362,17 +365,17 @@ def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
 
 
 def _failure(recipe: Recipe, host: Path) -> Path:
-    """The file with the error of this host's last failed build."""
+    """Return the file with the error of this host's last failed build."""
     return host / f"{recipe.key}.failure"
 
 
 def _raise_if_failed(failure: Path, began: float) -> None:
-    """Raise the error of a build that failed while this process waited: another would fail too."""
+    """Raise the error of a build that failed while this process waited, instead of repeating it."""
     if failure.exists() and failure.stat().st_mtime >= began:
         raise EnvironmentFailure(failure.read_text())
 
 
 def _make_ours(folder: Path) -> None:
-    """Check that only the user can write to the folder: libraries run with the user's rights."""
+    """Make a folder to which only the user can write, because libraries run as the user."""
     atomic.make_private_directory(folder)
     atomic.check_ownership(folder)

@@ -16,14 +16,15 @@ from slurmrl.tensors.ops.native import libraries
 from slurmrl.tensors.ops.native.libraries import Half
 
 SMALL_ELEMENTS = 2**18
-"""Number of elements below which torch takes under 10 ms on a CPU, with the same bits: no build."""
+"""Number of elements below which nothing is built, because torch takes under 10 ms on a CPU, with
+the same bits."""
 
 BUILT = SMALL_ELEMENTS
-"""Size for operators whose compiled form is used for all tensors: a token's result must not depend
-on the number of tokens."""
+"""Number of elements to state for operators whose compiled form is used for all sizes, because a
+token's result must not depend on the number of tokens."""
 
 HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
-"""The half for each device type."""
+"""Half for each device type."""
 
 
 class Choice(StrEnum):
@@ -32,9 +33,9 @@ class Choice(StrEnum):
     AUTO = "auto"
     """Compiled operators if they are faster and available, else torch."""
     TORCH = "torch"
-    """Never compiled operators."""
+    """Always torch."""
     NATIVE = "native"
-    """Compiled, or an error with the reason."""
+    """Always compiled operators; an error if they are not available."""
 
 
 def operators(device: torch.device, elements: int) -> Any | None:
@@ -54,9 +55,9 @@ def operators(device: torch.device, elements: int) -> Any | None:
 
 
 def for_floats(like: Tensor) -> Any:
-    """Return the operators that have only a float32 form for CPUs; None if there are none.
+    """Return the operators that exist only for float32 on CPUs.
 
-    They are for tensors of any size with the dtype and device of ``like``.
+    Return None if ``like`` has another dtype or device, or if the operators are not available.
     """
     if like.dtype != torch.float32 or like.device.type != "cpu":
         return None
@@ -65,10 +66,10 @@ def for_floats(like: Tensor) -> Any:
 
 @cache
 def load(half: Half) -> Any:
-    """Load a half into this process; build it first if the cache lacks it.
+    """Load a half into this process, and return its operators; build it if the cache lacks it.
 
-    A host whose compilers are missing or fail uses a cached library that another host built from
-    the same sources. Raises EnvironmentFailure if there is none.
+    If compilers are missing or fail, use a cached library that another host built from the same
+    sources. Raises EnvironmentFailure if there is none.
     """
     folder = libraries.cache_folder()
     try:
@@ -91,7 +92,7 @@ def load(half: Half) -> Any:
 
 @cache
 def _ready(device: torch.device) -> Any:
-    """The operators, once they have run on the device. Raises EnvironmentFailure."""
+    """Return the operators after a trial on the device. Raises EnvironmentFailure."""
     operators = load(HALVES[device.type])
     if device.type == "cuda":
         try:
@@ -109,8 +110,8 @@ def _ready_or_warn(device: torch.device) -> Any | None:
     except EnvironmentFailure as error:
         log.get(__name__).warning(
             "The operators of slurmrl run in pure torch on %s of this host, which is slower. To "
-            "build the compiled ones, run python -m slurmrl.tensors.ops.native here or on another "
-            "host that shares the cache. Reason: %s",
+            "build the compiled operators, run python -m slurmrl.tensors.ops.native on this host "
+            "or on another host that shares the cache. Reason: %s",
             device,
             error,
         )
