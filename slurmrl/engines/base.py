@@ -70,7 +70,7 @@ class ServingOptions:
     """Whether a request may continue the sequence of an earlier one. Without turns all requests
     are submitted at once."""
     masked: bool = True
-    """Whether log-probabilities are those of the distribution after top-k and top-p, instead of the
+    """Whether log-probabilities refer to the distribution after top-k and top-p, instead of the
     whole distribution."""
     settled: Callable[[], Awaitable[None]] | None = None
     """Function that returns when no further request will be submitted before an earlier request is

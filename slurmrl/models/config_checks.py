@@ -132,7 +132,7 @@ def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:
 
 
 def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
-    """Return problems of sizes, by field name, that are impossible alone or together."""
+    """Return problems of sizes, by field name, that are impossible by themselves or together."""
     problems = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % max(kv_heads, 1):

@@ -220,7 +220,7 @@ class HFModel(PackedModel):
 
     @contextmanager
     def routed(self, routes: Replayed) -> Iterator[None]:
-        """Let the blocks with experts follow ``routes`` while entered, also in backward passes."""
+        """Let the blocks with experts follow ``routes`` while entered and in backward passes."""
         self._replayed = self.routers.routes = routes
         try:
             yield
@@ -267,7 +267,7 @@ class HFModel(PackedModel):
     ) -> HFSession:
         """Return a session for prompts of ``lengths``, padded to at least ``width`` columns.
 
-        Prompts of up to ``prefill_tokens`` in all are prefilled at a time, a longer prompt alone.
+        Prompts are prefilled together up to ``prefill_tokens`` in all, a longer prompt by itself.
         With ``experts``, experts are recorded. ``pictures`` are the paths of the prompts' pictures,
         as for `showing`. Raises UsageError as `require_generation`.
         """

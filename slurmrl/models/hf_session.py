@@ -204,7 +204,7 @@ def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 
 def _joined_values(values: Sequence[Any]) -> Any:
-    """Join tensors that have a dim of rows, also in lists and dicts; other values are equal."""
+    """Join tensors that have a dim of rows, in lists and dicts too; other values are equal."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(values))

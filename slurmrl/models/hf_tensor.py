@@ -388,7 +388,7 @@ def _product(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _leaving(tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """Return a hook that sums products, with those of adapters, over ranks and adds the bias."""
+    """Return a hook that sums products, adapters included, over ranks and adds the bias."""
 
     def leave(module: nn.Module, _: Any, products: Tensor) -> Tensor:
         whole = partial_to_whole(products, tensor.group)

@@ -151,7 +151,7 @@ def frequencies(
 def _llama3(freqs: Tensor, rope: Rope) -> Tensor:
     """Divide low frequencies by the factor, keep high frequencies, and interpolate between them.
 
-    The formula is that of Llama 3.1's reference code.
+    This is the formula of Llama 3.1's reference code.
     """
     low, high = float(rope.options["low_freq_factor"]), float(rope.options["high_freq_factor"])
     wavelengths = 2 * math.pi / freqs

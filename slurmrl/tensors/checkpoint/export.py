@@ -245,7 +245,7 @@ def in_written_order(
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
-    """Split entries, in order, into files of at most ``limit_bytes``; a larger tensor is alone."""
+    """Split entries, in order, into files of at most ``limit_bytes`` or with one larger tensor."""
     shards: list[Shard] = [[]]
     size = 0
     for entry in entries:

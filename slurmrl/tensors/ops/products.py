@@ -279,7 +279,7 @@ class PackedLayer:
     ) -> Tensor:
         """Return the layer's output [T, h] for ``x`` [T, h].
 
-        Attention and arguments are those of `paged_kernels.attend_heads`.
+        It attends as `paged_kernels.attend_heads` and has the same arguments.
         """
         out = torch.empty_like(x)
         size = keys.shape[2]

@@ -35,7 +35,7 @@ COMBINED: Final = {
     "all": ("pp", "dp", "cp", "tp"),
     "alone": (),
 }
-"""Axes of additional groups, also of one rank, for engines with a separate grid of experts."""
+"""Axes of additional groups, even of one rank, for engines with a separate grid of experts."""
 OF_EXPERTS: Final = {
     "ep": ("ep",),
     "etp": ("tp",),

@@ -244,9 +244,9 @@ def test_output_of_a_failed_compiler_is_quoted(made: Recipe, cache: Path, host: 
 
 
 def test_message_about_missing_compilers_says_what_to_install() -> None:
-    with pytest.raises(EnvironmentFailure, match=r"no C\+\+ compiler here: install one"):
+    with pytest.raises(EnvironmentFailure, match=r"this host has no C\+\+ compiler: install one"):
         libraries.make(Half.CPU, Toolchain(cxx="", nvcc=""))
-    with pytest.raises(EnvironmentFailure, match="no nvcc: install the CUDA toolkit"):
+    with pytest.raises(EnvironmentFailure, match="this host has no nvcc: install the CUDA toolkit"):
         libraries.make(Half.CUDA, Toolchain(cxx=libraries.find_toolchain().cxx, nvcc=""))
 
 
@@ -297,7 +297,7 @@ def test_small_batches_do_not_trigger_a_build(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("bare_host")
 def test_native_choice_without_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "native")
-    with pytest.raises(EnvironmentFailure, match=r"there is no C\+\+ compiler"):
+    with pytest.raises(EnvironmentFailure, match=r"this host has no C\+\+ compiler"):
         loading.operators(torch.device("cpu"), 1)
 
 
