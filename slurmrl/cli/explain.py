@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from slurmrl.cli.options import complete_algorithms, complete_keys, examples, json_option
+from slurmrl.cli.options import (
+    complete_algorithms,
+    complete_keys,
+    completion_items,
+    examples,
+    json_option,
+)
 from slurmrl.display import terminal
 from slurmrl.display.terminal import table, width
 from slurmrl.errors import SlurmrlError, UsageError
@@ -25,12 +31,12 @@ if TYPE_CHECKING:
     from slurmrl.config.source import KeyPath
 
 PIPE_WIDTH = 100
-"""Columns where there is no terminal."""
+"""Width of the output in columns without a terminal."""
 ALGORITHM = "algorithm"
 
 
 class Explanation(NamedTuple):
-    """A key, and the algorithms that have it with this meaning (none: it is not theirs)."""
+    """A key, and the algorithms whose key has this meaning; none for keys of other sections."""
 
     facts: KeyFacts
     algorithms: tuple[str, ...] = ()
@@ -78,7 +84,7 @@ def _top() -> list[KeyFacts]:
 
 
 def _schemas(algorithm: str | None) -> dict[type[BaseModel], list[str]]:
-    """Return the names of each algorithm's schema; only one if ``algorithm`` names it."""
+    """Return the names of algorithms by schema: of all algorithms, or only of ``algorithm``."""
     from slurmrl.config.describe import by_schema
     from slurmrl.plan.algorithms import ALGORITHMS
 
@@ -111,7 +117,7 @@ def _entries(path: KeyPath, algorithm: str | None) -> list[Explanation]:
 
 
 def _settings(algorithm: str) -> Any:
-    """Return the settings of an algorithm of which only the name is given."""
+    """Return the default settings of an algorithm."""
     from slurmrl.config.key_facts import preset_settings
 
     schema = next(iter(_schemas(algorithm)))
@@ -144,7 +150,7 @@ def _of_algorithms(path: KeyPath, algorithm: str | None) -> list[Explanation]:
 
 
 def _unknown(schema: type[BaseModel], path: KeyPath, prefix: KeyPath) -> str:
-    """Return the message about a path that a schema does not have."""
+    """Return the message about a key that a schema lacks."""
     from slurmrl.config.key_facts import find
     from slurmrl.config.problems import unknown_key
 
@@ -203,7 +209,7 @@ def _algorithms() -> str:
 
 
 def _lines(entry: Explanation, whole: bool) -> Iterator[str]:
-    """Yield the lines about one entry; ``whole``: it is the section of an algorithm."""
+    """Yield the lines about one entry; ``whole`` says that it is the section of an algorithm."""
     from slurmrl.config.key_facts import (
         OF_KEYS,
         facts_of,
@@ -260,7 +266,7 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def _columns(rows: list[tuple[str, str]]) -> Iterator[str]:
-    """Yield a line for each row; the last column is cut at the width of the terminal."""
+    """Yield a line for each row; cut the last column at the width of the terminal."""
     left = max((len(name) for name, _ in rows if len(name) <= _width() // 2), default=0)
     for name, text in rows:
         if len(name) > left:
@@ -290,17 +296,15 @@ def _object(entry: Explanation) -> dict[str, Any]:
 
 
 WIDEST = 100
-"""Columns of a rendered page."""
+"""Maximum number of columns of a rendered page."""
 
 
 def _topics(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
     """Return the topics that begin with ``typed``."""
-    from click.shell_completion import CompletionItem
-
     from slurmrl.desk import manual
 
     try:
-        return [CompletionItem(name) for name in manual.topics() if name.startswith(typed)]
+        return completion_items(manual.topics(), typed)
     except (OSError, SlurmrlError):
         return []
 
@@ -324,7 +328,7 @@ def _topics(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
 def docs(topic: str | None, search: str | None, as_path: bool, browser: bool) -> int:
     """List the pages of the documentation, or show one of them.
 
-    A terminal shows the page in a pager. Without a terminal the command prints its Markdown.
+    A terminal shows the page in a pager. Without a terminal, the command prints its Markdown.
     """
     from slurmrl.desk import manual
 

@@ -1,4 +1,4 @@
-"""Following trials: read, wait, read again, until the end; and the view of a submitted trial."""
+"""Following of trials: read, wait and read again until the end; views of a submitted trial."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from slurmrl.desk.trial_jobs import Jobs
 
 FIRST_S, LONGEST_S = 0.3, 5.0
-"""Pauses between two looks: after news, and when nothing has changed for long."""
+"""Shortest and longest pause between two reads, in seconds. News restart with the shortest."""
 SLICE_S = 0.1
-"""A pause that Ctrl-C must end is slept in slices of this length."""
+"""Length in seconds of the parts of a pause, between which Ctrl-C can end it."""
 CURVE_STEPS, CURVE_WIDTH = 400, 40
-"""Number of newest steps in the curve of the live view, and its columns."""
+"""Number of newest steps in the curve of the live view, and its width in columns."""
 MOST_LINES = 100
-"""Most steps to print after one look."""
+"""Maximum number of steps to print after one read."""
 POLL_S = {"local": 0.5}
-"""Seconds between two looks at a run."""
+"""Seconds between two reads of a run, by scheduler."""
 SHARED_POLL_S = 10.0
-"""Seconds between two looks if other users share the scheduler and the directory."""
+"""Seconds between two reads if other users share the scheduler and the directory."""
 LEAVE_S = 15.0
 """Seconds to wait for the processes of an ended local trial to exit."""
 EXIT_CODES = {"COMPLETED": 0, "FAILED": 1}
@@ -48,7 +48,7 @@ INTERRUPTED = 130
 
 
 class Seen(Enum):
-    """The result of one look."""
+    """The result of one read of a trial."""
 
     NEWS = "news"
     NOTHING_NEW = "nothing new"
@@ -56,7 +56,7 @@ class Seen(Enum):
 
 
 class Interrupts:
-    """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of a look."""
+    """Counts Ctrl-C during the context instead of raising KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -66,12 +66,7 @@ class Interrupts:
         self._before = signal.signal(signal.SIGINT, self._add)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
     @property
@@ -93,12 +88,12 @@ def follow(
 ) -> None:
     """Call ``look`` until it returns END.
 
-    Pauses grow from ``first_s`` to ``longest_s`` while there is no news. A directory or a scheduler
-    that does not answer is reported once and tried again.
+    Pauses grow from ``first_s`` to ``longest_s`` seconds while there is no news. An error of the
+    directory or the scheduler is reported once, and ``look`` is called again.
 
-    Ctrl-C raises KeyboardInterrupt as usual. With ``on_interrupt`` it ends the pause instead, and
-    that is called with the number of interrupts so far; it returns whether to stop following.
-    ``interrupts``: those that the caller counts already.
+    Without ``on_interrupt``, Ctrl-C raises KeyboardInterrupt as usual. Otherwise it ends the pause
+    and calls ``on_interrupt`` with the number of interrupts so far, which returns whether to stop
+    following. ``interrupts`` is the counter of a caller that already counts Ctrl-C.
     """
     sleep = sleep or time.sleep
     backoff = Backoff(first_s, longest_s)
@@ -111,7 +106,7 @@ def follow(
             try:
                 seen, problem = look(), None
             except OwnershipError:
-                raise  # waiting does not change this
+                raise  # waiting does not change the owner of the directory
             except EnvironmentFailure as error:
                 problem = str(error)
                 if problem != before:
@@ -137,9 +132,9 @@ def _pause(seconds: float, interrupts: Interrupts | None, sleep: Callable[[float
 
 
 def has_ended(paths: RunPaths) -> bool:
-    """Whether the history ends the trial.
+    """Return whether the trial has ended according to its history.
 
-    Ask before reading the output of its processes, so that no output before the end is missed.
+    Call this before reading the output of its processes: output before the end is then complete.
     Raises UnknownNameError for a removed trial.
     """
     try:
@@ -151,15 +146,15 @@ def has_ended(paths: RunPaths) -> bool:
 
 
 def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
-    """Return a query to run at every look.
+    """Return a query that can be called as often as the directory is read.
 
-    It asks a shared scheduler far less often, and returns the last answer in between.
+    For a shared scheduler, it returns the last answer again for a while.
     """
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
 
 
 class PolledScheduler:
-    """A scheduler that gets few requests, however often a command reads the run directories."""
+    """A scheduler that limits the requests of a command that reads run directories often."""
 
     def __init__(self, kind: str) -> None:
         from slurmrl.scheduler import make
@@ -170,7 +165,7 @@ class PolledScheduler:
 
 
 class TrialFollower:
-    """Follows one submitted trial. Ctrl-C stops a local run and leaves Slurm jobs alone."""
+    """Follows one submitted trial. Ctrl-C stops a local run, but not the jobs of Slurm."""
 
     def __init__(
         self,
@@ -195,10 +190,9 @@ class TrialFollower:
         self._status: dict[str, Any] | None = None
 
     def run(self) -> dict[str, Any]:
-        """Return the last status.
+        """Follow the trial until it ends or the user stops watching; return the last status.
 
-        The trial has ended or was interrupted, or it runs on Slurm and the user stopped watching.
-        Raises KeyboardInterrupt if the user stopped before the first look.
+        Raises KeyboardInterrupt if the user stops before the first status.
         """
         follow(
             self._look,
@@ -217,13 +211,16 @@ class TrialFollower:
         try:
             self._tasks = self._query(self._jobs.ids)
         except EnvironmentFailure as error:
-            problem = str(error)  # the last answer holds until the next one
+            problem = str(error)  # the tasks of the last answer remain valid until the next one
         self._status = assemble(read(self._paths), self._tasks, problem=problem)
         self._view.update(self._status)
         return Seen.END if self._is_over(self._status["state"]) else Seen.NEWS
 
     def _is_over(self, state: str) -> bool:
-        """An ended local trial is over when its processes have exited, or LEAVE_S later."""
+        """Return whether to stop following.
+
+        For a local trial, wait until its processes have exited, but at most LEAVE_S seconds.
+        """
         if state in status_text.LIVES:
             return False
         self._leave_at = self._leave_at or time.monotonic() + LEAVE_S
@@ -231,7 +228,10 @@ class TrialFollower:
         return not (self._local and active) or time.monotonic() >= self._leave_at
 
     def _interrupted(self, count: int) -> bool:
-        """The first Ctrl-C stops a local run at a step, the second kills it."""
+        """Stop a local run after a commit at the first Ctrl-C; kill it at the second.
+
+        Return whether to stop following.
+        """
         if not self._local:
             return True
         if count == 1:
@@ -246,12 +246,12 @@ class TrialFollower:
 
 
 def exit_code(status: dict[str, Any]) -> int:
-    """0 completed, 1 failed, 130 interrupted in any way."""
+    """Return 0 for a completed trial, 1 for a failed trial and 130 for an interrupted trial."""
     return EXIT_CODES.get(status["state"], INTERRUPTED)
 
 
 class View(AbstractContextManager["View"]):
-    """Shows nothing: the base class, and the view of ``--json``."""
+    """Base class of views. It shows nothing, which is right for ``--json``."""
 
     def update(self, status: status_text.Status) -> None:
         """Show a new status."""
@@ -259,17 +259,12 @@ class View(AbstractContextManager["View"]):
     def note(self, text: str) -> None:
         """Show a message that is not part of the status."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         return None
 
 
 class PlainView(View):
-    """Prints a line for each step, state change and commit of incarnations after ``earlier``."""
+    """Prints a line for each step, state change and commit after incarnation ``earlier``."""
 
     def __init__(self, earlier: int = 0, write: Callable[[str], Any] = click.echo) -> None:
         self._write = write
@@ -304,7 +299,7 @@ class PlainView(View):
         self._write(text)
 
     def _begin(self, status: status_text.Status) -> None:
-        """Steps after the last commit are repeated, and printed again."""
+        """Prepare for a new incarnation, which repeats and prints the steps after the commit."""
         committed = status["checkpoint"]["step"] if status["checkpoint"] else -1
         self._step = min(self._step, committed) if self._step >= 0 else committed
         self._incarnation = status["incarnation"]
@@ -318,7 +313,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """Redraws progress in place; notes scroll above it."""
+    """Redraws the progress in place; notes scroll above it."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -329,12 +324,7 @@ class LiveView(View):
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
     def update(self, status: status_text.Status) -> None:
@@ -371,10 +361,9 @@ def picture(status: status_text.Status, lines: Sequence[Mapping[str, Any]] = ())
 
 
 def curve(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return ``reward ▁▂▄▆█ 0.12 to 0.41, steps 1 to 60``, or an empty string without a metric.
+    """Return ``reward ▁▂▄▆█ 0.12 to 0.41, steps 1 to 60``; "" without a suitable metric.
 
-    The curve shows the first metric of a progress line that two of the lines have. Evaluations are
-    too few for a separate curve.
+    The curve shows the first metric of a progress line that has at least two values.
     """
     for name in sorted(status_text.SHOWN, key=lambda name: name.startswith("eval/")):
         points = [
@@ -391,13 +380,13 @@ def curve(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def remaining(status: status_text.Status) -> str:
-    """Return the step time and the time left at that pace."""
+    """Return the step time and the remaining time at this pace; "" if unknown."""
     step_s, left_s = status["timing"]["step_s"], status["timing"]["left_s"]
     return f"{step_s:.3g} s/step, {age(left_s)} left" if step_s and left_s else ""
 
 
 def make_view(*, silent: bool, earlier: int) -> View:
-    """``earlier``: the number of incarnations before this submission."""
+    """Return the view for this terminal; ``earlier`` is the number of earlier incarnations."""
     if silent:
         return View()
     return LiveView() if sys.stdout.isatty() else PlainView(earlier)

@@ -1,4 +1,4 @@
-"""Options that commands share, ``slurmrl completion``, and the requests of the shells for it."""
+"""Completions of the command line, ``slurmrl completion``, and options that commands share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class FiniteRange(click.FloatRange):
-    """Numbers of a range, without NaN, which every comparison lets through."""
+    """Numbers of a range, without NaN, which click's comparisons accept."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -50,38 +50,12 @@ def _use_profile(ctx: click.Context, parameter: click.Parameter, name: str | Non
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: command lines that work."""
+    """Return the end of a command's help, which has examples of command lines."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def trial_argument(command: F) -> F:
-    """Add the argument ``trial``."""
-    argument = click.argument("trial", metavar="EXPERIMENT/TRIAL", shell_complete=complete_trials)
-    return argument(command)
-
-
-def trials_argument(command: F) -> F:
-    """Add the argument ``names``: one trial or more."""
-    argument = click.argument(
-        "names",
-        nargs=-1,
-        required=True,
-        metavar="EXPERIMENT/TRIAL...",
-        shell_complete=complete_trials,
-    )
-    return argument(command)
-
-
-def newest_trial_argument(command: F) -> F:
-    """Add the argument ``trial`` of a command that only reads; see `chosen_trial`."""
-    argument = click.argument(
-        "trial", metavar="[EXPERIMENT/TRIAL]", required=False, shell_complete=complete_trials
-    )
-    return argument(command)
-
-
 def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
-    """Return the trial of a name; without one the newest, and say which one that is."""
+    """Return the trial of a name. Without a name, return the newest trial and print its name."""
     from slurmrl.desk import trials
 
     folder = root_folder(root)
@@ -90,6 +64,290 @@ def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
     paths = trials.newest(folder)
     click.echo(f"{paths.full_name}, the newest trial", err=True)
     return paths
+
+
+def again(root: Path) -> str:
+    """Return the option with which another command uses ``root``; "" if that is its default."""
+    if root_folder(None) != root:
+        return f" --root {shlex.quote(str(root))}"
+    profile = click.get_current_context().obj.profile
+    return f" --profile {profile}" if profile and not env.ROOT.get() else ""
+
+
+LINES = {
+    "bash": 'eval "$(slurmrl completion bash)"    # in ~/.bashrc',
+    "zsh": 'eval "$(slurmrl completion zsh)"    # in ~/.zshrc, after compinit',
+    "fish": "slurmrl completion fish | source    # in ~/.config/fish/config.fish",
+}
+"""Line that enables completion, by shell."""
+
+UNFINISHED: Mapping[str, Mapping[str, str]] = {
+    "bash": {
+        "    return 0\n": "    [[ ${COMPREPLY[0]-} == *[.=] ]] && compopt -o nospace 2>/dev/null\n"
+        "    return 0\n"
+    },
+    "zsh": {
+        "    local -a response\n": "    local -a response suffix\n",
+        "    for type key descr in ${response}; do\n": "    for type key descr in ${response}; do\n"
+        "        [[ $key == *[.=] ]] && suffix=(-S '')\n",
+        "completions_with_descriptions -U\n": 'completions_with_descriptions -U "${suffix[@]}"\n',
+        "unsorted -a completions": 'unsorted "${suffix[@]}" -a completions',
+    },
+}
+"""Replacements in Click's scripts, by shell: they add no space after a key that ends with ``.`` or
+``=``. fish needs no replacement."""
+SEPARATOR = "="
+NOT_CURVES = {"step", "time"}
+STEPS = 200
+"""Number of newest steps whose metrics are offered."""
+COMMIT = re.compile(r"step-([0-9]+)\.[0-9]+")
+
+
+@click.command(epilog="\b\n" + "\n".join(LINES.values()))
+@click.argument("shell", type=click.Choice(list(LINES)))
+def completion(shell: str) -> int:
+    """Print the script that completes commands, options, keys, trials and files in a shell."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    root = click.get_current_context().find_root()
+    script = kind(root.command, {}, "slurmrl", env.COMPLETE.name).source()
+    for place, addition in UNFINISHED.get(shell, {}).items():
+        script = script.replace(place, addition)
+    click.echo(script)
+    return 0
+
+
+def complete_trials(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the trials EXPERIMENT/TRIAL that begin with ``typed``."""
+    from slurmrl.desk.trials import names
+
+    try:
+        return completion_items(names(root_folder(ctx.params.get("root")), typed), typed)
+    except (OSError, SlurmrlError):
+        return []  # a message would appear in the middle of the user's command line
+
+
+def complete_profiles(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the site profiles that begin with ``typed``."""
+    from slurmrl.config.profiles import NONE, names
+
+    try:
+        return completion_items((*names(), NONE), typed)
+    except OSError:
+        return []
+
+
+def complete_files(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Let the shell complete names of files."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(typed, type="file")]
+
+
+def complete_folders(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Let the shell complete names of folders."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(typed, type="dir")]
+
+
+def complete_trials_or_files(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the trials that begin with ``typed``, or request files if there are none."""
+    return complete_trials(ctx, parameter, typed) or complete_files(ctx, parameter, typed)
+
+
+def complete_keys(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the keys that begin with ``typed`` and have as many parts.
+
+    A section is offered with and without a dot, because its keys may follow.
+    """
+    return [
+        _item(f"{one.key}{end}", one)
+        for one in _below(typed)
+        for end in (("", ".") if one.section is not None else ("",))
+    ]
+
+
+def complete_overrides(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the keys, or the values of a key, that may continue an override."""
+    key, separator, _ = typed.partition(SEPARATOR)
+    if not separator and (split := _key_before(ctx.params.get("overrides") or ())):
+        return completion_items(_values(split), typed)
+    if separator:
+        return completion_items((f"{key}={each}" for each in _values(key)), typed)
+    return [
+        _item(f"{one.key}{SEPARATOR if one.section is None else '.'}", one) for one in _below(typed)
+    ]
+
+
+def _key_before(words: Sequence[str]) -> str:
+    """Return the key before the typed value, in a shell that splits words at ``=``; else "".
+
+    bash passes ``key``, ``=`` and the value as three words, and omits ``=`` at the end.
+    """
+    if words[-1:] == (SEPARATOR,):
+        return "".join(words[-2:-1])
+    is_key = bool(words) and SEPARATOR not in words[-1] and words[-2:-1] != (SEPARATOR,)
+    return words[-1] if is_key else ""
+
+
+def _values(key: str) -> Iterable[str]:
+    """Return the possible values of a key; none if they are too many to list."""
+    if key == "algorithm.name":
+        from slurmrl.plan.algorithms import ALGORITHMS
+
+        return ALGORITHMS
+    return next((one.values for one in _below(key) if one.key == key), ())
+
+
+def _below(typed: str) -> list[KeyFacts]:
+    """Return the keys that begin with ``typed`` and have as many parts."""
+    from slurmrl.config.key_facts import children
+
+    parent = tuple(typed.split(".")[:-1])
+    schemas = _algorithm_schemas() if parent[:1] == ("algorithm",) else []
+    return [one for one in children(parent, schemas) if one.key.startswith(typed)]
+
+
+def _item(text: str, one: KeyFacts) -> CompletionItem:
+    from click.shell_completion import CompletionItem
+
+    from slurmrl.config.problems import summary
+
+    return CompletionItem(text, help=summary(one.meaning))
+
+
+def completion_items(texts: Iterable[str], typed: str) -> list[CompletionItem]:
+    """Return the strings that begin with ``typed`` as completions."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(text) for text in texts if text.startswith(typed)]
+
+
+def _algorithm_schemas() -> list[type[BaseModel]]:
+    from slurmrl.plan.algorithms import ALGORITHMS
+
+    return list({ALGORITHMS.load(name): None for name in ALGORITHMS})
+
+
+def complete_algorithms(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the values of ``algorithm.name`` that begin with ``typed``."""
+    return completion_items(_values("algorithm.name"), typed)
+
+
+def complete_trials_or_metrics(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return trials, and the metrics of the first trial that the command line names."""
+    words = ctx.params.get("words") or ()
+    return [
+        *complete_trials(ctx, parameter, typed),
+        *completion_items(_metrics(ctx, words[:1]), typed),
+    ]
+
+
+def _metrics(ctx: click.Context, names: Sequence[str]) -> list[str]:
+    from slurmrl.run import metrics
+
+    found: dict[str, None] = {}
+    for name in names:
+        with suppress(OSError, SlurmrlError):
+            for line in metrics.read_latest(_paths(ctx, name).metrics, STEPS):
+                found |= dict.fromkeys(line)
+    return sorted(found.keys() - NOT_CURVES)
+
+
+def _paths(ctx: click.Context, name: str) -> RunPaths:
+    """Return the trial of a name. Raises SlurmrlError, OSError."""
+    from slurmrl.desk.trials import find
+
+    return find(root_folder(ctx.params.get("root")), name)
+
+
+def complete_commits(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the steps of the checkpoints of the trial that the command line names."""
+    return completion_items(_steps(ctx, _trial(ctx)), typed)
+
+
+def complete_checkpoints(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return trials or request files; after ``TRIAL@``, return the steps of its checkpoints."""
+    name, at, _ = typed.partition("@")
+    if not at:
+        return complete_trials_or_files(ctx, parameter, typed)
+    return completion_items((f"{name}@{step}" for step in _steps(ctx, name)), typed)
+
+
+def _trial(ctx: click.Context) -> str:
+    """Return the trial that the command line names before the incomplete option; "" without one.
+
+    Click leaves the trial in ``args``, because it stops parsing at an option without a value.
+    """
+    return ctx.params.get("trial") or next(iter(ctx.args), "")
+
+
+def _steps(ctx: click.Context, trial: str) -> list[str]:
+    """Return the steps of a trial's checkpoints, by the names of their directories."""
+    try:
+        names = [path.name for path in _paths(ctx, trial).checkpoints.iterdir()]
+    except (OSError, SlurmrlError):
+        return []
+    return list(
+        map(str, sorted({int(found[1]) for found in map(COMMIT.fullmatch, names) if found}))
+    )
+
+
+def complete_sampled_steps(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Return the steps with samples of the trial that the command line names."""
+    from slurmrl.run.samples import places
+
+    try:
+        folder = _paths(ctx, _trial(ctx)).samples
+        steps = list(places(folder, evaluation=bool(ctx.params.get("evaluation"))))
+    except (OSError, SlurmrlError):
+        return []
+    return completion_items(map(str, steps), typed)
+
+
+trial_argument = click.argument("trial", metavar="EXPERIMENT/TRIAL", shell_complete=complete_trials)
+trials_argument = click.argument(
+    "names",
+    nargs=-1,
+    required=True,
+    metavar="EXPERIMENT/TRIAL...",
+    shell_complete=complete_trials,
+)
+newest_trial_argument = click.argument(
+    "trial", metavar="[EXPERIMENT/TRIAL]", required=False, shell_complete=complete_trials
+)
+"""The argument of a command that only reads; see `chosen_trial`."""
+overrides_argument = click.argument(
+    "overrides", nargs=-1, metavar="[dotted.key=value]...", shell_complete=complete_overrides
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def common(command: F) -> F:
@@ -121,17 +379,6 @@ def common(command: F) -> F:
     return root(profile(debug(command)))
 
 
-def overrides_argument(command: F) -> F:
-    """Add the argument ``overrides``."""
-    argument = click.argument(
-        "overrides",
-        nargs=-1,
-        metavar="[dotted.key=value]...",
-        shell_complete=complete_overrides,
-    )
-    return argument(command)
-
-
 def submitting(command: F) -> F:
     """Add the arguments and options of ``submit`` and ``resume``."""
     scheduler = click.option(
@@ -155,7 +402,7 @@ def submitting(command: F) -> F:
 
 
 def short_job(timeout_s: float) -> Callable[[F], F]:
-    """Add the options of a command that submits a short job and waits ``timeout_s`` by default."""
+    """Add the options of a command with a short job, for which it waits ``timeout_s`` seconds."""
     timeout = click.option(
         "--timeout",
         type=click.FloatRange(min=1),
@@ -189,277 +436,3 @@ def checking(command: F) -> F:
         help="Time limit of the checks that --no-check skips. Unfinished checks are listed.",
     )
     return no_check(timeout(command))
-
-
-def json_option(command: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
-
-
-def again(root: Path) -> str:
-    """Return the option that makes another command use ``root``; empty if that is the default."""
-    if root_folder(None) != root:
-        return f" --root {shlex.quote(str(root))}"
-    profile = click.get_current_context().obj.profile
-    return f" --profile {profile}" if profile and not env.ROOT.get() else ""
-
-
-LINES = {
-    "bash": 'eval "$(slurmrl completion bash)"    # in ~/.bashrc',
-    "zsh": 'eval "$(slurmrl completion zsh)"    # in ~/.zshrc, after compinit',
-    "fish": "slurmrl completion fish | source    # in ~/.config/fish/config.fish",
-}
-"""Command that turns completion on, by shell."""
-
-UNFINISHED: Mapping[str, Mapping[str, str]] = {
-    "bash": {
-        "    return 0\n": "    [[ ${COMPREPLY[0]-} == *[.=] ]] && compopt -o nospace 2>/dev/null\n"
-        "    return 0\n"
-    },
-    "zsh": {
-        "    local -a response\n": "    local -a response suffix\n",
-        "    for type key descr in ${response}; do\n": "    for type key descr in ${response}; do\n"
-        "        [[ $key == *[.=] ]] && suffix=(-S '')\n",
-        "completions_with_descriptions -U\n": 'completions_with_descriptions -U "${suffix[@]}"\n',
-        "unsorted -a completions": 'unsorted "${suffix[@]}" -a completions',
-    },
-}
-"""Additions to Click's scripts: no space after a key that a dot or a value continues.
-
-fish adds none.
-"""
-SEPARATOR = "="
-NOT_CURVES = {"step", "time"}
-STEPS = 200
-"""Newest steps whose metrics are offered."""
-COMMIT = re.compile(r"step-([0-9]+)\.[0-9]+")
-
-
-@click.command(epilog="\b\n" + "\n".join(LINES.values()))
-@click.argument("shell", type=click.Choice(list(LINES)))
-def completion(shell: str) -> int:
-    """Print the script that completes commands, options, keys, trials and files in a shell."""
-    from click.shell_completion import get_completion_class
-
-    kind = get_completion_class(shell)
-    assert kind is not None
-    root = click.get_current_context().find_root()
-    script = kind(root.command, {}, "slurmrl", env.COMPLETE.name).source()
-    for place, addition in UNFINISHED.get(shell, {}).items():
-        script = script.replace(place, addition)
-    click.echo(script)
-    return 0
-
-
-def complete_trials(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """The trials EXPERIMENT/TRIAL that begin with ``typed``."""
-    from click.shell_completion import CompletionItem
-
-    from slurmrl.desk.trials import names, root_folder
-
-    try:
-        found = names(root_folder(ctx.params.get("root")), typed)
-    except (OSError, SlurmrlError):
-        return []  # a message here would land in the middle of a command line
-    return [CompletionItem(name) for name in found]
-
-
-def complete_profiles(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """The site profiles that begin with ``typed``."""
-    from click.shell_completion import CompletionItem
-
-    from slurmrl.config.profiles import NONE, names
-
-    try:
-        return [CompletionItem(name) for name in (*names(), NONE) if name.startswith(typed)]
-    except OSError:
-        return []
-
-
-def complete_files(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """Let the shell complete names of files."""
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(typed, type="file")]
-
-
-def complete_folders(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """Complete the name of a folder."""
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(typed, type="dir")]
-
-
-def complete_trials_or_files(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """Trials, or files where no trial begins like this."""
-    return complete_trials(ctx, parameter, typed) or complete_files(ctx, parameter, typed)
-
-
-def complete_keys(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """The keys of the configuration that begin with ``typed``, up to its last part.
-
-    A section is offered with and without a dot, because its keys may follow.
-    """
-    return [
-        _item(f"{one.key}{end}", one)
-        for one in _below(typed)
-        for end in (("", ".") if one.section is not None else ("",))
-    ]
-
-
-def complete_overrides(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """The keys, or the values of a key, with which an override may go on."""
-    key, separator, _ = typed.partition(SEPARATOR)
-    if not separator and (split := _key_before(ctx.params.get("overrides") or ())):
-        return _plain(_values(split), typed)
-    if separator:
-        return _plain((f"{key}={each}" for each in _values(key)), typed)
-    return [
-        _item(f"{one.key}{SEPARATOR if one.section is None else '.'}", one) for one in _below(typed)
-    ]
-
-
-def _key_before(words: Sequence[str]) -> str:
-    """Return the key whose value is typed, in a shell that splits words at ``=``; else empty.
-
-    bash gives ``key``, ``=`` and the value as three words, and leaves out a last ``=``.
-    """
-    if words[-1:] == (SEPARATOR,):
-        return "".join(words[-2:-1])
-    is_key = bool(words) and SEPARATOR not in words[-1] and words[-2:-1] != (SEPARATOR,)
-    return words[-1] if is_key else ""
-
-
-def _values(key: str) -> Iterable[str]:
-    """Return the values of a key that has few."""
-    if key == "algorithm.name":
-        from slurmrl.plan.algorithms import ALGORITHMS
-
-        return ALGORITHMS
-    return next((one.values for one in _below(key) if one.key == key), ())
-
-
-def _below(typed: str) -> list[KeyFacts]:
-    """Return the keys that begin with ``typed``, up to its last part."""
-    from slurmrl.config.key_facts import children
-
-    parent = tuple(typed.split(".")[:-1])
-    schemas = _algorithm_schemas() if parent[:1] == ("algorithm",) else []
-    return [one for one in children(parent, schemas) if one.key.startswith(typed)]
-
-
-def _item(text: str, one: KeyFacts) -> CompletionItem:
-    from click.shell_completion import CompletionItem
-
-    from slurmrl.config.problems import summary
-
-    return CompletionItem(text, help=summary(one.meaning))
-
-
-def _plain(texts: Iterable[str], typed: str) -> list[CompletionItem]:
-    """Return the texts that begin with ``typed``."""
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(text) for text in texts if text.startswith(typed)]
-
-
-def _algorithm_schemas() -> list[type[BaseModel]]:
-    from slurmrl.plan.algorithms import ALGORITHMS
-
-    return list({ALGORITHMS.load(name): None for name in ALGORITHMS})
-
-
-def complete_algorithms(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """The values of ``algorithm.name`` that begin with ``typed``."""
-    return _plain(_values("algorithm.name"), typed)
-
-
-def complete_trials_or_metrics(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """Trials, and after a trial the metrics of its newest steps."""
-    words = ctx.params.get("words") or ()
-    return [*complete_trials(ctx, parameter, typed), *_plain(_metrics(ctx, words[:1]), typed)]
-
-
-def _metrics(ctx: click.Context, names: Sequence[str]) -> list[str]:
-    from slurmrl.run import metrics
-
-    found: dict[str, None] = {}
-    for name in names:
-        with suppress(OSError, SlurmrlError):
-            for line in metrics.read_latest(_paths(ctx, name).metrics, STEPS):
-                found |= dict.fromkeys(line)
-    return sorted(found.keys() - NOT_CURVES)
-
-
-def _paths(ctx: click.Context, name: str) -> RunPaths:
-    """Return the trial of a name. Raises SlurmrlError, OSError."""
-    from slurmrl.desk.trials import find, root_folder
-
-    return find(root_folder(ctx.params.get("root")), name)
-
-
-def complete_commits(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """The steps of the checkpoints of the trial that the command line names."""
-    return _plain(_steps(ctx, _trial(ctx)), typed)
-
-
-def complete_checkpoints(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """Trials or files, and after ``TRIAL@`` the steps of its checkpoints."""
-    name, at, _ = typed.partition("@")
-    if not at:
-        return complete_trials_or_files(ctx, parameter, typed)
-    return _plain((f"{name}@{step}" for step in _steps(ctx, name)), typed)
-
-
-def _trial(ctx: click.Context) -> str:
-    """Return the trial that the command line names before an option without its value.
-
-    Click leaves it in ``args``, because it stops at such an option. Empty if there is none.
-    """
-    return ctx.params.get("trial") or next(iter(ctx.args), "")
-
-
-def _steps(ctx: click.Context, trial: str) -> list[str]:
-    """Return the steps of a trial's checkpoints, by the names of their directories."""
-    try:
-        names = [path.name for path in _paths(ctx, trial).checkpoints.iterdir()]
-    except (OSError, SlurmrlError):
-        return []
-    return list(
-        map(str, sorted({int(found[1]) for found in map(COMMIT.fullmatch, names) if found}))
-    )
-
-
-def complete_sampled_steps(
-    ctx: click.Context, parameter: click.Parameter, typed: str
-) -> list[CompletionItem]:
-    """The steps with samples of the trial that the command line names."""
-    from slurmrl.run.samples import places
-
-    try:
-        folder = _paths(ctx, _trial(ctx)).samples
-        steps = list(places(folder, evaluation=bool(ctx.params.get("evaluation"))))
-    except (OSError, SlurmrlError):
-        return []
-    return _plain(map(str, steps), typed)

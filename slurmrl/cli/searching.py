@@ -36,17 +36,18 @@ ASSUMED_GPU = "h100"
 """Type of the GPUs if the configuration does not name one."""
 DEFAULT_ENGINES = "fsdp,native"
 FASTER = 1.2
-"""Speedup from which `slurmrl plan` names other layouts."""
+"""Minimum speedup for which `slurmrl plan` names other layouts."""
 MOST_GPUS_OF_PLAN = 64
 MOST_GPUS = 65536
 MOST_SIZES = 16
-"""Numbers of GPUs that a range tries one by one; of larger ranges, doublings and the last."""
+"""Maximum number of sizes of a range that are all tried. Of larger ranges, only doublings and the
+last size are tried."""
 
 
 def _size_range(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[int, int] | None:
-    """A number, or a first and a last one: ``8`` or ``8..64``."""
+    """Parse ``8`` or ``8..64``; return the first and the last number."""
     if value is None:
         return None
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", value)
@@ -148,7 +149,7 @@ def search(
 ) -> int:
     """Search for the layouts and settings with which a step is fastest.
 
-    It changes layouts of all models, the engine that generates, micro-batches, activation
+    The search changes layouts of all models, the engine that generates, micro-batches, activation
     checkpointing and offloading. The result of training stays the same: precision, batch sizes
     and the use of rollout tasks do not change, unless --allow names the change.
 
@@ -204,7 +205,7 @@ def search(
 
 
 def _no_answer(found: _Searched, gpu_hours: float | None) -> click.UsageError:
-    """Return the error of a search without an answer, with what stood in the way."""
+    """Return the error of a search without an answer, with the reasons."""
     text = "a submission would reject each combination that was found:"
     if not found.searched.rejected:
         text = (
@@ -237,9 +238,9 @@ class _Searched(NamedTuple):
     """Whether the given configuration fits into the memory of its GPUs."""
     searched: Searched
     assumed: Sequence[str]
-    """Settings that the configuration lacks."""
+    """Assumed values of settings that the configuration lacks."""
     obstacles: Sequence[str]
-    """Reasons if nothing fits."""
+    """Reasons why nothing fits; empty if there is an answer."""
     overrides: Mapping[str, Any]
     """Settings of the command line, by dotted key."""
     load: Load
@@ -248,9 +249,9 @@ class _Searched(NamedTuple):
 
 
 def _write(path: Path, text: str, found: _Searched, answer: Answer) -> None:
-    """Write a configuration, if it loads as the answer.
+    """Write a configuration after checking that it loads with the settings of the answer.
 
-    A relative path of the command line has another folder, and an alias changes two sections.
+    A relative path of the command line refers to another folder, and an alias changes two sections.
     """
     from slurmrl.errors import ConfigError, UsageError
 
@@ -275,6 +276,7 @@ def _write(path: Path, text: str, found: _Searched, answer: Answer) -> None:
 def _search(
     path: Path, overrides: Sequence[str], root: str | None, wanted: _SearchOptions
 ) -> _Searched:
+    from slurmrl.config.source import value_at
     from slurmrl.desk.trials import chosen_root
     from slurmrl.errors import UsageError
     from slurmrl.plan.estimates.hardware import hardware_of
@@ -313,7 +315,7 @@ def _search(
         progress.clear()
     given = predict_step(settings, request.mean)
     hardware = hardware_of(settings.config.cluster)
-    assert given is not None, "the search needs it, too"
+    assert given is not None, "the search has predicted it"
     assert hardware is not None
 
     def load_file(other: Path) -> Settings:
@@ -322,7 +324,7 @@ def _search(
     limited = [replace(one, overrides={**limit, **one.overrides}) for one in searched.answers]
     notes = [*assumed, *limit_notes(settings, limit)]
     keys = (text.partition("=")[0].strip() for text in overrides)
-    changed = {key: _value(settings, key) for key in keys}
+    changed = {key: value_at(settings.source.values, tuple(key.split("."))) for key in keys}
     fits = fits_into_memory(settings)
     searched = replace(searched, answers=limited)
     obstacles = [] if limited else reasons(settings, request, searched.rejected)
@@ -333,9 +335,10 @@ def _search(
 
 
 def _loaders(settings: Settings, load: Callable[..., Settings]) -> tuple[Load, Load]:
-    """Return the functions that load settings with other overrides.
+    """Return two functions that load settings with other overrides.
 
-    The second one raises ConfigError if they lack more for a submission than ``settings``.
+    The second function raises ConfigError if a submission needs more than it needs with
+    ``settings``.
     """
     from slurmrl.errors import ConfigError
 
@@ -354,7 +357,7 @@ def _loaders(settings: Settings, load: Callable[..., Settings]) -> tuple[Load, L
 
 
 def _written(changes: Mapping[str, Any]) -> list[str]:
-    """Return settings as on the command line."""
+    """Return settings in the form of the command line."""
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
 
 
@@ -403,14 +406,6 @@ def faster_layout(settings: Settings, load: Callable[..., Settings]) -> list[str
     ]
 
 
-def _value(settings: Settings, key: str) -> Any:
-    """The value of an override; None if it clears the setting."""
-    value: Any = settings.source.values
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
 def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
     from slurmrl.errors import UsageError
     from slurmrl.plan.build import make_plan
@@ -446,9 +441,10 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
 
 
 def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
-    """The numbers of a range that fill hosts, or its doublings and the last if these are too many.
+    """Return the numbers of GPUs to try: numbers from ``first`` to ``last`` that fill hosts.
 
-    A range without such a number has its first one.
+    ``step`` is the number of GPUs of a host. With more than `MOST_SIZES` numbers, return only
+    doublings and the last one. If no number fills hosts, return ``first``.
     """
     whole = [number for number in range(first, last + 1) if number % step == 0 or number < step]
     if len(whole) <= MOST_SIZES:
@@ -462,7 +458,7 @@ def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
 
 
 def _most_gpu_seconds(settings: Settings, gpu_hours: float | None) -> float:
-    """GPU seconds of a step with which all steps take the given GPU hours."""
+    """Return the maximum GPU seconds of a step so that all steps take at most the GPU hours."""
     from slurmrl.errors import UsageError
 
     if gpu_hours is None:

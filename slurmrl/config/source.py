@@ -99,18 +99,13 @@ class Source:
 
     def spelling(self, key_path: KeyPath) -> Any:
         """Return the value at a key, or the spelling of a number as a string."""
-        value, mark = self.at(key_path), self.marks.get(key_path)
+        value, mark = value_at(self.values, key_path), self.marks.get(key_path)
         written = mark.text if mark is not None else None
         return value if written is None or isinstance(value, str) else written
 
     def writes(self, *key_path: str | int) -> bool:
         """Return whether the key has a value, valid or not; null and "" are no values."""
-        value: Any = self.values
-        for part in key_path:
-            if not isinstance(value, dict) or value.get(part) in (None, ""):
-                return False
-            value = value[part]
-        return True
+        return value_at(self.values, key_path) not in (None, "")
 
     def folder(self, key_path: KeyPath) -> Path:
         """Return the folder to which a path at this key is relative.
@@ -132,15 +127,18 @@ class Source:
         """Return the keys of all values that come from the site profile."""
         return [key for key in _settings(self.values) if self.is_of_profile(key)]
 
-    def at(self, key_path: KeyPath) -> Any:
-        """Return the value at a key, which must exist."""
-        value: Any = self.values
-        for part in key_path:
-            value = value[part]
-        return value
-
     def problem(self, key_path: KeyPath, message: str) -> Problem:
         return Problem(self.where(key_path), dotted(key_path), message)
+
+
+def value_at(values: Any, key_path: KeyPath) -> Any:
+    """Return the value at a key; None if the key is not set."""
+    try:
+        for part in key_path:
+            values = None if isinstance(values, str) else values[part]
+    except (LookupError, TypeError):
+        return None
+    return values
 
 
 def read(path: Path) -> Source:

@@ -1,6 +1,6 @@
-"""Make a bundle of a configuration: find its files, write the archive, gather wheels.
+"""Make a bundle of a configuration: find its files, write the archive, download wheels.
 
-See `slurmrl.desk.unpacking` for the format.
+`slurmrl.desk.unpacking` describes the format.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slurmrl.config.load import load, paths_in
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.roles import TRIAL_PREFIX
-from slurmrl.config.source import KeyPath, Source, dotted
+from slurmrl.config.source import KeyPath, Source, dotted, value_at
 from slurmrl.desk import copying, trial_code, trials
 from slurmrl.desk.trial_code import OwnCode
 from slurmrl.desk.unpacking import (
@@ -51,13 +51,13 @@ OF_CLUSTER: Final[Mapping[KeyPath, str]] = {
     ("rollout", "server_keys"): "",
     ("rollout", "server_weights"): "",
 }
-"""Files for servers that only the cluster needs, and the values that replace them in checks."""
+"""Keys of files that only the cluster has, and the values that replace these files in checks."""
 LEFT_ALONE = (("cluster", "variables_file"),)
 """Keys of files with secrets, which a bundle does not contain."""
 HEADER = "# Made by slurmrl bundle. Relative paths are files of the bundle.\n"
 PACKAGE: Final = "slurmrl"
 PLATFORMS: Final = ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1")
-"""Versions of manylinux; pip accepts only the listed ones."""
+"""Versions of manylinux whose wheels pip may download."""
 NOT_BUILT: Final = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "tests")
 INDEX: Final = "https://download.pytorch.org/whl"
 OMITTED: Final = "none"
@@ -68,7 +68,7 @@ IMAGES: Final = (
     "write a Parquet file with a column of images"
 )
 CUDA: Final = "cuda"
-"""PyPI's own build of torch."""
+"""Name of PyPI's build of torch."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ def make_bundle(
     output: Path | None,
     packages: tuple[str, str] | None,
 ) -> Made:
-    """Check a configuration as `submit` does, and write the bundle.
+    """Check a configuration like `submit`, and write the bundle.
 
-    ``packages``: the Python and the build of torch to add wheels for. Raises ConfigError,
-    UsageError, EnvironmentFailure.
+    ``packages``: the version of Python and the build of torch for which to add wheels; None adds no
+    wheels. Raises ConfigError, UsageError, EnvironmentFailure.
     """
     source = load(config, overrides)
     elsewhere = _elsewhere(source)
     stand_ins = [f"{dotted(key)}={OF_CLUSTER[key]}" for key in elsewhere]
-    stand_ins += ["root=."] if source.writes("root") else []  # only the cluster has its variables
+    stand_ins += ["root=."] if source.writes("root") else []  # needs the cluster's variables
     settings = load_settings(config, [*overrides, *stand_ins], root=trials.chosen_root(root))
     code = trial_code.find_own_code(settings)
     contents = collect_contents(settings, code, elsewhere)
@@ -116,10 +116,10 @@ def make_bundle(
 
 
 def _elsewhere(source: Source) -> dict[KeyPath, str]:
-    """The settings of `OF_CLUSTER` that a configuration has, with absolute paths."""
+    """Return the absolute paths of the files that a configuration names under `OF_CLUSTER`."""
     found = {}
     for key in OF_CLUSTER:
-        text = source.at(key) if source.writes(*key) else None
+        text = value_at(source.values, key)
         if isinstance(text, str):
             found[key] = os.path.abspath(source.folder(key) / expanded(text))
     return found
@@ -131,7 +131,7 @@ class Contents:
     files: Mapping[str, Path]
     """Files by their names in the bundle, in ascending order."""
     notes: tuple[str, ...]
-    """Files that the cluster must have."""
+    """Messages about settings and files that the bundle lacks."""
 
 
 def collect_contents(
@@ -139,8 +139,8 @@ def collect_contents(
 ) -> Contents:
     """Find the files that a configuration names.
 
-    ``elsewhere`` has the settings whose files only the cluster has. Raises ConfigError for files
-    that a bundle cannot hold.
+    ``elsewhere`` has the paths of files that only the cluster has. Raises ConfigError for files
+    that a bundle cannot contain.
     """
     config, source = settings.config, settings.source
     values = _without_profile(source)
@@ -151,16 +151,16 @@ def collect_contents(
     if config.code:
         values["code"] = [Path(path).name for path in config.code]
     for key, text in paths_in(config):
-        written = _at(values, key)
+        written = value_at(values, key)
         if key[0] == "code" or not isinstance(written, str) or not written:
-            continue  # nothing, or a default that follows from other paths
+            continue  # the file does not set the key: the path is a default or empty
         if written.startswith(TRIAL_PREFIX):
             problems.append(source.problem(key, _of_trial(written)))
         elif key in LEFT_ALONE:
             left[key] = text
         else:
             name = files.add(f"{INPUTS}/{dotted(key)}/{Path(text).name}", Path(text))
-            _at(values, key[:-1])[key[-1]] = name
+            value_at(values, key[:-1])[key[-1]] = name
     for key, dataset in config.datasets().items():
         paths = [Path(part.path) for part in dataset.parts.values()]
         texts = [each for each in paths if each.is_file() and each.suffix not in TABLES]
@@ -171,9 +171,9 @@ def collect_contents(
         raise ConfigError(tuple(problems))
     for key, text in left.items():
         notes.append(f"{dotted(key)}: {text} is not in the bundle; the cluster must have it")
-        _at(values, key[:-1])[key[-1]] = text
+        value_at(values, key[:-1])[key[-1]] = text
     for key in config.datasets():
-        _forget_subsets(_at(values, key))
+        _forget_subsets(value_at(values, key))
     if source.of_profile():
         notes.append(f"{source.profile} is not in the bundle: the cluster's own profile applies")
     if values.pop("root", None) is not None:
@@ -189,7 +189,7 @@ class _Files:
         self._names: dict[Path, str] = {}
 
     def add(self, name: str, source: Path) -> str:
-        """Add a file, or all files of a folder, and return the name.
+        """Add a file, or all files of a folder; return its name in the bundle.
 
         A source that two settings name, such as the model of two roles, is added once. Raises
         UsageError.
@@ -218,28 +218,19 @@ def _of_trial(text: str) -> str:
     )
 
 
-def _at(values: Any, key: KeyPath) -> Any:
-    """Return the value at a key, or None if the file does not set the key."""
-    for part in key:
-        if not isinstance(values, dict) or part not in values:
-            return None
-        values = values[part]
-    return values
-
-
 def _without_profile(source: Source) -> dict[str, Any]:
-    """The values without the site profile's values, which concern this machine's cluster."""
+    """Return the values without the site profile's values, which concern another cluster."""
     values = copy.deepcopy(source.values)
     for key in source.of_profile():
-        del _at(values, key[:-1])[key[-1]]
+        del value_at(values, key[:-1])[key[-1]]
         for section in (key[:length] for length in range(len(key) - 1, 0, -1)):
-            if not _at(values, section) and source.is_of_profile(section):
-                del _at(values, section[:-1])[section[-1]]
+            if not value_at(values, section) and source.is_of_profile(section):
+                del value_at(values, section[:-1])[section[-1]]
     return values
 
 
 def _forget_subsets(dataset: Any) -> None:
-    """A dataset of the hub is fetched as this subset only, and local files have none."""
+    """Remove the subset of a dataset: the fetched files contain only the subset."""
     if isinstance(dataset, dict):
         dataset.pop("subset", None)
         for part in (dataset.get("sources") or {}).values():
@@ -255,7 +246,10 @@ def _text(values: dict[str, Any]) -> bytes:
 
 
 def pack(contents: Contents, wheels: Iterable[Path], output: Path) -> BundleManifest:
-    """Write a bundle, which is there once it is whole. Raises EnvironmentFailure, UsageError."""
+    """Write a bundle; the file appears once it is complete.
+
+    Raises EnvironmentFailure, UsageError.
+    """
     named = dict(contents.files) | {f"{WHEELS}/{wheel.name}": wheel for wheel in wheels}
     temporary = temporary_beside(output)
     try:
@@ -283,7 +277,7 @@ def _add_file(archive: tarfile.TarFile, name: str, path: Path) -> Member:
         with path.open("rb") as file:
             return _add(archive, name, file, os.fstat(file.fileno()).st_size, path)
     except OSError as error:
-        if error.filename is None:  # an error of the archive, not of the file
+        if error.filename is None:  # the archive has the error, not the file
             raise
         raise explain(error, "read", path) from error
 
@@ -291,7 +285,7 @@ def _add_file(archive: tarfile.TarFile, name: str, path: Path) -> Member:
 def _add(
     archive: tarfile.TarFile, name: str, file: IO[bytes], size: int, path: Path | None = None
 ) -> Member:
-    """Write a member without owner, time and mode of its file.
+    """Write a member without the owner, the time and the mode of its file.
 
     Raises UsageError if the file becomes shorter or longer during the copy.
     """
@@ -310,7 +304,7 @@ def _add(
 
 
 class _Digest(io.RawIOBase):
-    """Reads a file and computes the checksum of the bytes."""
+    """A file whose `read` also updates a checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -325,8 +319,8 @@ class _Digest(io.RawIOBase):
 def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str]) -> list[Path]:
     """Fill a new folder with wheels of slurmrl and its requirements, for Linux on x86-64.
 
-    The wheels have the versions that are installed here, and include some of slurmrl's extras,
-    which need not be installed here. Raises EnvironmentFailure with the output of pip.
+    The wheels have the versions that are installed here. ``extras`` are slurmrl's extras to
+    include, which need not be installed here. Raises EnvironmentFailure with the output of pip.
     """
     source = Path(slurmrl.__file__).parents[1]
     if not (source / "setup.cfg").exists():
@@ -339,7 +333,7 @@ def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str
     constraints.write_text("".join(f"{line}\n" for line in installed(torch)))
     wanted = requirements(torch, extras)
     _pip(download_command(folder, constraints, wanted, python=python, torch=torch))
-    copied = folder.with_name("source")  # A build writes into the tree and uses the files there.
+    copied = folder.with_name("source")  # a build writes into its source tree
     shutil.copytree(source, copied, ignore=shutil.ignore_patterns(*NOT_BUILT))
     _pip(["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copied)])
     if torch == OMITTED:
@@ -349,7 +343,7 @@ def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str
 
 
 def requirements(torch: str, extras: Sequence[str] = ()) -> list[str]:
-    """Requirements of slurmrl. Without torch, its dependencies are left out too."""
+    """Return the requirements of slurmrl and of some extras; omit torch if it is `OMITTED`."""
     needed = []
     for line in distribution(PACKAGE).requires or ():
         extra = _EXTRA.search(line)
@@ -361,7 +355,7 @@ def requirements(torch: str, extras: Sequence[str] = ()) -> list[str]:
 
 
 def extras_of(config: Config, files: Iterable[str]) -> list[str]:
-    """The extras of slurmrl that a configuration and its files need."""
+    """Return the extras of slurmrl that a configuration and its files need."""
     logging, tasks = config.logging, config.evaluation and config.evaluation.tasks
     models = (config.find_model(role) for role in config.roles)
     layouts = [model.backend for model in models if model is not None]
@@ -379,9 +373,9 @@ def extras_of(config: Config, files: Iterable[str]) -> list[str]:
 
 
 def installed(torch: str) -> list[str]:
-    """Return the versions of this environment as constraints.
+    """Return the versions of this environment as constraints of pip.
 
-    The local part of torch's version, which names its build, is left out.
+    ``torch`` is the build of torch that replaces the installed build.
     """
     found = {
         _name(one.metadata["Name"]): one.version.partition("+")[0]
@@ -393,7 +387,7 @@ def installed(torch: str) -> list[str]:
     return [
         f"{name}=={version}{build if name == 'torch' else ''}"
         for name, version in sorted(found.items())
-        if not name.startswith(("nvidia-", "triton"))  # torch requires its own versions of these
+        if not name.startswith(("nvidia-", "triton"))  # each build of torch requires other versions
     ]
 
 

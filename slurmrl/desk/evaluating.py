@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint as a separate trial, which `slurmrl eval` submits."""
+"""Configurations of the separate trials with which `slurmrl eval` evaluates a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmrl.config.load import Derive, load
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import WHOLE, evaluation_key
 from slurmrl.config.schema.roles import TRIAL_PREFIX
-from slurmrl.config.source import KeyPath, Mark, Source
+from slurmrl.config.source import KeyPath, Mark, Source, value_at
 from slurmrl.desk.trials import DEFAULT_ROOT
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, UsageError
@@ -43,24 +43,25 @@ KEPT: Final = (
     "logging",
     "notify",
 )
-"""Sections that an evaluation has in common with the trial whose model it measures."""
+"""Sections that an evaluation takes from the configuration of the trained model."""
 OF_TRAINING: Final = ("path", "architecture", "optimizer", "lora", "ema", "cpu_offload")
-"""Settings of `actor` that only training has, and those that the checkpoint replaces."""
+"""Settings of `actor` that only training has or that the checkpoint replaces."""
 OF_ROLLOUTS: Final = ("tasks", "publish", "slurm")
 OF_ENGINES: Final = (
     *("backend", "gpus", "offload", "tensor_parallel_size", "pipeline_parallel_size"),
     *("servers", "server_weights", "server_keys"),
     *("python", "server_args", "server_start_s", "server_silence_s"),
 )
-"""Settings of `rollout` that concern only a generation engine, see `_actor_generates`."""
+"""Settings of `rollout` that concern only a generation engine (see `_actor_generates`)."""
 OF_LAYOUT: Final = ("model", "gpus")
 OF_HOSTS: Final = ("hosts", "workers_per_host")
 """Settings of `actor` and `cluster` that concern the layout of the trainers."""
 OF_TRAINING_SAMPLES: Final = ("n", "temperature", "greedy", "top_p", "top_k", "replay_experts")
-"""Settings of `rollout` that evaluations do not have in common with it."""
+"""Settings of `rollout` that an evaluation does not take from training."""
 SAMPLING: Final = ("n", "temperature", "greedy", "max_new_tokens")
+"""Settings of `evaluation` that become settings of `rollout`."""
 SCORING: Final = ("pass_score", "vote_pattern")
-"""Settings of `evaluation` that belong to the rollout and to the algorithm `evaluate`."""
+"""Settings of `evaluation` that become settings of the algorithm `evaluate`."""
 LONGEST_NAME: Final = 64
 EXPERIMENT: Final = "experiment="
 
@@ -72,15 +73,15 @@ class EvaluatedModel:
     path: str
     """Value of `actor.path`."""
     name: str
-    """The name of the trial that evaluates it, so that the same command finds it again."""
+    """Name of the trial that evaluates the model. The same command always gives the same name."""
 
 
 def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
-    """The model that ``EXPERIMENT/TRIAL[@STEP]``, a folder or a repository of the hub names.
+    """Return the model that ``EXPERIMENT/TRIAL[@STEP]``, a folder or a hub repository names.
 
-    Without a step it is the newest checkpoint that the trial has now.
+    Without a step, use the newest checkpoint that the trial has now.
 
-    Raises UsageError for anything else.
+    Raises UsageError for any other ``text``.
     """
     if text.startswith(HUB_PREFIX):
         return EvaluatedModel(text, _as_name(text.removeprefix(HUB_PREFIX)))
@@ -103,7 +104,7 @@ def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
 def _newest(paths: RunPaths) -> int | Literal["last"]:
     """Return the step of the newest commit.
 
-    Without a commit, return the reference to it, which is rejected with the reason.
+    Without a commit, return `LAST`, which a later check rejects with the reason.
     """
     commit = fold(History(paths.history).read()).last_commit if paths.history.exists() else None
     return LAST if commit is None else commit.step
@@ -120,10 +121,10 @@ def _as_name(text: str) -> str:
 
 
 def of_evaluation(overrides: Sequence[str]) -> list[str]:
-    """Return overrides of an evaluation.
+    """Return the overrides of an evaluation for the overrides of the trained trial.
 
-    ``experiment=NAME`` names the experiment that trains: a trial that was submitted with it finds
-    the results.
+    ``experiment=NAME`` names the experiment of the trained trial, which finds the results under the
+    corresponding name.
     """
     unset = (EXPERIMENT, f"{EXPERIMENT}null")
     return [
@@ -135,7 +136,7 @@ def of_evaluation(overrides: Sequence[str]) -> list[str]:
 def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:
     """Return the suites of a configuration's evaluation that are ``wanted``, or all of them.
 
-    Return `WHOLE` for an evaluation without suites. Raises UsageError for unknown ones.
+    Return `WHOLE` for an evaluation without suites. Raises UsageError for unknown suites.
     """
     evaluation = load(config).values.get("evaluation")
     suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
@@ -148,19 +149,21 @@ def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:
 
 
 def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Derive:
-    """Return the change of a configuration into an evaluation of ``checkpoint``.
+    """Return the function that turns a configuration into an evaluation of ``checkpoint``.
 
-    See `find_checkpoint`; ``suite`` is a suite of `choose_suites`. ``root`` overrides the
-    configuration's own.
+    A configuration of algorithm `evaluate` gets the model, and takes dataset, reward, sampling and
+    scoring from the suite. Any other configuration becomes one of algorithm `evaluate`, from its
+    `evaluation` section and without settings of training.
 
-    A configuration of algorithm `evaluate` gets the model, and from a suite its dataset, its
-    reward, and how completions are sampled and scored. Any other configuration gives its
-    `evaluation` section; everything that trains is left out.
+    Args:
+        checkpoint: See `find_checkpoint`.
+        root: Replaces the configuration's root.
+        suite: One of the results of `choose_suites`.
     """
 
     def derive(source: Source) -> None:
         if not isinstance(algorithm := source.values.get("algorithm"), dict):
-            return  # reported when the values are checked
+            return  # the check of the values will report this
         folder = root or Path(_root_of(source))
         model = find_checkpoint(checkpoint, folder.absolute())
         if suite != WHOLE or algorithm.get("name") != EVALUATE:
@@ -176,7 +179,7 @@ def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Der
 
 
 def _root_of(source: Source) -> str:
-    """The folder of all runs of a configuration."""
+    """Return the folder of all runs of a configuration."""
     text = str(source.values.get("root") or DEFAULT_ROOT)
     try:
         return text if source.resolved else expanded(text)
@@ -193,9 +196,9 @@ class _Derived:
         self.marks: dict[KeyPath, Mark] = {}
 
     def take(self, old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
-        value, section = _at(self.source.values, old), _at(self.values, new[:-1])
+        value, section = value_at(self.source.values, old), value_at(self.values, new[:-1])
         if value is None or not isinstance(section, dict):
-            return  # A value that is not a section is reported by the check of the values.
+            return  # the check of the values will report a value in place of a section
         if isinstance(value, dict):
             value = {key: each for key, each in value.items() if key not in without}
         section[str(new[-1])] = value
@@ -204,7 +207,7 @@ class _Derived:
         self.marks.update({new + at[count:]: mark for at, mark in marks if at[:count] == old})
 
     def written(self, *key: str) -> Any:
-        return _at(self.source.values, key)
+        return value_at(self.source.values, key)
 
 
 def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> None:
@@ -241,7 +244,7 @@ def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> N
 
 
 def _from_training(derived: _Derived) -> None:
-    """Settings that an evaluation shares with the trial that trains."""
+    """Take the settings that an evaluation shares with the trained trial."""
     for key in ("experiment", *KEPT):
         derived.take((key,), (key,))
     derived.take(("actor",), ("actor",), OF_TRAINING)
@@ -251,10 +254,10 @@ def _from_training(derived: _Derived) -> None:
 
 
 def _actor_generates(derived: _Derived) -> bool:
-    """Return whether the actor's engine generates in the evaluation, if others do in training.
+    """Return whether the actor's engine generates in the evaluation instead of training's engine.
 
-    Others are rollout tasks, a layout that differs from the evaluation's, or running servers, which
-    have the trainers' weights.
+    Training's engine cannot be used if it belongs to rollout tasks, has another layout than the
+    evaluation, or is a running server with the trainers' weights.
     """
     tasks = derived.written("evaluation", "tasks")
     return bool(
@@ -278,26 +281,18 @@ def _for_tasks(derived: _Derived) -> None:
     derived.take(("cluster", "slurm"), ("cluster", "slurm"))
     for key, value in changes.items():
         derived.take(("evaluation", "tasks", "slurm", key), ("cluster", "slurm", key))
-        # An empty string selects the cluster's default.
+        # An empty string selects the cluster's default: the setting is omitted.
         if value == "" and isinstance(cluster["slurm"], dict):
             cluster["slurm"].pop(key)
 
 
-def _at(values: dict[str, Any], path: KeyPath) -> Any:
-    """The value at a key; None if there is none."""
-    found: Any = values
-    for part in path:
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
-
-
 def _measure(source: Source, evaluation: KeyPath, algorithm: Any) -> str:
-    """Measures of a dataset by the type of an evaluation.
+    """Return the measure for an evaluation's type of dataset.
 
-    Preferences need a model with a scalar head, which no other algorithm of slurmrl trains as its
-    actor.
+    Preferences need a model with a scalar head, which only the algorithm `reward_model` trains as
+    its actor. Raises ConfigError for a type that cannot be evaluated.
     """
-    dataset = _at(source.values, (*evaluation, "dataset"))
+    dataset = value_at(source.values, (*evaluation, "dataset"))
     kind = dataset.get("like") or dataset.get("type") if isinstance(dataset, dict) else None
     known = isinstance(algorithm, str) and algorithm in ALGORITHMS
     others = known and algorithm not in (EVALUATE, REWARD_MODEL)

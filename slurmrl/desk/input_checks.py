@@ -46,14 +46,14 @@ from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import TensorSpec
 
 MOST_BYTES: Final = 64 * 2**20
-"""Bytes of a data file that are checked, from its start."""
+"""Number of bytes at the start of a data file that are checked."""
 MOST_MEMORY: Final = 8 * 2**30
 
 
 class InputChecks:
     """Checks the inputs of a configuration.
 
-    The adapters of the ``compared`` checkpoints have been compared with their model before.
+    ``compared``: paths of checkpoints whose adapters were compared with their base model earlier.
     """
 
     def __init__(self, settings: Settings, compared: Collection[str] = ()) -> None:
@@ -62,13 +62,14 @@ class InputChecks:
         self._metric = unknown_metric(self.config, self.algorithm)
         self.roles = uses_of(settings.config, settings.algorithm)
         self.rows: dict[str, DatasetRows] = {}
-        """Valid data sets by the dotted key of their section."""
+        """Rows of each valid dataset, by the dotted key of its section."""
         self.left_out: dict[str, int] = {}
-        """Lines of these that a length limit leaves out."""
-        self._with_stats: list[bool] = []  # for each reward that could be made
+        """Number of lines of each dataset that a length limit omits."""
+        self._with_stats: list[bool] = []
+        """Whether each reward that could be made has a method ``stats()``."""
 
     def checks(self) -> dict[str, tuple[str, Callable[[], Iterator[Finding]]]]:
-        """Return the checks by subject, with words for each activity."""
+        """Return the checks by subject, each with a description of its activity."""
         return {
             "algorithm": ("importing the algorithm", self._algorithm),
             "weights": ("reading the headers of the weights", self._weights),
@@ -98,23 +99,28 @@ class InputChecks:
         yield {"begins": "", "subject": ""}
 
     def _algorithm(self) -> Iterator[Finding]:
-        if not is_own(self.algorithm.name):
-            return
-        try:
-            for message in wrong_code(self.config, self.algorithm):
-                yield Finding("algorithm", Weight.FAILED, message, "algorithm.name")
-        except UsageError as error:
-            yield Finding("algorithm", *self._weighed(error), "algorithm.name")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            message = f"{self.algorithm.name}: {describe(error)}"
-            yield Finding("algorithm", Weight.FAILED, message, "algorithm.name")
+        if is_own(name := self.algorithm.name):
+            key, messages = "algorithm.name", wrong_code(self.config, self.algorithm)
+            found = (Finding("algorithm", Weight.FAILED, message, key) for message in messages)
+            yield from self._of_user_code("algorithm", key, name, found)
 
-    def _weighed(self, error: UsageError) -> tuple[Weight, str]:
-        """The weight of an import that fails, which may succeed in the job's own environment."""
-        slurm = self.config.cluster.slurm
-        elsewhere = isinstance(error, UnreadableInputError) and (slurm.container or slurm.setup)
-        hint = " (the job's own container or setup may have it)" if elsewhere else ""
-        return (Weight.WARNING if elsewhere else Weight.FAILED), f"{error}{hint}"
+    def _of_user_code(
+        self, subject: str, key: str, what: str, found: Iterator[Finding]
+    ) -> Iterator[Finding]:
+        """Yield the findings of a check that runs the user's code, and of its exception.
+
+        A failed import is only a warning if it may succeed in the job's environment.
+        """
+        try:
+            yield from found
+        except UsageError as error:
+            slurm = self.config.cluster.slurm
+            elsewhere = isinstance(error, UnreadableInputError) and (slurm.container or slurm.setup)
+            hint = " (the job's own container or setup may have it)" if elsewhere else ""
+            weight = Weight.WARNING if elsewhere else Weight.FAILED
+            yield Finding(subject, weight, f"{error}{hint}", key)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            yield Finding(subject, Weight.FAILED, f"{what}: {describe(error)}", key)
 
     def _weights(self) -> Iterator[Finding]:
         seen = set()
@@ -144,14 +150,14 @@ class InputChecks:
         yield from self._replayable()
 
     def _replayable(self) -> Iterator[Finding]:
-        """Yield the reason why experts of the actor, a model of transformers, are not replayed."""
+        """Yield the reason why the actor, a model of transformers, cannot replay its experts."""
         if self.config.rollout.replay_experts and self.config.actor.implementation != "builtin":
-            refusal = resolve("slurmrl.models.hf_routers:refusal")  # imports transformers
+            refusal = resolve("slurmrl.models.hf_routers:refusal")  # the import loads transformers
             if reason := refusal(HFConfig.from_hf(config_values(self.config.actor))):
                 yield Finding("weights", Weight.FAILED, reason, "rollout.replay_experts")
 
     def _writable(self) -> Iterator[Finding]:
-        """Yield why the weights of models of transformers cannot be written for others to load."""
+        """Yield the reasons why the weights of transformers models cannot be written to files."""
         for use in self.roles:
             model = self.config.model(use.role)
             if model.implementation == "builtin" or not (use.trained or use.role == "actor"):
@@ -165,9 +171,10 @@ class InputChecks:
                 yield Finding("weights", Weight.FAILED, str(error), key)
 
     def _adapters(self) -> Iterator[Finding]:
-        """Check checkpoints that are evaluated without an export, which would compare them.
+        """Compare the adapters of checkpoints with their base models.
 
-        The last check, because it reads whole models.
+        An export would compare them, but these checkpoints are evaluated without an export. This is
+        the last check, because it reads whole models.
         """
         models = {use.role: self.config.model(use.role).path for use in self.roles}
         roles = {path: role for role, path in models.items() if path is not None}
@@ -199,49 +206,40 @@ class InputChecks:
 
     def _reward(self) -> Iterator[Finding]:
         for where, reward in self.config.rewards().items():
-            yield from self._one_reward(dotted(where), reward)
+            key, what = dotted(where), f"reward '{reward.title}'"
+            yield from self._of_user_code("reward", key, what, self._one_reward(key, reward))
         yield from unrecorded_metric(self._metric, self.config, self.algorithm, self._with_stats)
 
     def _one_reward(self, key: str, reward: Reward) -> Iterator[Finding]:
-        try:
-            with closing(make_reward(reward)) as function:
-                function.check_rows([])
-                self._with_stats.append(function.has_stats)
-                if MODEL_SCORES in function.wanted() and not reward.uses_model:
-                    message = (
-                        f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
-                    )
-                    yield Finding("reward", Weight.FAILED, message, key)
-                sections = scored_datasets(self.config, key)
-                yield from self._scored_rows(function, sections)
-                prompts = (name for name, part in sources(sections) if part.kind == "prompt")
-                if rows := next((self.rows[name] for name in prompts if name in self.rows), None):
-                    yield from score_first_row(reward, key, function, rows, self._metric)
-        except UsageError as error:
-            yield Finding("reward", *self._weighed(error), key)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            message = f"reward '{reward.title}': {describe(error)}"
-            yield Finding("reward", Weight.FAILED, message, key)
+        with closing(make_reward(reward)) as function:
+            function.check_rows([])
+            self._with_stats.append(function.has_stats)
+            if MODEL_SCORES in function.wanted() and not reward.uses_model:
+                message = f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
+                yield Finding("reward", Weight.FAILED, message, key)
+            sections = scored_datasets(self.config, key)
+            yield from self._scored_rows(function, sections)
+            prompts = (name for name, part in sources(sections) if part.kind == "prompt")
+            if rows := next((self.rows[name] for name in prompts if name in self.rows), None):
+                yield from score_first_row(reward, key, function, rows, self._metric)
 
     def _episode(self) -> Iterator[Finding]:
         settings = self.config.rollout.episode
-        if not settings.has_turns:
-            return
-        try:
-            with closing(make_tools(settings.tools)) as tools:
-                make_episode(settings, tools)
-            self._try_messages(settings)
-        except UsageError as error:
-            weight, message = self._weighed(error)
-            yield Finding("episode", weight, message, "rollout.episode")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            message = f"episode '{settings.name}': {describe(error)}"
-            yield Finding("episode", Weight.FAILED, message, "rollout.episode")
+        if settings.has_turns:
+            found = self._one_episode(settings)
+            what = f"episode '{settings.name}'"
+            yield from self._of_user_code("episode", "rollout.episode", what, found)
+
+    def _one_episode(self, settings: EpisodeSettings) -> Iterator[Finding]:
+        with closing(make_tools(settings.tools)) as tools:
+            make_episode(settings, tools)
+        self._try_messages(settings)
+        yield from ()
 
     def _try_messages(self, settings: EpisodeSettings) -> None:
         """Raise ChatTemplateError if the chat template has no place for an environment's messages.
 
-        Those of a user's own may have any role.
+        A user's own environment is not checked, because its messages may have any role.
         """
         environment, folder = settings.environment, self.config.actor.tokenizer
         chat = [dataset for _, dataset in datasets(self.config) if dataset.is_chat]
@@ -296,9 +294,9 @@ class InputChecks:
             return
 
     def _other_tokenizers(self, folder: str, known: Mapping[str, int]) -> Iterator[Finding]:
-        """Yield the models that were trained with another tokenizer than the actor's.
+        """Yield a finding for each model that was trained with another tokenizer than the actor.
 
-        They get the actor's token ids.
+        Such a model would misread the actor's token ids.
         """
         for use in self.roles:
             path = self.config.model(use.role).path
@@ -313,12 +311,11 @@ class InputChecks:
                     f"{other.get(token, 'no token')} there and {known[token]} here; {use.role} and "
                     "actor must share one"
                 )
-                yield Finding(
-                    "tokenizer", Weight.FAILED, message, dotted((*role_key(use.role), "path"))
-                )
+                key = dotted((*role_key(use.role), "path"))
+                yield Finding("tokenizer", Weight.FAILED, message, key)
 
     def _lengths(self) -> Iterator[Finding]:
-        """Yield how many lines a length limit leaves out, and how many the models cannot take."""
+        """Yield the number of lines that a limit omits, and the number too long for a model."""
         for key, dataset in datasets(self.config):
             rows = self.rows.get(key)
             if rows is None or self.config.actor.tokenizer is None:
@@ -354,16 +351,16 @@ class InputChecks:
             if key not in self.rows:
                 continue
             remarks = Remarks(dataset, self.rows[key].records.rows, load)
-            with suppress(ConfigError):  # `_lengths` has already reported it
+            with suppress(ConfigError):  # `_lengths` has already reported the error
                 for remark in remarks.all(episode.tools, without_schema):
                     weight = Weight.WARNING if remark.warning else Weight.NOTE
                     yield Finding("data", weight, remark.message, f"{key}.{remark.key}")
 
     def _most_tokens(self, dataset: DatasetConfig) -> int | None:
-        """Return the maximum number of tokens of a row that all models have positions for.
+        """Return the maximum number of tokens of a row for which all models have positions.
 
-        A prompt also needs a position for its first new token. Return None if no model states the
-        number, or if a setting bounds the rows: the plan's checks compare the setting.
+        A prompt also needs a position for its first new token. Return None if no model states a
+        maximum. Return None if a setting limits the rows, because the plan checks this setting.
         """
         if longest(dataset, 0) is not None:
             return None
@@ -372,7 +369,7 @@ class InputChecks:
         return min(positions) - (dataset.kind == "prompt") if positions else None
 
     def _steps(self) -> Iterator[Finding]:
-        """Yield the steps of a single pass, if all of its rows were read."""
+        """Yield the number of steps of a single pass, if all of its rows were read."""
         rows = 0
         for key, dataset in datasets(self.config) if self.algorithm.one_pass else ():
             known = self.rows.get(key)
@@ -392,7 +389,7 @@ class InputChecks:
 def _wrong_weights(
     folder: Path, headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head
 ) -> list[str]:
-    """Return why the built-in decoder cannot start from a folder's weights."""
+    """Return the reasons why the built-in decoder cannot start from a folder's weights."""
     if misfits := model_tensors.mismatches(headers, config, head):
         return [f"{folder}: {misfit}" for misfit in misfits]
     if tied := model_tensors.other_projection(folder, config, head):
@@ -407,7 +404,7 @@ def _is_limited(dataset: DatasetConfig) -> bool:
 
 
 def datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
-    """The sources of all data sets with the dotted keys of their sections."""
+    """Yield the sources of all datasets with the dotted keys of their sections."""
     return sources(config.datasets())
 
 
@@ -431,7 +428,7 @@ def scored_datasets(config: Config, reward: str) -> Mapping[KeyPath, DatasetConf
 
 
 def limits(dataset: DatasetConfig) -> str:
-    """Return ``max_prompt_tokens 512``."""
+    """Return the length limits of a dataset in words, such as ``max_prompt_tokens 512``."""
     named = {"max_prompt_tokens": dataset.max_prompt_tokens, "max_tokens": dataset.max_tokens}
     return " or ".join(f"{name} {value}" for name, value in named.items() if value is not None)
 
@@ -453,7 +450,10 @@ def _beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> F
 
 
 def _of_data(section: str, problem: Any) -> Finding:
-    """Locate a problem without a place in the configuration, any other in the data file."""
+    """Return the finding for a problem of the data.
+
+    A problem without a place is located in the configuration, any other in the data file.
+    """
     if not problem.where:
         key = f"{section}.{problem.key}" if problem.key else section
         return Finding("data", Weight.FAILED, problem.message, key)
@@ -468,9 +468,9 @@ def inputs(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def wrong_code(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Messages about interfaces and the controller that break their contract.
+    """Yield messages about interfaces and controllers that break their contract.
 
-    :raises UsageError: one of them cannot be imported.
+    Raises UsageError if one of them cannot be imported.
     """
     for call in dict.fromkeys(all_calls(config, algorithm)):
         yield from _of_call(call)
@@ -489,7 +489,7 @@ def _of_call(call: Call) -> Iterator[str]:
     if getattr(interface, method) is getattr(Interface, method):
         yield f"{what} does not define {method}()"
         return
-    resolve(call.interface)()  # the ranks construct it without arguments too
+    resolve(call.interface)()  # ranks construct it like this; a wrong constructor raises here
 
 
 def _is_class_of(kind: object, base: type) -> bool:

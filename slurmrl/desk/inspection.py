@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from slurmrl.data.rows import reference
 from slurmrl.data.types import has, own_convert, type_of_rows
 from slurmrl.data.types.prompt import Prompts
 from slurmrl.desk import trial_code
-from slurmrl.desk.trial_checks import Code, ask_inspector
+from slurmrl.desk.trial_checks import Code, asking_inspector
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
 from slurmrl.fsio import inputs
 from slurmrl.plan.settings import Settings
@@ -28,16 +27,16 @@ class Selection:
     """The completions to score: from a file, given strings, or the rows' own answers."""
 
     rows: int | None
-    """Number of rows, from the first, or of completions of the file (None: all)."""
+    """Number of first rows, or of first completions of the file; None for the whole file."""
     completions: Sequence[str] = ()
-    """Texts, each for each row."""
+    """Completions to score for each of the rows."""
     file: str | None = None
-    """JSONL file of completions."""
+    """Path of a JSONL file of completions; None without a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRun:
-    """Adjacent tokens of a sequence that are all targets, or all context."""
+    """Adjacent tokens of a sequence that are either all targets or all context."""
 
     text: str
     tokens: int
@@ -51,42 +50,41 @@ class DataSample:
     source: str
     """Dotted key of the section."""
     where: str
+    """Place of the row in the data, for messages."""
     id: str
     sequences: tuple[tuple[TextRun, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataCounts:
-    """Content of a source."""
+    """Counts of the rows and tokens of a source."""
 
     source: str
     path: str
     rows: int
-    """Usable rows."""
+    """Number of usable rows."""
     left_out: int
-    """Rows above the length limits."""
+    """Number of rows above the length limits."""
     tokens: int
     targets: int
-    """Tokens that are trained on."""
+    """Number of tokens that are trained on."""
     longest: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
     equal_pairs: int
-    """Pairs whose chosen and rejected answers are the same tokens."""
+    """Number of pairs whose chosen and rejected answers have the same tokens."""
     remarks: tuple[str, ...] = ()
-    """Traps in the data (`data.remarks`)."""
+    """Probable mistakes in the data (`data.rows.Remarks`)."""
 
 
 class DataReport:
     """Asks a child process about the data of a configuration.
 
-    ``problems`` are the problems found while iterating.
-
-    Methods raise UsageError for a configuration without a tokenizer, RunFailedError if the child
-    fails.
+    Call `finish` after iterating. The constructor raises UsageError for a configuration without a
+    tokenizer; the methods raise RunFailedError if the child fails.
     """
 
     def __init__(self, settings: Settings, code: Code) -> None:
-        """``code`` has the user's own types."""
+        """Prepare the question; ``code`` has the user's own types of dataset."""
         self._code = code
         if settings.config.actor.tokenizer is None:
             raise UsageError("actor.tokenizer: the data cannot be tokenized without a tokenizer")
@@ -94,7 +92,7 @@ class DataReport:
         self._problems: list[Problem] = []
 
     def samples(self, rows: int) -> Iterator[DataSample]:
-        """The first usable rows of each source."""
+        """Yield the first usable rows of each source."""
         for line in self._ask(rows):
             sequences = tuple(tuple(TextRun(**run) for run in runs) for runs in line["sequences"])
             yield DataSample(
@@ -102,22 +100,21 @@ class DataReport:
             )
 
     def counts(self) -> Iterator[DataCounts]:
-        """Read and tokenize all rows of each source."""
+        """Read and tokenize all rows of each source; yield their counts."""
         for line in self._ask(0):
             counts = {**line["counts"], "remarks": tuple(line["counts"]["remarks"])}
             yield DataCounts(source=line["source"], path=line["path"], **counts)
 
     def finish(self) -> None:
-        """Raise ConfigError if rows or settings cannot be used."""
+        """Raise ConfigError if the child has reported rows or settings that cannot be used."""
         if self._problems:
             raise ConfigError(tuple(self._problems))
 
     def _ask(self, rows: int) -> Iterator[dict[str, Any]]:
-        """The child's lines, without problems."""
-        with tempfile.TemporaryDirectory(prefix="slurmrl-data-") as name:
-            request = ask_inspector(
-                "data", self._settings, self._code, Path(name), {}, shown=True, rows=rows
-            )
+        """Yield the child's replies, without problems."""
+        with asking_inspector(
+            "data", self._settings, self._code, {}, shown=True, rows=rows
+        ) as request:
             for reply in request:
                 yield from self._understood(reply)
             if code := request.ended.code:
@@ -130,7 +127,7 @@ class DataReport:
             yield line
             return
         for where, key, message in line["problems"]:
-            if not where:  # a setting's
+            if not where:  # the problem concerns a setting, not a row
                 key = f"{line['source']}.{key}" if key else line["source"]
                 where = self._settings.source.where(tuple(key.split(".")))
             self._problems.append(Problem(where, key, message))
@@ -146,7 +143,7 @@ class ScoredItem:
     completion: str
     answer: str
     score: float | None
-    """None: the reward could not score it."""
+    """Score of the completion; None if the reward could not score it."""
 
 
 @dataclass(frozen=True)
@@ -157,13 +154,13 @@ class Tried:
     made_s: float
     """Seconds to import and construct the reward."""
     scored_s: float
-    """Seconds of its call, including the start of its processes."""
+    """Seconds of the reward's call, including the start of its processes."""
 
 
 class RewardData:
     """The rows that a configuration's reward scores.
 
-    :raises ConfigError: a configuration without a reward, or without prompts to score.
+    The constructor raises ConfigError for a configuration without a reward or without prompts.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -190,26 +187,25 @@ def try_reward(
 ) -> Tried:
     """Score completions in one call, in a child process with the run's code and environment.
 
-    The child also reads the rows, whose type may be the user's code.
+    The child also reads the rows, because their type may be the user's code.
 
-    :raises ConfigError: rows that cannot be used.
-    :raises UsageError: the reward or its return value is wrong, or it needs a model.
-    :raises RunFailedError: the reward raised something else; its traceback is on standard error.
-    :raises WaitTimeoutError: the reward took longer than ``timeout_s``.
+    Raises:
+        ConfigError: Rows cannot be used.
+        UsageError: The reward or its return value is wrong, or the reward needs a model.
+        RunFailedError: The reward raised another exception; its traceback is on standard error.
+        WaitTimeoutError: The reward took longer than ``timeout_s`` seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
-        request = ask_inspector(
-            "reward",
-            data.settings,
-            Code(paths=code.paths),
-            Path(folder),
-            data.variables,
-            timeout_s,
-            shown=True,
-            reward=data.reward.model_dump(mode="json"),
-            dataset=data.dataset.model_dump(mode="json"),
-            selection=asdict(selection),
-        )
+    with asking_inspector(
+        "reward",
+        data.settings,
+        Code(paths=code.paths),
+        data.variables,
+        timeout_s,
+        shown=True,
+        reward=data.reward.model_dump(mode="json"),
+        dataset=data.dataset.model_dump(mode="json"),
+        selection=asdict(selection),
+    ) as request:
         reply = _checked(request, data.reward.title, timeout_s)
     return Tried(
         tuple(ScoredItem(**item) for item in reply["items"]),
@@ -220,7 +216,7 @@ def try_reward(
 
 
 def _checked(request: ChildRequest, name: str, timeout_s: float) -> dict[str, Any]:
-    """Return the result of a request about the reward with this name."""
+    """Return the reply to a request about a reward. Raises the errors of `try_reward`."""
     reply = request.last()
     code = request.ended.code
     if code is None:
@@ -253,14 +249,14 @@ class Item:
     row: DataRow
     completion: str
     finished: bool = True
-    """Whether the completion ended by itself."""
+    """Whether the completion ended with an end-of-text token, not at a length limit."""
 
 
 class FoundRows:
-    """Rows of a dataset that are found on demand.
+    """Rows of a dataset, read on demand.
 
-    The methods raise ConfigError if a row that they return lacks the keys of the dataset's type, or
-    if a row before it is not a JSON object.
+    The methods raise ConfigError if a returned row lacks the keys of the dataset's type, or if an
+    earlier row is not a JSON object.
     """
 
     def __init__(self, config: Dataset) -> None:
@@ -270,15 +266,15 @@ class FoundRows:
         self._kind = kind
 
     def first(self, count: int) -> list[DataRow]:
-        """The first rows; fewer if there are not as many."""
+        """Return the first ``count`` rows, or all rows of a shorter file."""
         reader = self._reader()
         with closing(self._rows(reader)) as rows:
             return self._checked(reader, islice(rows, count))
 
     def named(self, names: set[str]) -> dict[str, DataRow]:
-        """The rows of ids, or of sample ids, which end in ``@`` and the epoch, by these names.
+        """Return the rows with these names, by name: ids, or sample ids, which end in ``@EPOCH``.
 
-        The file is read until all are found.
+        Read the file until all are found. Omit names without a row.
         """
         if not names:
             return {}
@@ -297,11 +293,11 @@ class FoundRows:
         return found
 
     def prompt(self, row: DataRow) -> str:
-        """See `Prompts.text`."""
+        """Return the prompt of a row (see `Prompts.text`)."""
         return self._kind.text(row.values)
 
     def answer(self, row: DataRow) -> str:
-        """The reference answer; "" for none."""
+        """Return the reference answer of a row; "" without one."""
         return reference(self.config, row.values)
 
     def _reader(self) -> RecordReader:
@@ -315,7 +311,7 @@ class FoundRows:
             yield DataRow(record.number, id, reader.where(record.number), record.row)
 
     def _checked(self, reader: RecordReader, rows: Iterable[DataRow]) -> list[DataRow]:
-        """The rows, after all have been read."""
+        """Return the rows after reading and checking all of them."""
         checks = RowChecks(self._kind, reader.where)
         checked = []
         for row in rows:
@@ -328,11 +324,11 @@ class FoundRows:
 
 
 def find_items(rows: FoundRows, selection: Selection) -> list[Item]:
-    """The completions of a selection with their rows.
+    """Return the completions of a selection with their rows.
 
-    :raises ConfigError: rows that cannot be used; lines of a file without a completion, or of rows
-        that are not in the data.
-    :raises UsageError: the rows have no answers.
+    Raises:
+        ConfigError: Rows cannot be used, or a line of the file has no completion or no row.
+        UsageError: The rows have no answers.
     """
     if selection.file is not None:
         return _of_file(rows, Path(selection.file), selection.rows)
@@ -349,10 +345,10 @@ def find_items(rows: FoundRows, selection: Selection) -> list[Item]:
 
 
 def _of_file(rows: FoundRows, path: Path, count: int | None) -> list[Item]:
-    """Return the first completions of a JSONL file of ``{"id": …, "completion": …}``.
+    """Return the first ``count`` completions of a JSONL file of ``{"id": …, "completion": …}``.
 
-    A run's ``samples/`` are such files. Without ids, completions belong to the first, second, …
-    row.
+    Files in ``samples/`` of a run have this form. Without ids, the first completion belongs to the
+    first row, the second to the second row, and so on.
     """
     reader = RecordReader(path, "")  # an id may occur more than once
     given = [(record.number, record.row) for record in islice(reader, count)]

@@ -1,7 +1,7 @@
-"""``slurmrl profile-cluster``: a short job that measures the hardware, and the profile from it.
+"""``slurmrl profile-cluster``: a short job that measures the hardware, and the resulting profile.
 
-The points come from `workers.hardware_measures`. The numbers are those with which the formulas of
-the plan give the measured seconds.
+The job's points come from `workers.hardware_measures`. The numbers of the profile are fitted so
+that the formulas of the plan give the measured seconds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from slurmrl.config.allocation import parse
 from slurmrl.config.load import load_profile
 from slurmrl.config.schema import Cluster
 from slurmrl.config.source import Source
-from slurmrl.desk.doctor.examine import SINFO_TIMEOUT_S, USABLE
+from slurmrl.desk.doctor.examine import usable_hosts
 from slurmrl.desk.doctor.job import Say, ShortJob, scratch
 from slurmrl.desk.trial_jobs import clear_away
-from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
+from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.plan.estimates import hardware, pass_seconds
 from slurmrl.plan.estimates.hardware import CPU, FITTED_GPU, GIB, HardwareFile, Machine, made
@@ -32,12 +32,11 @@ from slurmrl.plan.inherited_settings import gpus_per_worker
 from slurmrl.plan.settings import load_settings
 from slurmrl.scheduler import choose
 from slurmrl.scheduler.base import GroupRequest
-from slurmrl.scheduler.client import SlurmClient
 from slurmrl.workers import hardware_job
 from slurmrl.workers.hardware_sizes import ON_CPUS, ON_GPUS, MeasureSizes
 
 SENT: Final[Mapping[str, float]] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""Times that a collective sends the part of the tensor that a rank does not have."""
+"""Number of times that a collective sends the part of the tensor that a rank lacks."""
 LARGEST_SHARE: Final = 1.5
 LEAST_S: Final = 1e-7
 
@@ -48,10 +47,10 @@ def profile_text(
     """Return the file of a profile.
 
     Args:
-        name: of the hardware.
-        made_by: time, program and hosts, in one line.
-        ranks: the points of each rank.
-        model: the architecture whose layers were measured.
+        name: Name of the hardware.
+        made_by: Time, program and hosts, in one line.
+        ranks: The points of each rank.
+        model: The architecture whose layers were measured.
 
     Raises ConfigError for points that give no valid profile.
     """
@@ -79,7 +78,7 @@ def _shown(point: Mapping[str, Any]) -> str:
 
 
 def _together(ranks: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The points of all ranks, each once with the mean of its seconds."""
+    """Merge equal points of all ranks; return each once, with the mean of its seconds."""
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for points in ranks:
         for point in points:
@@ -103,16 +102,14 @@ def _of(points: Iterable[Mapping[str, Any]], what: str, **like: Any) -> Iterator
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the line a + b x with the least squares of relative errors; neither is negative."""
+    """Return (a, b) of the line a + b x through ``points`` (x, y); neither is negative.
+
+    It minimizes the sum of the squares of the relative errors.
+    """
     weights = [(1 / y, x / y) for x, y in points]
-    aa, ab, bb = (
-        sum(u * v for u, v in pairs)
-        for pairs in (
-            [(one, one) for one, _ in weights],
-            weights,
-            [(other, other) for _, other in weights],
-        )
-    )
+    aa = sum(one * one for one, _ in weights)
+    ab = sum(one * other for one, other in weights)
+    bb = sum(other * other for _, other in weights)
     a1, b1 = sum(one for one, _ in weights), sum(other for _, other in weights)
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
@@ -143,7 +140,10 @@ def _rate(point: Mapping[str, Any]) -> float:
 
 
 def _collectives(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The rates of links and the seconds of collectives without data; a share is part of them."""
+    """Return rates of links in bytes per second, latencies in seconds, and the overlap.
+
+    The overlap is the share of a transfer that computation hides, from 0 to 1.
+    """
     found: dict[str, float] = {}
     names = {"host": ("link", "latency"), "hosts": ("network", "network_latency")}
     for place, (rate, latency) in names.items():
@@ -176,13 +176,13 @@ class _Measured:
 
     name: str
     like: str
-    """Shipped profile of the numbers that were not measured."""
+    """Name of the shipped profile with the numbers that were not measured."""
     points: Sequence[Mapping[str, Any]]
     shape: ModelShape
 
     @property
     def width(self) -> int:
-        """Bytes of a value of the model."""
+        """Number of bytes of a value of the model."""
         return 4 if self.name == CPU else 2
 
     def numbers(self) -> dict[str, float]:
@@ -199,9 +199,9 @@ class _Measured:
         return numbers
 
     def _products(self) -> dict[str, float]:
-        """The rates of products, and the side that reaches half of them.
+        """Return the rates of matrix products, and the side of a square with half of the rate.
 
-        Seconds of an operation of a square product are 1 / rate + half / (rate side).
+        Seconds per operation of a square product are 1 / rate + half_side / (rate * side).
         """
         lines = {}
         for one in (2, 4):
@@ -229,11 +229,12 @@ class _Measured:
         return Machine(hardware.gpu, 1, hardware.efficiency)
 
     def _layers(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """The share of attention, the traffic of a layer, and the seconds to start its operations.
+        """Return the efficiency of attention, the traffic of a layer, and its launch seconds.
 
-        Only attention makes long sequences slower than short ones. For short ones, the time beyond
-        matrix multiplications and attention is traffic. One token only starts the operations and
-        reads the weights. A CPU starts operations before it computes, a GPU at the same time.
+        Only attention makes long sequences slower than short sequences. For short sequences, the
+        time beyond matrix products and attention is traffic. A pass over one token only starts the
+        operations and reads the weights. A CPU starts operations before it computes; a GPU does
+        both at the same time.
         """
         forward = sorted(
             _of(self.points, "forward"), key=lambda one: (one["tokens"], one["length"])
@@ -261,7 +262,7 @@ class _Measured:
         }
 
     def _gathers(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """The seconds of a layer's gathered weights that neither layers nor links take."""
+        """Return the seconds to gather a layer's weights, beyond the time of links and layers."""
         point = next(_of(self.points, "sharded"), None)
         if point is None:
             return {}
@@ -275,7 +276,7 @@ class _Measured:
         return {"gathers": max(left, LEAST_S)}
 
     def _pass(self, point: Mapping[str, Any], layout: str = "fsdp:d1") -> pass_seconds.PassJob:
-        """The job of the layers: a value head has nearly no cost."""
+        """Return the forward pass that a point measured. Its value head costs almost nothing."""
         tokens = point["tokens"]
         return pass_seconds.PassJob(
             shape=self.shape,
@@ -290,7 +291,7 @@ class _Measured:
         )
 
     def _tokens(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds per token and per sequence that the formulas do not explain."""
+        """Return the seconds per token and per sequence that no other number explains."""
         machine = self._machine(numbers, token=LEAST_S, row=LEAST_S)
         left = []
         for point in sorted(_of(self.points, "generate"), key=lambda one: one["rows"]):
@@ -315,7 +316,7 @@ class _Measured:
 
 GROUP: Final = "profile"
 RANKS: Final = 2
-"""Ranks of a host whose GPUs and workers are unknown."""
+"""Number of ranks on a host if neither its GPUs nor the workers per host are known."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,7 @@ class Profiling:
     scheduler: str | None
     hosts: int | None
     ranks: int | None
-    """Ranks of each host."""
+    """Number of ranks on each host."""
     name: str | None
     """Name of the hardware."""
     output: Path | None
@@ -341,7 +342,7 @@ class Profiling:
 
 @dataclass
 class ProfileJob(ShortJob):
-    """The job that measures; its results are the points of all ranks."""
+    """The job that measures the hardware. Its results are the points of all ranks."""
 
     program: ClassVar = "slurmrl.workers.hardware_job"
     minutes: ClassVar = "20"
@@ -367,7 +368,7 @@ class ProfileJob(ShortJob):
     def points(self) -> tuple[list[str], list[list[dict[str, Any]]]]:
         """Run the job; return its hosts and the points of each rank.
 
-        Raises EnvironmentFailure for a job that does not measure, SchedulerError.
+        Raises EnvironmentFailure if a host has no result, SchedulerError.
         """
         jobs, ended = self.ended()
         try:
@@ -378,14 +379,8 @@ class ProfileJob(ShortJob):
         if failures:
             first = min(failures, key=lambda found: bool(found.get("echo")))
             raise EnvironmentFailure(f"host {first['host']}: {first['error']}\n{first['log']}")
-        missing = sorted(set(range(self.group.hosts)) - set(answers))
-        if missing:
-            last = self.log()
-            said = f"; its output ends with: {last}" if last else ""
-            raise EnvironmentFailure(
-                f"no result from host {', '.join(map(str, missing))} of {self.group.hosts}: "
-                f"{ended}{said}"
-            )
+        if missing := self.missing(answers, ended):
+            raise EnvironmentFailure(missing)
         hosts, ranks = [], []
         for task, found in sorted(answers.items()):
             with documents.expecting(self.folder / hardware_job.result_name(task)):
@@ -395,9 +390,9 @@ class ProfileJob(ShortJob):
 
 
 def profile(what: Profiling, say: Say) -> Path:
-    """Measure the hardware and write its profile, whose path is returned.
+    """Measure the hardware, write its profile and return the path of the profile.
 
-    Raises UsageError, EnvironmentFailure, SchedulerError. Without a result, nothing is written.
+    Raises UsageError, EnvironmentFailure, SchedulerError; nothing is written then.
     """
     cluster, root = _cluster(what)
     kind = choose(what.scheduler or cluster.scheduler, asks_slurm=cluster.asks_slurm)
@@ -405,10 +400,10 @@ def profile(what: Profiling, say: Say) -> Path:
     gpus = group.gpus_per_worker
     name = what.name or _name(cluster, gpus)
     if name is not None:
-        _output(what, name)  # reject an invalid name or folder before the job
+        _output(what, name)  # raises for an invalid name or folder before the job
     if name is not None and (name == CPU) == bool(gpus):
         seen = "GPUs" if gpus else "no GPUs"
-        raise UsageError(f"--name {name}: the ranks have {seen}; '{CPU}' is the name without GPUs")
+        raise UsageError(f"--name {name}: the ranks have {seen}; '{CPU}' means no GPUs")
     sizes = what.sizes or (ON_GPUS if gpus else ON_CPUS)
     count = f"{group.hosts} host{'s' * (group.hosts > 1)}"
     each = f"{group.workers_per_host} rank{'s' * (group.workers_per_host > 1)} each"
@@ -429,7 +424,7 @@ def profile(what: Profiling, say: Say) -> Path:
 
 
 def _cluster(what: Profiling) -> tuple[Cluster, Path]:
-    """The settings of the cluster, and the folder of all runs."""
+    """Return the settings of the cluster, and the folder of all runs."""
     if what.config is not None:
         settings = load_settings(
             what.config, what.overrides, root=what.root, scheduler=what.scheduler, planning=True
@@ -441,14 +436,8 @@ def _cluster(what: Profiling) -> tuple[Cluster, Path]:
 
 
 def _group(what: Profiling, cluster: Cluster, kind: str) -> GroupRequest:
-    """The hosts and ranks of the job: two hosts if the cluster has them, one rank for each GPU."""
-    rows = []
-    if kind != "local":
-        try:
-            found = SlurmClient(timeout_s=SINFO_TIMEOUT_S).hosts(cluster.slurm.partition)
-            rows = [row for row in found if row.state.strip("*~#$@+-") in USABLE]
-        except SchedulerError:
-            rows = []
+    """Return the hosts and ranks of the job: two hosts if possible, one rank for each GPU."""
+    rows = usable_hosts(cluster) if kind != "local" else []
     on_gpus = gpus_per_worker(cluster, kind)
     most = max((row.gpus for row in rows), default=0) if on_gpus else 0
     ranks = what.ranks or cluster.workers_per_host or most or RANKS
@@ -464,7 +453,7 @@ def _group(what: Profiling, cluster: Cluster, kind: str) -> GroupRequest:
 
 
 def _name(cluster: Cluster, gpus: int) -> str | None:
-    """The name of the hardware, by which plan finds it; None if only the job can tell."""
+    """Return the name by which `plan` finds the hardware; None if only the job can find it out."""
     if not gpus:
         return CPU
     known = hardware.name_of(cluster.model_copy(update={"gpus_per_worker": 1}))
@@ -472,7 +461,7 @@ def _name(cluster: Cluster, gpus: int) -> str | None:
 
 
 def _seen(ranks: list[list[dict[str, Any]]]) -> str:
-    """The name of the GPU that the ranks have."""
+    """Return the name of the GPU that the ranks have reported."""
     full = next(point["name"] for points in ranks for point in points if point["what"] == "device")
     found = hardware.new_name(str(full))
     assert found is not None, "a GPU has a name"

@@ -49,17 +49,17 @@ UNCHECKED: Final = "the run checks it when it starts"
 ADAPTERS: Final = "adapters"
 """The subject of the only check that the run does not repeat."""
 SHOWN: Final = 300
-"""Characters shown of the last output of a crashed child."""
+"""Maximum number of characters shown of the last output of a crashed child."""
 GIB: Final = 2**30
 PREPARED_BYTES_PER_BYTE: Final = 2
-"""The line, the tokens and the index entry of a row of 100 bytes or more take less than this."""
+"""Maximum bytes of prepared rows per byte of data: the line, its tokens and its index entry."""
 ENGINE: Final = "engine"
 SERVER_TIMEOUT_S: Final = 60.0
 FIND_MODULE: Final = (
     "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 )
 OF_CLIENT: Final = "aiohttp"
-"""Module that talks to servers."""
+"""Module with which slurmrl sends requests to servers."""
 TRANSFORMER_ENGINE: Final = "transformer_engine"
 
 
@@ -67,7 +67,7 @@ class Weight(StrEnum):
     FAILED = "failed"
     """The run would fail."""
     WARNING = "warning"
-    """The run might fail, or this was not checked."""
+    """The run might fail, or something was not checked."""
     NOTE = "note"
 
 
@@ -111,13 +111,15 @@ def check_trial(
     compared: set[str] | None = None,
     more: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Check everything that needs no GPU; return the findings, and ``more``, worst first.
+    """Check everything that needs no GPU; return the findings and ``more``, worst first.
 
-    Change nothing.
+    Nothing is changed on disk.
 
-    ``compared``: folders of models whose adapters were compared with their base before. That reads
-    all of the base, so they are left out; those that are compared now are added.
-    Raises EnvironmentFailure, OSError where nothing can be checked.
+    ``compared``: folders of models whose adapters were compared with their base model earlier. The
+    comparison reads the whole base model, so these folders are skipped. Folders that this call
+    compares are added to the set.
+
+    Raises EnvironmentFailure or OSError if nothing can be checked.
     """
     findings = [
         *more,
@@ -140,7 +142,7 @@ def reject(findings: Sequence[Finding]) -> None:
 
 
 def places(settings: Settings) -> list[Finding]:
-    """Check the packages and files that settings name, which takes no time."""
+    """Check the packages and files that settings name; this takes almost no time."""
     config = settings.config
     findings = []
     try:
@@ -189,16 +191,10 @@ def _placed(finding: Finding, settings: Settings) -> Finding:
 def _of_inputs(
     settings: Settings, code: Code, timeout_s: float, compared: set[str]
 ) -> list[Finding]:
-    with tempfile.TemporaryDirectory(prefix="slurmrl-check-") as name:
-        request = ask_inspector(
-            "inputs",
-            settings,
-            code,
-            Path(name),
-            job_variables(settings.config.cluster),
-            timeout_s,
-            compared=sorted(compared),
-        )
+    variables = job_variables(settings.config.cluster)
+    with asking_inspector(
+        "inputs", settings, code, variables, timeout_s, compared=sorted(compared)
+    ) as request:
         replies = list(request)
     findings, begun = _understood(replies, request.ended, timeout_s)
     if ADAPTERS in begun:
@@ -211,40 +207,43 @@ def _models(config: Config) -> set[str]:
     return {model.path for model in models if model is not None and model.path is not None}
 
 
-def ask_inspector(
+@contextlib.contextmanager
+def asking_inspector(
     subject: str,
     settings: Settings,
     code: Code,
-    folder: Path,
     variables: Mapping[str, str],
     limit_s: float | None = None,
     *,
     shown: bool = False,
     **more: Any,
-) -> ChildRequest:
-    """Return a request to the inspector about a configuration.
+) -> Iterator[ChildRequest]:
+    """Yield a request to the inspector about a configuration, with a folder for its files.
 
-    ``folder`` receives the configuration, and the code of a trial that has no snapshot;
-    ``variables`` come from the configuration.
+    ``variables`` are the environment variables that the configuration sets; ``limit_s`` and
+    ``shown`` are explained at `ChildRequest`.
     """
-    config = folder / "config.yaml"
-    config.write_text(dump(settings.config), encoding="utf-8")
-    place = folder / "empty"  # jobs also run in another directory than the command
-    place.mkdir()
-    return ChildRequest(
-        INSPECTOR,
-        {"subject": subject, "config": str(config), **more},
-        limit_s=limit_s,
-        env=environment(folder, code, variables),
-        cwd=place,
-        shown=shown,
-    )
+    with tempfile.TemporaryDirectory(prefix="slurmrl-inspect-") as name:
+        folder = Path(name)
+        config = folder / "config.yaml"
+        config.write_text(dump(settings.config), encoding="utf-8")
+        place = folder / "empty"  # like a job, the child does not run in the command's directory
+        place.mkdir()
+        yield ChildRequest(
+            INSPECTOR,
+            {"subject": subject, "config": str(config), **more},
+            limit_s=limit_s,
+            env=environment(folder, code, variables),
+            cwd=place,
+            shown=shown,
+        )
 
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a job, so that imports fail here as they would there.
+    """Return the environment of a job, so that imports which fail in a job also fail here.
 
-    ``folder`` receives a copy of only the user's code; ``variables`` come from the configuration.
+    A copy of the user's code goes into ``folder`` if there is no snapshot yet. ``variables`` are
+    the environment variables that the configuration sets.
     """
     place = code.snapshot
     if place is None:
@@ -264,9 +263,9 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
 
 
 def job_variables(cluster: Cluster) -> dict[str, str]:
-    """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read.
+    """Return ``cluster.env`` and the variables of ``variables_file``.
 
-    (If not, another check reports it.)
+    Omit an unreadable file, which another check reports.
     """
     file = cluster.variables_file
     with contextlib.suppress(SlurmrlError):
@@ -279,7 +278,7 @@ def _understood(
 ) -> tuple[list[Finding], Collection[str]]:
     """Return the inspector's findings, and the subjects of the checks that it has begun.
 
-    The findings include everything that the inspector could not check.
+    A finding reports a check that the inspector could not complete.
     """
     findings, begun = [], [{"begins": "starting to check", "subject": "checks"}]
     for values in replies:
@@ -291,28 +290,28 @@ def _understood(
     subjects = [one["subject"] for one in begun]
     if not doing and ended.code is not None:
         return findings, subjects
-    later = "nothing else does it" if subject == ADAPTERS else UNCHECKED
+    later = "nothing else checks it" if subject == ADAPTERS else UNCHECKED
     if ended.code is None:
         text = f"{doing or 'ending'} took longer than {timeout_s:g} s; {later} (--check-timeout)"
         return [*findings, Finding(subject, Weight.WARNING, text)], subjects
     last = ended.last_line[:SHOWN] or "no output"
     if ended.code == -signal.SIGKILL:
-        text = f"the check was killed while {doing}, perhaps for its memory; {later}"
+        text = f"the check was killed while {doing}, perhaps because of its memory; {later}"
         return [*findings, Finding(subject, Weight.WARNING, text)], subjects
     text = f"{doing} ended the process with code {ended.code}: {last}"
     return [*findings, Finding(subject, Weight.FAILED, text)], subjects
 
 
 def disk_space(settings: Settings) -> list[Finding]:
-    """Check the disk space. Raises OSError for a file system that does not answer."""
+    """Check the free disk space. Raises OSError for a file system that does not answer."""
     config = settings.config
     checkpoint, export = checkpoint_bytes(settings), 0
     if config.checkpoint.export_at_end and (shape := shape_of(config.actor)) is not None:
         export = round(whole_weights(shape, ONE_RANK, "float32"))
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
-    there = _checkpoints(paths)
+    there = len(list(paths.checkpoints.glob("*")))
     copies = max(config.checkpoint.keep_last + 1 - there, 1)
-    data = data_bytes(settings) if not (paths.data.is_dir() and any(paths.data.iterdir())) else 0
+    data = 0 if any(paths.data.glob("*")) else data_bytes(settings)
     versions = version_bytes(settings)
     needed = copies * checkpoint + export + versions + data
     folder = next(path for path in (paths.run, *paths.run.parents) if path.exists())
@@ -347,8 +346,8 @@ def checkpoint_bytes(settings: Settings) -> int:
 def version_bytes(settings: Settings) -> int:
     """Estimate the bytes of the complete weight versions.
 
-    There is one more than `rollout.publish.keep_whole` before an old one is removed. The size of
-    the versions between complete ones depends on the training.
+    Their number is at most ``rollout.publish.keep_whole`` + 1, because an old version is removed
+    after a new one was written. Versions that contain only changes are not estimated.
     """
     publish = settings.config.rollout.publish
     return 0 if publish is None else round((publish.keep_whole + 1) * version_size(settings.config))
@@ -364,19 +363,15 @@ def data_bytes(settings: Settings) -> int:
     return total * PREPARED_BYTES_PER_BYTE
 
 
-def _checkpoints(paths: RunPaths) -> int:
-    """Return the number of existing checkpoints."""
-    return len(list(paths.checkpoints.iterdir())) if paths.checkpoints.is_dir() else 0
-
-
 def _size(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
 
 
 def missing_packages(settings: Settings, plan: Plan) -> list[Finding]:
-    """Return the engines whose GPU or package is missing.
+    """Return findings about engines whose GPU or package is missing.
 
-    A container has its own packages, and set-up lines may bring others.
+    A container has separate packages, so they are not checked. Set-up lines may provide packages,
+    so a missing package is then only a warning.
     """
     slurm = settings.config.cluster.slurm
     without = [
@@ -392,7 +387,7 @@ def missing_packages(settings: Settings, plan: Plan) -> list[Finding]:
 
 
 def _missing(settings: Settings, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the key of each setting whose package is missing, and the message."""
+    """Yield the key of each setting whose package is missing, and a message."""
     rollout, reported = settings.config.rollout, set[str]()
     for model in plan.models.values():
         rules = ENGINES[model.engine]
@@ -411,7 +406,10 @@ def _missing(settings: Settings, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _of_servers(engine: str, module: str, python: str | None) -> Iterator[tuple[str, str]]:
-    """Yield missing packages of servers; without ``module``, slurmrl itself generates."""
+    """Yield the keys and messages of missing packages of servers.
+
+    The ``module`` is empty for an engine without a server.
+    """
     if not module:
         return
     if not _is_here(OF_CLIENT):
@@ -437,10 +435,10 @@ def _is_here(module: str) -> bool:
 
 
 def described(settings: Settings, code: Code, begun: Config | None = None) -> Settings:
-    """Return the settings with schemas for each dataset of `undescribed`.
+    """Return the settings with schemas of tools for each dataset of `undescribed`.
 
-    ``begun`` is the configuration of a trial that continues, which keeps its schemas, or has none.
-    The file of a trial stays as it is.
+    ``begun`` is the configuration of a trial that continues; its schemas, or their absence, are
+    kept. Settings that come from the configuration file of a trial are returned unchanged.
     """
     config = settings.config
     if settings.source.resolved or not undescribed(config):
@@ -460,10 +458,7 @@ def described(settings: Settings, code: Code, begun: Config | None = None) -> Se
 
 
 def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
-    """Return the datasets that leave the description of the episode's tools to the default.
-
-    Their prompts may describe the tools.
-    """
+    """Return the datasets without schemas whose prompts may describe the episode's tools."""
     if not config.rollout.episode.describes_tools or config.actor.tokenizer is None:
         return {}
     return {
@@ -474,10 +469,9 @@ def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
 
 
 def _made(settings: Settings, code: Code) -> dict[str, Any]:
-    """Ask a child, because transformers imports torch to make schemas."""
-    with tempfile.TemporaryDirectory(prefix="slurmrl-tools-") as name:
-        variables = job_variables(settings.config.cluster)
-        request = ask_inspector("tools", settings, code, Path(name), variables, CHECK_TIMEOUT_S)
+    """Return schemas of tools from a child process, because transformers imports torch for them."""
+    variables = job_variables(settings.config.cluster)
+    with asking_inspector("tools", settings, code, variables, CHECK_TIMEOUT_S) as request:
         made = request.last()
     if request.ended.code == 0:
         return made

@@ -15,7 +15,7 @@ from slurmrl.config.load import Derive, load, parse, validate
 from slurmrl.config.problems import show
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
-from slurmrl.config.source import COMMAND_LINE, KeyPath, Source, dotted
+from slurmrl.config.source import COMMAND_LINE, KeyPath, Source, dotted, value_at
 from slurmrl.errors import ConfigError, Problem, UnreadableInputError, UsageError
 from slurmrl.plan import hub_references, inherited_settings
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
@@ -281,7 +281,7 @@ def _profile_use(source: Source, root: Path | None, scheduler: str | None) -> Pr
         return None
     given: dict[KeyPath, object] = {("root",): root, ("cluster", "scheduler"): scheduler}
     keys = [key for key in source.of_profile() if given.get(key) is None]
-    return ProfileUse(source.profile, {dotted(key): source.at(key) for key in keys})
+    return ProfileUse(source.profile, {dotted(key): value_at(source.values, key) for key in keys})
 
 
 def load_run_settings(paths: RunPaths) -> Settings:

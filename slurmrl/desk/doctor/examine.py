@@ -37,9 +37,10 @@ from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO, choose
 from slurmrl.scheduler.base import GroupRequest
 from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.parse import HostRow
 
 HOSTS = 2
-"""Hosts of the job if the cluster has them: some checks compare two hosts."""
+"""Number of hosts of the job if the cluster has them, because some checks compare two hosts."""
 USABLE = ("idle", "mixed", "allocated", "completing", "planned")
 SINFO_TIMEOUT_S = 20.0
 ROOT_ADVICE = "choose your own folder on a file system that all hosts share: --root or SLURMRL_ROOT"
@@ -54,16 +55,18 @@ class Examination:
     root: Path | None
     """``--root`` or SLURMRL_ROOT; None leaves it to the configuration."""
     fallback: Path
-    """The root if option, variable and configuration set none."""
+    """The root if no option, variable or configuration sets one."""
     scheduler: str | None
     job: bool
+    """Whether to run checks in a short job too."""
     timeout_s: float
+    """Maximum seconds until the job starts."""
     check_timeout_s: float | None = None
-    """Limit for checking the files of the configuration's trial; None skips them."""
+    """Maximum seconds to check the files of the trial; None skips these checks."""
 
 
 def examine(what: Examination, say: Say) -> list[Check]:
-    """Run all checks; ``say`` reports progress."""
+    """Run all checks and return them; ``say`` reports the progress of the job."""
     settings: Settings | None = None
     checks: list[Check] = []
     if what.config is not None:
@@ -137,20 +140,23 @@ def _group(kind: str, cluster: Cluster, plan: Plan | None) -> GroupRequest:
         )
     if kind == "local" or group.hosts >= HOSTS:
         return group
+    fit = [row for row in usable_hosts(cluster) if row.gpus >= gpus_of(group)]
+    return replace(group, hosts=max(group.hosts, min(HOSTS, len(fit))))
+
+
+def usable_hosts(cluster: Cluster) -> list[HostRow]:
+    """Return the hosts of the partition that can run jobs; none if Slurm does not answer."""
     try:
         rows = SlurmClient(timeout_s=SINFO_TIMEOUT_S).hosts(cluster.slurm.partition)
     except SchedulerError:
-        return group
-    gpus = gpus_of(group)
-    fit = [row for row in rows if row.gpus >= gpus and row.state.strip("*~#$@+-") in USABLE]
-    hosts = max(group.hosts, min(HOSTS, len(fit)))
-    return replace(group, hosts=hosts)
+        return []
+    return [row for row in rows if row.state.strip("*~#$@+-") in USABLE]
 
 
 def check_configuration(
     path: Path, overrides: tuple[str, ...], root: Path | None, scheduler: str | None = None
 ) -> tuple[Settings | None, list[Check]]:
-    """The settings of a configuration (None if invalid) and the checks of them."""
+    """Return the settings of a configuration (None if invalid), and their checks."""
     try:
         settings = load_settings(path, overrides, root=root, scheduler=scheduler, planning=True)
     except ConfigError as error:
@@ -166,7 +172,7 @@ def check_configuration(
 
 
 def check_site_profile() -> tuple[Cluster, list[Check]]:
-    """The cluster's settings without a configuration, and the check of the profile with them."""
+    """Return the cluster's settings from the site profile, and the check of the profile."""
     path = profiles.in_force()
     if path is None:
         return Cluster(), []
@@ -180,7 +186,7 @@ def check_site_profile() -> tuple[Cluster, list[Check]]:
 def check_trial_files(
     settings: Settings, plan: Plan, timeout_s: float, scheduler: str = "local"
 ) -> list[Check]:
-    """Make the checks of ``submit`` for the trial of a configuration."""
+    """Run the checks of ``submit`` for the trial of a configuration."""
     found = trial_code.find_own_code(settings)
     code = Code(paths=found.paths)
     settings = described(settings, code, begun_configuration(settings))
@@ -207,7 +213,7 @@ def check_scheduler(
 ) -> list[Check]:
     """Check that Slurm answers and has the resources of the configuration.
 
-    ``kind`` is the scheduler that ``requested`` stands for; ``hosts`` are the cluster's.
+    ``kind`` is the scheduler chosen for ``requested``; ``hosts`` are the hosts of the cluster.
     """
     advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
     if kind == "local" and requested == AUTO and shutil.which("sbatch"):
@@ -228,7 +234,7 @@ def check_scheduler(
 
 
 def check_root(folder: Path) -> list[Check]:
-    """Check the directory of the runs; ``folder`` is a private folder next to the runs."""
+    """Check the file system of the runs; ``folder`` is a private folder next to the runs."""
     return [
         *guarded("ownership", ROOT_ADVICE, lambda: directory.owner(folder)),
         *guarded("directory", ROOT_ADVICE, lambda: directory.latency(folder)),

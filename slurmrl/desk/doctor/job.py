@@ -1,4 +1,4 @@
-"""The short job: submitted like the job of a run, in its own folder next to the runs."""
+"""The short job, which is submitted like the job of a run, with a folder next to the runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +32,9 @@ from slurmrl.scheduler.client import SRUN
 FOLDER = ".doctor"
 GROUP = "doctor"
 MINUTES = "5"
-"""Time limit of the job; checks take seconds, or longer on a busy host or slow directory."""
+"""Time limit of the job in minutes. Checks take seconds, or longer on a busy host or directory."""
 LEAD_S = 1
-"""The minimum, because the job has no state to save and Slurm may warn it up to a minute early."""
+"""Seconds between Slurm's warning and the time limit: the minimum, since the job saves nothing."""
 RUNS_S = 180.0
 """Seconds that a started job may take, including Slurm's delays."""
 LATE_S = 15.0
@@ -42,7 +42,7 @@ LATE_S = 15.0
 SAY_EVERY_S = 10.0
 CONTENT_BYTES = 2**20
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command: `kill`, and a terminal that is gone."""
+"""Signals that end a command: from `kill`, and from a terminal that is closed."""
 
 Say = Callable[[str], None]
 
@@ -54,7 +54,7 @@ def gpus_of(group: GroupRequest) -> int:
 
 @contextmanager
 def scratch(root: Path) -> Iterator[RunPaths]:
-    """A temporary folder next to the runs; it is removed with the parents that had to be made."""
+    """Yield a temporary folder next to the runs; remove it later with the parents made for it."""
     folder = root / user_name() / FOLDER
     made = [path for path in folder.parents if not path.exists()]
     paths = RunPaths(folder / uuid.uuid4().hex)
@@ -64,7 +64,7 @@ def scratch(root: Path) -> Iterator[RunPaths]:
             yield paths
         finally:
             shutil.rmtree(paths.run, ignore_errors=True)
-            with suppress(OSError):  # another process may use the folder by now
+            with suppress(OSError):  # another process may have begun to use the folder
                 for path in (folder, *made):
                     path.rmdir()
 
@@ -73,7 +73,7 @@ def scratch(root: Path) -> Iterator[RunPaths]:
 def _ended_in_order() -> Iterator[None]:
     """Turn the first of ENDINGS into SystemExit, so that the job is cancelled; ignore later ones.
 
-    Ignored signals (nohup) stay ignored. Threads other than the main one hear no signal.
+    Ignored signals (nohup) stay ignored. Outside of the main thread, Python allows no handlers.
     """
 
     def end(number: int, frame: object) -> None:
@@ -94,7 +94,7 @@ def _ended_in_order() -> Iterator[None]:
 
 @dataclass
 class ShortJob:
-    """A job that runs a program on each of its hosts, which leaves a result there."""
+    """A job that runs a program on each of its hosts; each program writes a result file."""
 
     program: ClassVar = "slurmrl.desk.doctor.probe"
     minutes: ClassVar = MINUTES
@@ -116,9 +116,9 @@ class ShortJob:
         return self.paths.run / "probe"
 
     def ended(self) -> tuple[Jobs, str]:
-        """Submit the job and wait for its end, which is returned in words.
+        """Submit the job and wait for its end; return the job and a description of its end.
 
-        An error cancels it.
+        After an error, cancel the job.
         """
         scheduler = make(self.kind)
         self.write()
@@ -141,7 +141,7 @@ class ShortJob:
         copying.copy_package(self.paths.code / "slurmrl")
 
     def request(self) -> SubmissionRequest:
-        """Return the submission."""
+        """Return the job's request for the scheduler."""
         once = {"time": self.minutes, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
         slurm = {**self.cluster.slurm.model_dump(mode="json", by_alias=True), **once}
         run = (sys.executable, "-P", "-m", self.program, str(self.folder))
@@ -187,12 +187,21 @@ class ShortJob:
             time.sleep(0.2 if self.kind == "local" else 1.0)
 
     def _last_words(self, jobs: Jobs) -> str:
-        """Return how the job ended, after its results are visible or LATE_S is over."""
+        """Wait for visible results, at most LATE_S; return a description of the job's end."""
         deadline = time.monotonic() + LATE_S
         while len(self.answers()) < self.group.hosts and time.monotonic() < deadline:
             time.sleep(0.2)
         ended = jobs.scheduler.query(jobs.ids)
         return _shown(ended[0]) if ended else "the scheduler no longer knows the job"
+
+    def missing(self, results: Collection[int], ended: str) -> str:
+        """Return a message about hosts without results and the job's end; "" without such hosts."""
+        missing = sorted(set(range(self.group.hosts)) - set(results))
+        if not missing:
+            return ""
+        hosts, last = ", ".join(map(str, missing)), self.log()
+        output = f"; its output ends with: {last}" if last else ""
+        return f"no result from host {hosts} of {self.group.hosts}: {ended}{output}"
 
     def log(self) -> str:
         """Return the last lines of the job's output."""
@@ -206,15 +215,15 @@ class ShortJob:
 
 @dataclass
 class ProbeJob(ShortJob):
-    """One short job and the checks of its hosts."""
+    """A short job that runs the checks of its hosts."""
 
     servers: Mapping[str, Any] | None = None
-    """Settings of `servers.running_settings`; the job's first host must reach these servers."""
+    """Result of `server_checks.running_settings`: servers that the job's first host must reach."""
     narrow: Sequence[str] = ()
     """Models that compute in bfloat16 on processors."""
 
     def run(self) -> list[Check]:
-        """Submit, wait, collect; an error on the way becomes a failed check."""
+        """Run the job and return its checks; an error becomes a failed check."""
         advice = "see whether 'sbatch' accepts a job by hand with the same options"
         return guarded("job", advice, self._run)
 
@@ -228,15 +237,18 @@ class ProbeJob(ShortJob):
         finally:
             cleared += guarded("job", "end it with scancel", lambda: _clear(jobs))
         checks = [check for task in sorted(results) for check in results[task]] + cleared
-        missing = sorted(set(range(self.group.hosts)) - set(results))
-        if missing:
-            checks.append(self._lost(missing, ended))
+        if missing := self.missing(results, ended):
+            advice = (
+                "a job that does not start: raise --timeout or look at 'squeue --me'; one that "
+                "fails: the first error of its output"
+            )
+            checks.append(failed("job", missing, advice))
         elif hosts == 1:
             checks.append(ok("other hosts", "not compared, because the job had one host"))
         return checks
 
     def write(self) -> None:
-        """Write the files that the job reads: this package, the request, and content to compare."""
+        """Write the files that the job reads: the package, the request, and content to compare."""
         super().write()
         content = os.urandom(CONTENT_BYTES)
         atomic.replace(self.folder / directory.CONTENT, content)
@@ -260,18 +272,6 @@ class ProbeJob(ShortJob):
             with documents.expecting(self.folder / probe.result_name(task)):
                 results[task] = [Check.from_json(check) for check in values["checks"]]
         return results
-
-    def _lost(self, missing: list[int], ended: str) -> Check:
-        hosts = ", ".join(map(str, missing))
-        measured = f"no result from host {hosts} of {self.group.hosts}: {ended}"
-        last = self.log()
-        if last:
-            measured += f"; its output ends with: {last}"
-        advice = (
-            "a job that does not start: raise --timeout or look at 'squeue --me'; one that fails: "
-            "the first error of its output"
-        )
-        return failed("job", measured, advice)
 
 
 def _clear(jobs: Jobs) -> list[Check]:

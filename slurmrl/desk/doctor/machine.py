@@ -1,6 +1,6 @@
 """Checks of one host: its software, limits and GPUs, and Slurm's commands on it.
 
-Software is not imported: login nodes must not import torch.
+The checks do not import packages, because login nodes must not import torch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from slurmrl.tensors.parallel.gpu import (
 LEAST_PYTHON = (3, 11)
 NEEDED = ("torch", "transformers", "safetensors", "numpy")
 OPTIONAL = {"megatron-core": "backend megatron", "flash-attn": "faster attention"}
-"""Servers of ``rollout.backend`` have separate environments (`desk/doctor/server_checks.py`)."""
+"""Optional packages and their uses. Servers of ``rollout.backend`` have separate environments (see
+`server_checks`)."""
 BUILDS = {12: "cu126", 13: "cu130"}
-"""For each release of CUDA, a build of torch that scripts/setup can install."""
+"""A build of torch that scripts/setup can install, by the major version of CUDA."""
 FEW_FILES = 4096
-"""A worker with NCCL holds some hundred descriptors, a launcher of many hosts a few for each."""
+"""Minimum limit of open files: a worker with NCCL needs some hundred descriptors."""
 FEW_PROCESSES = 2048
-"""Threads count as processes, and a worker has about a hundred."""
+"""Minimum limit of processes: threads count, and a worker has about a hundred."""
 _LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[0-9A-Fa-f-]+)\)")
 GPU_ADVICE = (
     "look at 'scontrol show node' for the site's name of GPUs and set cluster.slurm.gpu_directive "
@@ -57,7 +58,7 @@ def python() -> Check:
 
 
 def packages(gpus: bool) -> list[Check]:
-    """``gpus``: whether the workers compute on GPUs."""
+    """Check the installed packages; ``gpus`` says whether the workers compute on GPUs."""
     versions = {name: version_of(name) for name in NEEDED}
     missing = [name for name, version in versions.items() if version is None]
     measured = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
@@ -67,7 +68,7 @@ def packages(gpus: bool) -> list[Check]:
 
 
 def torch_on_gpus() -> Check:
-    """Whether the installed torch can use the GPUs of this host, as far as versions say."""
+    """Check by the versions whether the installed torch works with the GPU driver of this host."""
     name, build, driver = "torch on gpus", torch_build(), driver_version()
     if build is None:
         return failed(name, "torch cannot be found", "pip install torch")
@@ -81,7 +82,7 @@ def torch_on_gpus() -> Check:
     measured = f"torch {build.version} is built for CUDA {build.cuda}"
     release = int(build.cuda.partition(".")[0])
     if driver is None or newest is None:
-        return ok(name, measured)  # the check of the driver reports that
+        return ok(name, measured)  # another check reports a missing driver
     if newest < release:
         advice = f"scripts/setup --torch {fitting}"
         if least := LEAST_DRIVER.get(release):
@@ -91,7 +92,7 @@ def torch_on_gpus() -> Check:
 
 
 def optional_packages() -> Check:
-    """List optional packages; another check rejects a configuration that needs a missing one."""
+    """List the optional packages; another check rejects a configuration that lacks a package."""
     shown = [
         f"{name} {version}" if (version := version_of(name)) else f"{name} not installed ({use})"
         for name, use in OPTIONAL.items()
@@ -100,9 +101,10 @@ def optional_packages() -> Check:
 
 
 def operators(variables: Mapping[str, str]) -> Check:
-    """Whether the compiled operators for CPUs are in the cache, so that no job compiles them.
+    """Check whether the compiled operators for CPUs are in the cache, so that no job compiles them.
 
-    ``variables`` come from the configuration. Jobs do not inherit the cache's folder from a shell.
+    ``variables`` are the environment variables of the configuration: jobs do not inherit the
+    cache's folder from a shell.
     """
     home = variables.get(env.XDG_CACHE_HOME.name) or Path("~/.cache").expanduser()
     folder = Path(variables.get(env.OPS_CACHE.name) or f"{home}/slurmrl/ops")
@@ -119,10 +121,7 @@ def operators(variables: Mapping[str, str]) -> Check:
 
 
 def processor(models: Sequence[str]) -> list[Check]:
-    """Check if this host's processor has instructions for ``models``.
-
-    The models compute in bfloat16 on processors.
-    """
+    """Check whether the processor has instructions for ``models``, which compute in bfloat16."""
     if not models:
         return []
     if slow := slow_bfloat16(models):
@@ -131,7 +130,7 @@ def processor(models: Sequence[str]) -> list[Check]:
 
 
 def driver(gpus: bool) -> Check:
-    """The NVIDIA driver and the newest CUDA that it can serve."""
+    """Check the NVIDIA driver; ``gpus`` says whether the job needs one."""
     version = driver_version()
     if version is None and gpus:
         advice = "the job needs hosts with GPUs: set cluster.slurm.partition or gpu_type"
@@ -144,7 +143,7 @@ def driver(gpus: bool) -> Check:
 
 
 def same_everywhere(login: list[Check], hosts: list[Check]) -> list[Check]:
-    """Whether the hosts of a job have the software that the login node has."""
+    """Check that the hosts of a job have the software of the login node."""
     expected = {one.name: one.measured for one in login if one.name in ("python", "packages")}
     others = [one for one in hosts if expected.get(one.name, one.measured) != one.measured]
     if not others:
@@ -158,26 +157,20 @@ Limit = Callable[[int], tuple[int, int]]
 
 
 def process_limits(getrlimit: Limit = resource.getrlimit) -> list[Check]:
+    """Check the limits of open files and of processes."""
+    files, processes = getrlimit(resource.RLIMIT_NOFILE), getrlimit(resource.RLIMIT_NPROC)
     return [
-        _limit(
-            "open files",
-            getrlimit(resource.RLIMIT_NOFILE),
-            FEW_FILES,
-            "put 'ulimit -n 65536' into cluster.slurm.setup, or ask for a higher limit "
-            "(LimitNOFILE of slurmd, PropagateResourceLimits)",
-        ),
-        _limit(
-            "processes",
-            getrlimit(resource.RLIMIT_NPROC),
-            FEW_PROCESSES,
-            "put 'ulimit -u 65536' into cluster.slurm.setup, or ask for a higher limit "
-            "(LimitNPROC of slurmd, PropagateResourceLimits)",
-        ),
+        _limit("open files", files, FEW_FILES, "ulimit -n", "LimitNOFILE"),
+        _limit("processes", processes, FEW_PROCESSES, "ulimit -u", "LimitNPROC"),
     ]
 
 
-def _limit(name: str, limits: tuple[int, int], few: int, advice: str) -> Check:
+def _limit(name: str, limits: tuple[int, int], few: int, command: str, of_slurmd: str) -> Check:
     soft, hard = limits
+    advice = (
+        f"put '{command} 65536' into cluster.slurm.setup, or ask for a higher limit ({of_slurmd} "
+        "of slurmd, PropagateResourceLimits)"
+    )
     measured = f"limit {_number(soft)} (hard {_number(hard)})"
     if soft != resource.RLIM_INFINITY and soft < few:
         return warning(name, f"{measured}, below {few}", advice, limit=float(soft))
@@ -224,19 +217,19 @@ def _is_seen(device: Device, seen: list[str]) -> bool:
 
 
 def listed_gpus(text: str) -> list[str]:
-    """UUIDs in the output of ``nvidia-smi -L``."""
+    """Return the UUIDs in the output of ``nvidia-smi -L``."""
     return [match[2] for match in map(_LINE.match, text.splitlines()) if match]
 
 
 def seen_gpus() -> list[str] | None:
-    """UUIDs of the GPUs here, whatever CUDA_VISIBLE_DEVICES says; None without nvidia-smi."""
+    """Return the UUIDs of all GPUs of this host; None without nvidia-smi."""
     if shutil.which(gpu.SMI) is None:
         return None
     return listed_gpus(gpu.nvidia_smi("-L") or "")
 
 
 def slurm_version() -> Check:
-    """Return the version of Slurm. Raises SchedulerError."""
+    """Check that Slurm's commands work, and report their version. Raises SchedulerError."""
     return ok("slurm version", SlurmClient(timeout_s=SLURM_TIMEOUT_S).version())
 
 
@@ -251,7 +244,7 @@ def controller() -> Check:
 def slurm_in_jobs(script: Path) -> list[Check]:
     """Check the commands with which a run adds and cancels links.
 
-    ``script`` is a batch script that sbatch has taken before; nothing is submitted.
+    ``script`` is a batch script that sbatch has accepted before; nothing is submitted.
     """
     client = SlurmClient(timeout_s=SLURM_TIMEOUT_S)
     checks = []

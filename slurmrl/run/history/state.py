@@ -65,6 +65,8 @@ class TrialState:
     """The end of the trial; None if it was resumed since."""
     base: str | None = None
     """Directory of the commit from which the newest incarnation resumed; None for a fresh start."""
+    bases: Mapping[int, Commit] = field(default_factory=dict)
+    """The commits from which incarnations resumed, by incarnation; none for a fresh start."""
     begins_without_commit: int = 0
     """Number of incarnations that began since the last commit or resume."""
     exports: tuple[Export, ...] = ()
@@ -104,11 +106,14 @@ def fold(records: Iterable[Record]) -> TrialState:
 def _apply(record: Record, fields: dict[str, Any], commits: dict[str, Commit]) -> None:
     begins = fields.get("begins_without_commit", 0)
     if record.kind is Kind.BEGIN:
+        base = record.data.get("base", next(reversed(commits), None))
+        if base in commits:
+            fields.setdefault("bases", {})[record.incarnation] = commits[base]
         fields.update(
             begins_without_commit=begins + 1,
             begin_data=record.data,
             begin_slot=record.slot,
-            base=record.data.get("base", next(reversed(commits), None)),
+            base=base,
         )
     elif record.kind is Kind.COMMIT:
         step, directory = place(record)
@@ -147,24 +152,11 @@ class Lineage:
     @staticmethod
     def of(records: Iterable[Record]) -> Lineage:
         """Return the lineage that these records describe."""
-        commits: dict[str, tuple[int, int]] = {}
-        bases: dict[int, tuple[int, int] | None] = {}
-        newest = 0
-        for record in records:
-            if record.kind is Kind.BEGIN:
-                newest = record.incarnation
-                base = record.data.get("base", next(reversed(commits), None))
-                bases[newest] = commits.get(base) if base is not None else None
-            elif record.kind is Kind.COMMIT:
-                step, directory = place(record)
-                commits.pop(directory, None)
-                commits[directory] = step, record.incarnation
-            elif record.kind is Kind.DELETE:
-                commits.pop(place(record)[1], None)
-        last_steps: dict[int, int | None] = {newest: None}
-        while (base_of := bases.get(newest)) is not None:
-            step, newest = base_of
-            last_steps[newest] = step
+        state = fold(records)
+        newest, last_steps = state.incarnation, dict[int, int | None]({state.incarnation: None})
+        while (base := state.bases.get(newest)) is not None:
+            newest = base.incarnation
+            last_steps[newest] = base.step
         return Lineage(last_steps)
 
     def has(self, step: int, incarnation: int) -> bool:
