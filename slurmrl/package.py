@@ -34,7 +34,7 @@ def names(folder: str) -> list[str]:
     archive = FOLDER / ARCHIVE
     if not archive.exists():
         return [f"{folder}/{path.name}" for path in (FOLDER / folder).iterdir() if path.is_file()]
-    from zipfile import ZipFile  # slow to import, and needed only to compile operators
+    from zipfile import ZipFile  # the import is slow and rarely needed
 
     with ZipFile(archive) as file:
         return [name for name in file.namelist() if name.rpartition("/")[0] == folder]

@@ -101,7 +101,7 @@ def near(name: str, known: list[str], likeness: float = 0.6) -> str:
 
     The match has at least this ``likeness`` (0 to 1).
     """
-    from difflib import get_close_matches as closest  # slow to import, and needed only for errors
+    from difflib import get_close_matches as closest  # the import is slow and rarely needed
 
     close = closest(name, known, 1, likeness) or closest(name.lower(), known, 1, likeness)
     hint = f"did you mean '{close[0]}'? " if close else ""

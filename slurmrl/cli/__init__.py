@@ -1,4 +1,4 @@
-"""The command line: parse, call one library function, print, map one base error to an exit code.
+"""The command line. Each command parses its options, calls the library and prints the result.
 
-A new command is one file and one line in ``main.COMMANDS``.
+To add a command, write its function and add a line to ``main.COMMANDS``.
 """

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 PIPE_WIDTH = 100
-"""Columns where there is no terminal."""
+"""Width of a chart in columns without a terminal."""
 HEIGHT = 16
 FIRST_S, LONGEST_S = 5.0, 60.0
-"""Pauses of ``report --watch``."""
+"""First and longest pause of ``report --watch`` in seconds."""
 
 
 @click.command(
@@ -91,7 +91,7 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
 
 
 def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[str]]:
-    """Return the trials that the command line begins with, and the metrics behind them."""
+    """Return the trials at the beginning of the command line, and the metrics after them."""
     from slurmrl.desk import trials
     from slurmrl.errors import UnknownNameError, UsageError
 
@@ -99,7 +99,7 @@ def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[s
     for place, word in enumerate(words[1:], 1):
         try:
             chosen.append(trials.find(root, word))
-        except (UsageError, UnknownNameError):  # a metric
+        except (UsageError, UnknownNameError):  # the word is no trial, so the metrics begin here
             return chosen, words[place:]
     return chosen, ()
 
@@ -107,7 +107,7 @@ def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[s
 def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) -> Collection[str]:
     """Return the metrics to plot.
 
-    Raises UnknownNameError for a pattern that none of the trials has a metric for.
+    Raises UnknownNameError for a pattern that matches no metric of the trials.
     """
     from slurmrl.errors import UnknownNameError
     from slurmrl.registry import near
@@ -166,8 +166,8 @@ def _text(found: Comparison, one: str, two: str) -> str:
 def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[str]:
     """Return a line for each metric, at the last step that both trials have.
 
-    The metrics of a progress line come first, then the others by name. A last line names the
-    metrics that are constant and the same in both.
+    The metrics of a progress line come first, then the others by name. The last line names the
+    metrics that have the same constant value in both trials.
     """
     rows: list[tuple[str, ...]] = [
         ("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")
@@ -202,7 +202,7 @@ def _values(one: Any, two: Any) -> tuple[str, str]:
 
 
 def _section(settings: dict[str, Any]) -> str:
-    """Settings of a section that the other trial lacks."""
+    """Return the settings of a section that the other trial lacks."""
     return ", ".join(f"{plain(key)}: {_shown(value)}" for key, value in settings.items()) or "{}"
 
 
@@ -231,7 +231,7 @@ def _shown(value: Any) -> str:
 def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
     """Write one HTML file about trials: curves, timeline, checkpoints, samples, settings.
 
-    It needs no network and no server.
+    The file needs no network and no server.
     """
     from slurmrl.desk import trials
 

@@ -1,4 +1,4 @@
-"""Commands that act on trials that exist: resume, scale, stacks, stop, cancel, rm."""
+"""Commands that act on existing trials: resume, scale, stacks, stop, cancel, rm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 STACKS_S = 60.0
-"""Longest wait for stacks, unless the user gives another."""
+"""Default of the longest wait for stacks in seconds."""
 OTHER = """\
 import runpy, sys, traceback, zipfile, zlib
 sys.argv[0] = "slurmrl"
@@ -42,7 +42,7 @@ except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueErr
           f"({file}). --update-code uses the current code", file=sys.stderr)
     sys.exit(3)
 """
-"""Program that runs the slurmrl of a trial, and reports damage to the files of this slurmrl."""
+"""Program that runs a trial's copy of slurmrl, and reports damaged files of the copy."""
 
 
 @click.command(
@@ -118,7 +118,8 @@ def resume(
 def _exec_own_slurmrl(paths: RunPaths) -> None:
     """Replace this process by the trial's own slurmrl if its version differs.
 
-    The version that reads the configuration, plan and batch scripts later must write them.
+    The jobs read the configuration, the plan and the batch scripts with the trial's version, so the
+    same version must write them.
     """
     from slurmrl.desk import trial_code
     from slurmrl.scheduler.base import snapshot_environment
@@ -146,7 +147,7 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     from slurmrl.desk import trial_jobs, trials
 
     folder = trials.root_folder(root)
-    # Find all trials before the first one is stopped.
+    # Find all trials first, so that a wrong name stops none.
     chosen = {name: trials.find(folder, name) for name in names}
     jobs = {name: trial_jobs.stop(paths) for name, paths in chosen.items()}
     for name, paths in chosen.items():
@@ -249,7 +250,7 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
     from slurmrl.run.history.slots import Kind
 
     folder = trials.root_folder(root)
-    # Find all trials before the first one is ended.
+    # Find all trials first, so that a wrong name ends none.
     chosen = {name: trials.find(folder, name) for name in names}
     for name, paths in chosen.items():
         steps = uncommitted(paths)
@@ -286,7 +287,9 @@ def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
         except click.Abort as error:
             if sys.stdin.isatty():
                 raise
-            raise click.UsageError("nobody can answer: --yes removes without asking") from error
+            raise click.UsageError(
+                "there is no terminal to confirm: --yes removes without asking"
+            ) from error
         if not agreed:
             raise click.Abort
     for paths in chosen:

@@ -73,7 +73,7 @@ def show(
 @json_option
 @common
 def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | None) -> int:
-    """Read and tokenize all data of CONFIG, as its run does, and list the unusable lines.
+    """Read and tokenize all data of CONFIG, like its run, and list the unusable lines.
 
     The exit code is 2 if a line is unusable.
     """
@@ -213,14 +213,14 @@ def try_reward(
 def _object(tried: Tried) -> dict[str, object]:
     """Return the object that ``--json`` prints.
 
-    It is ``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …, "stats": …,
-    "made_s": …, "scored_s": …}``.
+    Its form is ``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …,
+    "stats": …, "made_s": …, "scored_s": …}``.
     """
     return {**asdict(tried), "mean": _mean(tried)}
 
 
 def _mean(tried: Tried) -> float | None:
-    """The mean over the completions that have a score; None if none has."""
+    """Return the mean score of the completions that have one; None if none has."""
     scores = [item.score for item in tried.items if item.score is not None]
     return sum(scores) / len(scores) if scores else None
 
@@ -245,7 +245,7 @@ def _text(tried: Tried, name: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the string on one line. A long one loses its beginning: the answer is at the end."""
+    """Return the string on one line. Cut the beginning of a long one: the answer is at the end."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARACTERS else f"…{line[-SHOWN_CHARACTERS:]}"
 
@@ -295,5 +295,5 @@ def train_tokenizer(
     from slurmrl.data.tokenizer import make_tokenizer
 
     make_tokenizer(files, keys, vocabulary, output)
-    click.echo(f"tokenizer of at most {vocabulary} tokens in {output}")
+    click.echo(f"wrote a tokenizer of at most {vocabulary} tokens to {output}")
     return 0

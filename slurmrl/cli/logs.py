@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_S = 1.0
-"""Longest pause of ``-f``."""
+"""Longest pause of ``-f`` in seconds."""
 LEVELS = ("debug", "info", "warning", "error", "critical")
 COLORS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
@@ -41,11 +41,11 @@ UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"\d{1,2}:\d\d(:\d\d)?")
 COMMON_KEYS = ("time", "writer", "kind")
 LINES = 12
-"""Number of printed lines of a string; ``--whole`` prints all."""
+"""Number of printed lines of a prompt or completion; ``--whole`` prints all."""
 
 
 def since_option(command: F) -> F:
-    """Add ``--since``: seconds since the epoch, or None."""
+    """Add ``--since``, whose value is in seconds since the epoch, or None."""
     option = click.option(
         "--since",
         callback=_since,
@@ -72,14 +72,14 @@ def _since(context: click.Context, parameter: click.Parameter, text: str | None)
 
 
 def _moment(text: str) -> datetime:
-    """Return a time of today or of a date, in the reader's zone if it names none."""
+    """Parse a time of today, a date or both; the default time zone is local. Raises ValueError."""
     if _CLOCK.fullmatch(text):
         return datetime.fromisoformat(f"{datetime.fromtimestamp(time.time()):%Y-%m-%d} {text:0>5}")
     return datetime.fromisoformat(text)
 
 
 def clock(seconds: float) -> str:
-    """Return ``11-21 16:02:29.3``, the reader's local time."""
+    """Return a time as ``11-21 16:02:29.3``, in the local time zone."""
     try:
         return f"{datetime.fromtimestamp(seconds):%m-%d %H:%M:%S.%f}"[:-5]
     except (ValueError, OverflowError, OSError):
@@ -177,10 +177,10 @@ class Printer:
         self._reader = reader
         self._as_json = as_json
         self._width = 0
-        """Columns of processes; they never shrink, so that followed lines stay aligned."""
+        """Width of the column of processes, which only grows, so that lines stay aligned."""
 
     def print(self, files: Sequence[LogFile], *, torn: bool) -> int:
-        """Return the number of printed lines. ``torn``: print an unfinished last line, too."""
+        """Print new lines; return their number. ``torn``: print an incomplete last line too."""
         count = 0
         for line in self._reader.read(files, torn=torn):
             click.echo(json.dumps(_object(line)) if self._as_json else self._text(line, len(files)))
@@ -257,7 +257,7 @@ def events(
 
 
 def _check_kinds(paths: RunPaths, kinds: Collection[str]) -> None:
-    """Raise UsageError for a kind unless this slurmrl or the trial's own version writes it."""
+    """Raise UsageError for a kind that neither this slurmrl nor the trial writes."""
     from slurmrl.registry import near
     from slurmrl.run.events import EventKind, read_all
 
@@ -271,7 +271,7 @@ def _check_kinds(paths: RunPaths, kinds: Collection[str]) -> None:
 
 
 class _EventPrinter:
-    """Prints the chosen events that were written since the last time."""
+    """Prints the chosen events that were written since the last `print`."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class _EventPrinter:
         *,
         as_json: bool,
     ) -> None:
-        """``last``: the most events of the first look; None for all."""
+        """Prepare printing; ``last`` limits the number of events of the first `print`."""
         from slurmrl.run.events import EventReader
 
         self._reader = EventReader(paths)
@@ -291,12 +291,12 @@ class _EventPrinter:
         self._last = last
         self._as_json = as_json
         self._width = 0
-        """Columns of kinds; they never shrink, so that followed lines stay aligned."""
+        """Width of the column of kinds, which only grows, so that lines stay aligned."""
         self.read: list[dict[str, Any]] = []
-        """Lines that the last poll read."""
+        """Events that the last `print` has read, chosen or not."""
 
     def print(self) -> int:
-        """Return the number of printed events."""
+        """Print new events; return the number of printed events."""
         self.read = self._reader.read()
         chosen = [event for event in self.read if self._is_chosen(event)]
         if self._last is not None:
@@ -320,10 +320,10 @@ def _nothing(events: Sequence[dict[str, Any]]) -> str:
 
 
 def lines(event: dict[str, Any], columns: int, terminal: int | None) -> list[str]:
-    """Return ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``.
+    """Return the lines of ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``.
 
-    The line has the reader's local time, the kind in ``columns`` columns, all other values that are
-    not empty, and the writer.
+    It has the local time, the kind in ``columns`` columns, all other values that are not empty, and
+    the writer. ``terminal`` is the width of the terminal; None turns wrapping off.
     """
     rest = {key: value for key, value in event.items() if key not in COMMON_KEYS}
     shown = {key: text for key, value in rest.items() if (text := _shown(value))}

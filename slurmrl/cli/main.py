@@ -1,4 +1,4 @@
-"""Entry point of ``slurmrl``. Nothing heavy is imported before a command needs it."""
+"""Entry point of ``slurmrl``. Commands import slow modules only when they need them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 ENVIRONMENT = 3
 BROKEN_PIPE = 141
-"""Exit code of a program whose reader closed the pipe, as shells report it."""
+"""Exit code in shells of a program whose reader has closed the pipe."""
 
 
 class Command(NamedTuple):
@@ -113,13 +113,13 @@ interrupted."""
 
 
 class Invocation:
-    """One call of the command line: its arguments and the options that concern all of it."""
+    """A call of the command line: its arguments and the options that all commands have."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self.arguments = arguments
         self.debug = False
         self.profile: str | None = None
-        """Profile that ``--profile`` names."""
+        """Name of the profile that ``--profile`` selects; None without the option."""
 
 
 class LazyGroup(click.Group):
@@ -144,7 +144,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Click's own looks at each command, which imports all of them."""
+        """Complete a command's name without importing the commands, unlike Click's method."""
         from click.shell_completion import CompletionItem
 
         found = [
@@ -177,7 +177,7 @@ def cli() -> None:
 
 
 def _print_version(ctx: click.Context) -> None:
-    """Name the commit of the checkout, else of the build, else none."""
+    """Print the version, with the commit of the checkout or of the build if it is known."""
     from slurmrl.desk import provenance
 
     commit = provenance.commit_of_package()
@@ -186,11 +186,10 @@ def _print_version(ctx: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (default: this process's) and return its exit code."""
-    set_private_umask()  # Slurm makes the batch log with the umask of sbatch's caller
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a file's text may not fit the terminal's encoding
+    """Run a command line (default: this process's arguments) and return its exit code."""
+    set_private_umask()  # Slurm creates the batch log with the umask of sbatch's caller
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The terminal's encoding may lack characters of a file.
         sys.stdout.reconfigure(errors="backslashreplace")
     invocation = Invocation(list(sys.argv[1:] if arguments is None else arguments))
     try:
@@ -239,21 +238,21 @@ def _advised(error: click.ClickException) -> click.ClickException:
 
 
 def _complete(asked: str) -> int:
-    """Answer a shell that asks how a command line could go on."""
+    """Answer a shell that requests completions of a command line."""
     from click.shell_completion import shell_complete
 
     return shell_complete(cli, {"obj": Invocation()}, "slurmrl", env.COMPLETE.name, asked)
 
 
 def _lacks_relative_file(error: BaseException | None) -> bool:
-    """Whether the cause of an error is a file that the current directory lacks."""
+    """Return whether the cause of an error is a missing file with a relative path."""
     while error is not None and not isinstance(error, FileNotFoundError):
         error = error.__cause__
     return error is not None and not os.path.isabs(str(error.filename))
 
 
 def _of_directory() -> SlurmrlError | None:
-    """Return the error of a shell whose directory somebody has removed."""
+    """Return an error if the current directory was removed; None if it exists."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -272,7 +271,7 @@ def _report(error: Exception, code: int, invocation: Invocation) -> int:
 
 
 def _told(message: str, code: int, invocation: Invocation) -> int:
-    """Print an error to standard output for a program; return the exit code."""
+    """Print an error as JSON to standard output with ``--json``; return the exit code."""
     if "--json" in invocation.arguments:
         import json
 

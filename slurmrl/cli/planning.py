@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Shown(NamedTuple):
-    """Parts that the command prints."""
+    """The plan in the forms that the command prints."""
 
     values: dict[str, Any]
     """The plan as JSON values."""
@@ -140,7 +140,7 @@ def _allocation(target: str) -> Shown:
 
 
 def _not_run(text: str) -> list[str]:
-    """Return why engines do not run the layouts of an allocation string."""
+    """Return the reasons why engines cannot run the layouts of an allocation string."""
     from slurmrl.config.allocation import parse_components
     from slurmrl.errors import AllocationError
     from slurmrl.plan.engine_rules import rules_of

@@ -79,7 +79,7 @@ def _state(one: StoredCommit, verified: bool) -> str:
 
 
 def size(count: int) -> str:
-    """Return ``1.4 GB``."""
+    """Return a number of bytes as ``1.4 GB``."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:

@@ -1,4 +1,4 @@
-"""The lengths for which the commands predict seconds: mean lengths, and limits from the data."""
+"""The lengths of sequences for which commands predict seconds: means, and limits from the data."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from slurmrl.plan.settings import Settings
 
 SYSTEM_PROMPT = 1024
-"""Tokens of a long default system prompt of a chat template. Without them, a limit from the rows
-could leave out rows."""
+"""Number of tokens of a long default system prompt of a chat template, which rows do not contain.
+"""
 
 
 def limit_key(settings: Settings) -> str:
@@ -23,7 +23,7 @@ def limit_key(settings: Settings) -> str:
 def limit_of_rows(settings: Settings) -> dict[str, int]:
     """Return a limit that no row of the data exceeds, by its dotted key.
 
-    Return nothing if the configuration sets a limit, if the model takes no longer sequences, or if
+    Return nothing if the configuration sets a limit, if the model limits the lengths anyway, or if
     the data or the model cannot be read.
     """
     from slurmrl.plan.estimates.shape import as_long_as_rows, lengths_of, shape_of
@@ -42,7 +42,7 @@ def limit_of_rows(settings: Settings) -> dict[str, int]:
 
 
 def assumed_lengths(settings: Settings) -> str:
-    """Return a remedy if neither the configuration nor the data limits the lengths."""
+    """Return advice if neither the configuration nor the data limits the lengths; else ""."""
     from slurmrl.plan.estimates.shape import lengths_of, shape_of
 
     config = settings.config
@@ -53,9 +53,9 @@ def assumed_lengths(settings: Settings) -> str:
 
 
 def limit_notes(settings: Settings, limit: dict[str, int]) -> list[str]:
-    """Return the assumed limit of lengths and its origin, as a line; none for a given limit.
+    """Return a line with the assumed limit of lengths and its origin; none for a given limit.
 
-    ``limit`` is the result of `limit_of_rows`, which ``settings`` have already.
+    ``limit`` is the result of `limit_of_rows`, which ``settings`` already contain.
     """
     from slurmrl.plan.estimates.shape import lengths_of, shape_of
 
@@ -72,7 +72,7 @@ def limit_notes(settings: Settings, limit: dict[str, int]) -> list[str]:
 def mean_tokens(
     settings: Settings, prompt: float | None, response: float | None
 ) -> MeanTokens | None:
-    """Return the mean lengths, by default half of the limits; None if these are unknown.
+    """Return the mean lengths in tokens, by default half of the limits; None for unknown limits.
 
     Raises UsageError for a mean above its limit.
     """
@@ -97,9 +97,9 @@ def mean_tokens(
 
 
 def calibration(name: str, root: str | None, hardware: str | None) -> tuple[float, float, str]:
-    """Return the mean lengths of a trial, and its measured and predicted seconds in words.
+    """Return the mean lengths of a trial, and a comparison of its measured and predicted seconds.
 
-    ``hardware`` is a profile that replaces the trial's. Raises UsageError for a trial without
+    ``hardware`` names a profile that replaces the trial's. Raises UsageError for a trial without
     lengths.
     """
     from slurmrl.desk import trials

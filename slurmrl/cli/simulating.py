@@ -1,4 +1,4 @@
-"""``slurmrl simulate``: when a trial would be done, with its queue, time limits and failures."""
+"""``slurmrl simulate``: the time of a whole trial with its queue, time limits and failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEASURED = ("given on the command line",)
 
 
 def _checked(parse: Callable[[str], T]) -> Callable[..., T | None]:
-    """Return a callback that parses an option's text."""
+    """Return a callback that parses the value of an option by ``parse``."""
 
     def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> T | None:
         from slurmrl.errors import UsageError
@@ -246,8 +246,8 @@ def _limits(text: str) -> list[str]:
 def simulate(config: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Simulate a whole trial: queue, jobs, failures, steps and commits.
 
-    Prints when the trial would be done, how many GPU hours it would take and where time is lost,
-    for each time limit. The same command always prints the same numbers.
+    The output shows, for each time limit, when the trial would be done, how many GPU hours it would
+    take and where time is lost. The same command always prints the same numbers.
 
     The exit code is 1 if no run finishes.
     """
@@ -296,7 +296,7 @@ def _check_costs(costs: TrialCosts, options: dict[str, Any]) -> None:
 def _load(
     path: Path, overrides: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[Settings, list[str]]:
-    """Return the settings, and notes about the ones that are assumed and about memory."""
+    """Return the settings, and notes about assumed settings and about memory."""
     from slurmrl.desk.trials import chosen_root
     from slurmrl.plan.estimates.hardware import hardware_of
     from slurmrl.plan.settings import load_settings
@@ -374,7 +374,7 @@ def _run(
 ) -> tuple[list[Runs], Disturbances]:
     """Return the runs with each time limit, and their disturbances.
 
-    ``ask`` returns the seconds that Slurm expects the first job to wait, with a time limit.
+    ``ask`` returns the seconds for which Slurm expects the first job with a time limit to wait.
     """
     from slurmrl.config.schema.cluster import time_limit_s
     from slurmrl.simulate.outcomes import run_all
@@ -431,10 +431,10 @@ def _source(settings: Settings) -> tuple[str, ...]:
 
 
 def _expected_wait_s(config: Path, overrides: tuple[str, ...], root: str | None) -> float:
-    """Return the seconds until Slurm expects to start the trainers' job; submit nothing.
+    """Return the seconds until Slurm expects to start the trainers' job, without submitting it.
 
-    Raises ConfigError for a configuration that cannot be submitted, SchedulerError without an
-    answer of Slurm.
+    Raises ConfigError for a configuration that cannot be submitted, SchedulerError if Slurm does
+    not answer.
     """
     from datetime import UTC, datetime
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SITE = "site"
 LEAVE_OUT = "-"
-"""The answer that leaves a setting out although there is a proposal."""
+"""The answer that omits a setting in spite of a proposal."""
 KINDS = {
     "sft": "supervised fine-tuning",
     "ppo": "PPO with a critic",
@@ -153,7 +153,7 @@ def _tell(found: Survey) -> None:
 
 
 def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath, Any]]:
-    """Ask everything, or take the proposals."""
+    """Ask the questions, or take the proposals; return the questions and the values."""
     from slurmrl.desk import initial_files as asked
 
     values: dict[KeyPath, Any] = {}
@@ -189,7 +189,7 @@ def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: 
 
 
 def _ask(question: Question) -> str:
-    """The answer of the person at the terminal."""
+    """Return the answer of the person at the terminal."""
     answer: str = click.prompt(
         str(question.key[-1]),
         default=question.proposal,
@@ -199,7 +199,7 @@ def _ask(question: Question) -> str:
 
 
 def _root() -> str:
-    """The proposed folder of all runs."""
+    """Return the proposed folder of all runs."""
     if chosen := env.ROOT.get():
         return str(Path(expanded(chosen)).absolute())
     scratch = env.SCRATCH.get()
@@ -294,7 +294,7 @@ def doctor(
 
 
 def _show(checks: Sequence[Check]) -> None:
-    """Print passed checks first and failures last, where people look."""
+    """Print passed checks first and failures last, because people look at the end."""
     groups = sorted(_together(checks), key=lambda group: list(MARKS).index(group[0].state))
     columns = width()
     heading, *shown = row_lines([("", "CHECK", "WHERE", "MEASURED"), *map(_row, groups)], columns)
@@ -314,10 +314,10 @@ def _row(group: Sequence[Check]) -> tuple[str, str, str, str]:
 
 
 def _together(checks: Sequence[Check]) -> list[list[Check]]:
-    """Hosts with equal results share a row.
+    """Group the checks into rows.
 
-    More than MOST_HOSTS hosts that pass a check and differ only in numbers share a row, too; it
-    shows the slowest.
+    Hosts with equal results share a row. More than MOST_HOSTS hosts that pass a check also share a
+    row if only their numbers differ; the row shows the slowest.
     """
     groups: dict[tuple[str, ...], list[Check]] = {}
     names = [one.name for one in checks if one.state == "ok"]
@@ -381,8 +381,9 @@ def bundle(
 ) -> None:
     """Write CONFIG and all files that it names into one archive, a bundle.
 
-    `slurmrl submit` takes the bundle on a cluster without a network. It holds models, datasets,
-    your code, and wheels of slurmrl and its requirements. Repositories of the hub are fetched now.
+    `slurmrl submit` takes the bundle on a cluster without a network. The bundle contains models,
+    datasets, your code, and wheels of slurmrl and its requirements. The command downloads
+    repositories of the hub.
     """
     from slurmrl.desk.bundling import make_bundle
 
@@ -481,7 +482,7 @@ def profile_cluster(
     rows = [("NUMBER", "MEASURED"), *((key, f"{value:.3g}") for key, value in numbers.items())]
     click.echo("\n".join(table(rows, width())))
     click.echo(f"wrote {path}")
-    if output is not None or not found.hardware.isalnum():  # a GPU's type is found by its words
+    if output is not None or not found.hardware.isalnum():  # no GPU type finds the file
         click.echo(f"  use it  slurmrl search CONFIG cluster.hardware={path}")
     elif found.hardware != CPU:
         click.echo(f"  use it  slurmrl search CONFIG cluster.slurm.gpu_type={found.hardware}")

@@ -1,6 +1,6 @@
 """Status objects (see ``slurmrl.watch.status``) as text.
 
-``width`` is the terminal's; None leaves lines unwrapped.
+``width`` is the width of the terminal; None turns wrapping off.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ SHOWN = (
     "tokens_per_s",
     "rows_left_out",
 )
-"""Metrics of a progress line, as far as a run has them."""
+"""Metrics of a progress line, if a run has them."""
 COLUMNS = {
     "REWARD": "reward",
     "EVAL": "eval/reward",
     "LOSS": "loss",
     "TOKENS/S": "tokens_per_s",
 }
-"""Metrics of the overview, as far as a trial has them."""
+"""Metrics of a list of trials by heading, if a trial has them."""
 LIVES = ("PENDING", "RUNNING")
 SHOWN_HOSTS = 3
 MOST_TASKS = 8
-"""With more tasks, hosts in the same state share a line."""
+"""Maximum number of tasks with separate lines; of more tasks, hosts in one state share a line."""
 
 
 def number(value: Any) -> str:
-    """Return the number with four digits."""
+    """Return a number with four digits; ``-`` for other values."""
     if not isinstance(value, int | float):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -56,7 +56,7 @@ def progress(status: Status) -> str:
 
 
 def metrics(values: Mapping[str, Any]) -> str:
-    """Return ``reward 0.41  kl 0.003  …``."""
+    """Return the metrics of a progress line, such as ``reward 0.41  kl 0.003``."""
     estimates = dict(_estimates(values))
     shown = [*SHOWN, *(name for name in values if _of_suite(name) in SHOWN)]
     alone = (name for name in shown if name in values and name not in estimates)
@@ -71,7 +71,7 @@ def _of_suite(name: str) -> str:
 
 
 def _estimates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each metric that has a confidence interval, and ``eval/pass@8 0.5 (0.31 to 0.69)``."""
+    """Yield name and text (``eval/pass@8 0.5 (0.31 to 0.69)``) of metrics with an interval."""
     for name in values:
         bounds = values.get(f"{name}/low"), values.get(f"{name}/high")
         if None not in bounds:
@@ -79,7 +79,7 @@ def _estimates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def commit(status: Status) -> str:
-    """Return ``step 10, 3 s ago``."""
+    """Return the last commit, such as ``step 10, 3 s ago``."""
     checkpoint = status["checkpoint"]
     if checkpoint is None:
         return "none yet"
@@ -88,9 +88,9 @@ def commit(status: Status) -> str:
 
 
 def note(status: Status) -> str:
-    """Return one line that says why the trial failed or waits, or why its status is uncertain.
+    """Return the reason why the trial failed or waits, or why its status is uncertain.
 
-    The line has no ages, and may be empty.
+    The line may be empty. It has no ages, so that it only changes if the reason changes.
     """
     if status["state"] in ("FAILED", "CANCELLED"):
         return first_line(status["reason"])
@@ -108,9 +108,9 @@ def note(status: Status) -> str:
 
 
 def many(statuses: Sequence[Status], width: int | None = None, now: float | None = None) -> str:
-    """Return one line per trial; in a narrow terminal the diagnosis goes below it.
+    """Return one line per trial, with the diagnosis below it in a narrow terminal.
 
-    ``now``: seconds since the epoch.
+    ``now`` is in seconds since the epoch.
     """
     named = {
         heading: metric
@@ -185,7 +185,7 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def rollouts(status: Status) -> str:
-    """Return ``2 of 4 tasks, 1,234 tokens/s; the trainers wait for …``; empty without them."""
+    """Return ``2 of 4 tasks, 1,234 tokens/s; the trainers wait for …``; "" without such tasks."""
     found = status["rollouts"]
     if found is None:
         return ""
@@ -197,7 +197,7 @@ def rollouts(status: Status) -> str:
 
 
 def _rollouts(status: Status) -> Iterator[tuple[str, str]]:
-    """Yield the state of rollout tasks, staleness of samples, and the fate of other groups."""
+    """Yield rows about rollout tasks: their state, groups by staleness, groups not trained on."""
     found = status["rollouts"]
     if found is None:
         return
@@ -218,7 +218,7 @@ def _rollouts(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    """Return ``0: 80, 1: 16``."""
+    """Return counts as ``0: 80, 1: 16``."""
     return ", ".join(f"{plain(name).replace('_', ' ')}: {count}" for name, count in counts.items())
 
 
@@ -253,7 +253,7 @@ def _results(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def _links(status: Status) -> str:
-    """Return ``41_1, 20 min left, 6 more links``."""
+    """Return the current job, such as ``41_1, 20 min left, 6 more links``."""
     link, left = status["link"], status["links_left"]
     if status["state"] not in LIVES:
         return ""
@@ -279,7 +279,7 @@ def _after_failure(trial: str) -> str:
 
 
 def _incarnations(status: Status) -> list[tuple[str, ...]]:
-    """Return a row for each of the newest incarnations and how it ended."""
+    """Return a row for each of the newest incarnations, with the description of its end."""
     rows: list[tuple[str, ...]] = [
         ("#", "JOB", "HOSTS", "STEPS", "COMMIT", "LOST", "TOOK", "HOW IT ENDED")
     ]
@@ -301,13 +301,13 @@ def _incarnations(status: Status) -> list[tuple[str, ...]]:
 
 
 def brief(names: Sequence[str]) -> str:
-    """Return ``n0,n1 +6``."""
+    """Return the first names and the number of others, such as ``n0,n1,n2 +6``."""
     more = f" +{len(names) - SHOWN_HOSTS}" if len(names) > SHOWN_HOSTS else ""
     return f"{','.join(names[:SHOWN_HOSTS])}{more}" or "-"
 
 
 def conclusion(status: Status, again: str) -> str:
-    """Return how a watched run ended and what to do next. ``again`` is appended to commands."""
+    """Return the end of a watched run and the next commands, each followed by ``again``."""
     trial, state = status["trial"], status["state"]
     lines = [f"{trial} {state}: step {progress(status)}, last commit {commit(status)}"]
     if state == "COMPLETED":
@@ -341,7 +341,10 @@ def _tasks(status: Status) -> list[tuple[str, ...]]:
 
 
 def _kind(index: int, task: Status, many: bool) -> tuple[Any, ...]:
-    """Return the key of tasks that share a line: waiting ones, and equal ones of a large group."""
+    """Return a key that is equal for tasks on the same line.
+
+    Tasks without a host share a line if they are equal, and so do tasks of a large group.
+    """
     apart = task["host"] is not None and not many
     states = (task["job_id"], task["state"], task["attempt"], task["reason"])
     return (*states, task["lease_age_s"] is None, index if apart else None)

@@ -1,4 +1,4 @@
-"""``slurmrl submit`` and ``slurmrl eval``: check, start and watch trials, or only show them."""
+"""``slurmrl submit`` and ``slurmrl eval``: check, submit and watch trials, or only show them."""
 
 from __future__ import annotations
 
@@ -135,9 +135,10 @@ def evaluate(
 def report_checks(
     proposal: Proposal, timeout_s: float | None, compared: set[str]
 ) -> Sequence[Finding]:
-    """Check the files that the run will read and print the findings.
+    """Check the files that the run will read; print and return the findings.
 
-    None does only instant checks. ``compared``: see `slurmrl.desk.trial_checks.check_trial`.
+    ``timeout_s`` None does only instant checks. `slurmrl.desk.trial_checks.check_trial` explains
+    ``compared``.
 
     Raises ConfigError for findings that would make the run fail.
     """
@@ -165,8 +166,8 @@ def carry_out(
 ) -> int:
     """Check and start trials, or only print them (``dry_run``).
 
-    If ``check_s`` is None, only checks that take no time run. All trials are checked before the
-    first one starts. None starts after a watched trial that did not finish.
+    ``check_s`` limits the seconds of the checks; None does only instant checks. All trials are
+    checked before the first one starts. After a watched trial that did not finish, no other starts.
     """
     from slurmrl.desk.submitting import rehearse
 
@@ -184,7 +185,10 @@ def carry_out(
 def start(
     proposal: Proposal, checked: Sequence[Finding], *, wait: bool | None, as_json: bool
 ) -> int:
-    """Submit; with ``wait=None``, watch a local run, but return after submitting a Slurm job."""
+    """Submit a trial and perhaps watch it; return the exit code.
+
+    ``wait`` None watches a local run, but not a Slurm job.
+    """
     from slurmrl.desk import submitting as submission
 
     watch = proposal.kind == "local" if wait is None else wait
@@ -198,10 +202,10 @@ def start(
 
 
 def _interrupts(watch: bool) -> AbstractContextManager[Interrupts | None]:
-    """Count Ctrl-C for a trial that is watched."""
+    """Return a context that counts Ctrl-C if the trial is watched."""
     if not watch:
         return nullcontext()
-    from slurmrl.cli.following import Interrupts  # this loads the modules that read a trial
+    from slurmrl.cli.following import Interrupts  # the import loads all modules that read a trial
 
     return Interrupts()
 
@@ -209,9 +213,10 @@ def _interrupts(watch: bool) -> AbstractContextManager[Interrupts | None]:
 def _watch(
     submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None, interrupts: Interrupts
 ) -> int:
-    """Follow a run and return its exit code; print ``said`` and the last status as JSON, or text.
+    """Follow a run and return its exit code.
 
-    A Ctrl-C during the submission stops the run: otherwise it would continue unattended.
+    Print ``said`` and the last status as JSON; for ``said`` None, print text. A Ctrl-C during the
+    submission counts too, so that the run does not continue unattended.
     """
     from slurmrl.cli import status_text
     from slurmrl.cli.following import TrialFollower, exit_code, make_view
@@ -251,7 +256,7 @@ def _headline(submitted: Submitted) -> str:
 
 
 def _jobs(submitted: Submitted) -> dict[str, str]:
-    """Return job ids by group, joined by commas as Slurm's commands accept them."""
+    """Return the job ids of each group, joined by commas, the form that Slurm's commands accept."""
     ids = submitted.jobs.ids if submitted.jobs else {}
     return {group: ",".join(each) for group, each in ids.items()}
 
@@ -281,9 +286,9 @@ def show(
     *,
     as_json: bool,
 ) -> int:
-    """Print the jobs of a submission and the batch scripts.
+    """Print the jobs of a submission and the batch scripts, without submitting.
 
-    ``outlook``: where the trial is, if it exists.
+    ``outlook`` is the state of an existing trial; None for a new trial.
     """
     from slurmrl.run.hosts import shorten_script
 
@@ -328,7 +333,7 @@ def _facts(proposal: Proposal, outlook: Outlook | None) -> Iterator[tuple[str, s
 
 
 def _job(proposal: Proposal, group: GroupPlan) -> Iterator[str]:
-    """Yield the request of a group's array."""
+    """Yield phrases about the resources of a group's job."""
     from slurmrl.plan.placement import slurm_of
 
     gpus = group.gpus_per_worker * group.slots_per_host

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 STATES = ("RUNNING", "PENDING", "INTERRUPTED", "FAILED", "CANCELLED", "COMPLETED")
 """States in the order of ``--sort state``."""
 FIRST_S, LONGEST_S = 1.0, 30.0
-"""Pauses of ``--watch``: a look at many trials costs more than one at new events or output."""
+"""Shortest and longest pause of ``--watch`` in seconds, because reading many trials is costly."""
 
 
 @click.command(
@@ -110,7 +110,7 @@ class _Wanted:
     names: Sequence[str]
     """Names of trials and experiments; empty for all trials."""
     states: Sequence[str]
-    """Empty for all states."""
+    """States of trials to list; empty for all states."""
     order: str
 
     @property
@@ -119,7 +119,7 @@ class _Wanted:
         return len(self.names) == 1 and "/" in self.names[0]
 
     def listed(self, statuses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the statuses in the wanted states, in order; equal ones in the order of names."""
+        """Return the statuses in the wanted states, in the wanted order, then by name."""
         kept = [one for one in statuses if not self.states or one["state"] in self.states]
         if self.order == "age":
             kept.sort(key=lambda one: -(one["submitted"] or 0.0))
@@ -131,9 +131,9 @@ class _Wanted:
 def _collect(
     wanted: _Wanted, schedulers: SchedulerFactory | None = None, *, whole: bool
 ) -> list[dict[str, Any]]:
-    """Return the objects of the chosen trials.
+    """Return the status objects of the chosen trials.
 
-    In a list, objects that are not ``whole`` have only the values that the list shows.
+    Unless ``whole``, objects of a list have only the values that the list shows.
     """
     from slurmrl.scheduler import make
     from slurmrl.watch.overview import collect, glance
@@ -145,7 +145,7 @@ def _collect(
 
 
 def _report(paths: RunPaths, error: SlurmrlError) -> None:
-    """Report a broken run directory, so that it does not hide the others."""
+    """Report an unreadable run directory, so that the command can show the other trials."""
     click.echo(f"{paths.full_name} left out: {error}", err=True)
 
 
@@ -162,9 +162,9 @@ def _text(wanted: _Wanted, statuses: Sequence[dict[str, Any]], as_json: bool) ->
 
 
 class _Watch:
-    """Redraws in a terminal.
+    """Redraws the statuses in a terminal.
 
-    Elsewhere it prints a line for each trial that has changed; as JSON, the whole object.
+    Without a terminal, it prints a line for each changed trial; with JSON, all status objects.
     """
 
     def __init__(self, wanted: _Wanted, *, as_json: bool) -> None:
@@ -198,10 +198,11 @@ class _Watch:
 
 
 class Rest:
-    """Observer that tells when no trial can change without a command.
+    """Observer that detects when no trial can change without a command.
 
-    Each trial has ended, or the scheduler reports twice in a row that it has no job. (The history
-    is read first, and a trial may end before the request to the scheduler.)
+    This is the case if each trial has ended, or has no job in two reports of the scheduler in a
+    row. One report is not enough, because the trial may end between reading its history and the
+    request to the scheduler.
     """
 
     def __init__(self) -> None:
@@ -218,7 +219,7 @@ def _is_over(status: dict[str, Any]) -> bool:
 
 
 def _line(status: dict[str, Any]) -> str:
-    """Return ``16:02:29  add/1  RUNNING  step 12/60  2.9 s a step, about 107 s left``."""
+    """Return a line such as ``16:02:29  add/1  RUNNING  step 12/60  2.9 s a step``."""
     parts = (time.strftime("%H:%M:%S"), status["trial"], status["state"])
     return "  ".join([*parts, f"step {status_text.progress(status)}", plain(status["diagnosis"])])
 
@@ -230,7 +231,7 @@ def _footer() -> str:
 
 
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:
-    """Return the fields whose change is printed; changes of ages are not."""
+    """Return the fields whose changes are printed; ages are not among them."""
     checkpoint = status["checkpoint"] or {}
     ended = _is_over(status)
     return (

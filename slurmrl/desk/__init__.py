@@ -1,4 +1,4 @@
-"""Operations on trials: find, make, submit and cancel them.
+"""Operations on trials on the login node: find, make, submit, check and cancel them.
 
-Everything works without a terminal, and nothing imports torch.
+All of them work without a terminal, and only the inspector's child process imports torch.
 """

@@ -1,4 +1,4 @@
-"""Checks of the rows of a trial: changed since the last commit, and scored by the user's reward.
+"""Checks of a trial's rows: changes since the last commit, and a score by the user's reward.
 
 The module is torch-free.
 """
@@ -31,13 +31,13 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state
 
 MOST_BYTES: Final = 256 * 2**20
-"""Bytes of a source that are read; a login node reads them in a few seconds."""
+"""Maximum size of a source that is read, so that a login node needs only a few seconds."""
 
 
 def changed_data(config: Config) -> Iterator[Finding]:
-    """Yield the sources that a configuration's trial was trained on and that have changed since.
+    """Yield a finding for each source that has changed since the last commit of the trial.
 
-    Commits of older versions do not know their sources. Raises EnvironmentFailure.
+    Commits of older versions do not record their sources. Raises EnvironmentFailure.
     """
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     state = fold(History(paths.history).read()) if paths.config.exists() else TrialState()
@@ -46,7 +46,7 @@ def changed_data(config: Config) -> Iterator[Finding]:
     try:
         committed = read_state(paths.checkpoints / state.last_commit.directory).get("dataset") or {}
     except (DamagedCheckpointError, EnvironmentFailure):
-        return  # the job waits, or resumes from an earlier commit
+        return  # the job waits for the file system, or resumes from an earlier commit
     known: dict[str, Any] = committed.get("sources") or {}
     step = state.last_commit.step
     for name, part in config.dataset.parts.items():
@@ -55,24 +55,24 @@ def changed_data(config: Config) -> Iterator[Finding]:
             continue
         weight = _weight(config, state)
         message = (
-            f"{changed} has changed since step {step} of the trial, whose order of rows cannot "
-            "be kept: put the old content back, or start another trial: slurmrl submit CONFIG --new"
+            f"{changed} has changed since step {step}, so the trial cannot keep its order of rows: "
+            "put the old content back, or start another trial: slurmrl submit CONFIG --new"
         )
         if changed is None:
             weight = Weight.WARNING
             message = (
-                f"{part.path} was written since step {step} of the trial and is too large to be "
-                "compared here: the run compares it, and fails if the content has changed"
+                f"{part.path} was written since step {step} and is too large to be compared here: "
+                "the run compares it, and fails if the content has changed"
             )
         key = f"dataset.sources.{name}.path" if name else "dataset.path"
         yield Finding("data", weight, message, key)
 
 
 def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | None:
-    """Return the file of a source, or its image, whose content differs from this fingerprint.
+    """Return the changed file or image of a source, whose ``fingerprint`` the commit recorded.
 
-    Return "" if none differs. Return None if the sizes and times of prepared rows do not tell, and
-    the files are too large to be read.
+    Return "" if nothing has changed. Return None if the files are too large to be read, and the
+    sizes and times that ``prepared`` has recorded do not answer the question.
     """
     try:
         files = open_source(Path(part.path), part.split).files
@@ -104,7 +104,7 @@ def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | Non
         return ""
     if not part.media_keys or not fingerprint.startswith(present[:HALF]):
         return part.path
-    # Without the list of images, the run compares them after it has prepared the data again.
+    # Without the list of images, only the run can compare them, after it has prepared the data.
     return "" if images is None else f"{what} {sources.changed_image()} of {part.path}"
 
 
@@ -116,7 +116,7 @@ def _manifests(prepared: Path) -> Iterator[tuple[Path, PreparedManifest]]:
 
 
 def _weight(config: Config, state: TrialState) -> Weight:
-    """Return the weight of changed data; a complete trial would not read its data again."""
+    """Return the weight of changed data: only a warning if the trial will not read it again."""
     end = state.end
     if end is None or end.kind is not Kind.FINISHED:
         return Weight.FAILED
@@ -129,11 +129,10 @@ def score_first_row(
 ) -> Iterator[Finding]:
     """Score the first row with its own answer as the completion.
 
-    Only functions of the user are tried, and only if they need no tokens and no scores of models. A
-    job has only the user's code, in another folder, and so does this process: a file that the code
-    opens next to itself is missing in both.
-
-    :param metric: the metric of ``stop_when`` that the reward must record, "" if none.
+    Only the user's functions are tried, and only if they need no tokens and no scores of models.
+    This process has a copy of the code in another folder, like a job. A file of data next to the
+    user's code is therefore missing here too. ``key`` is the dotted key of the reward's settings;
+    ``metric`` is the metric of ``stop_when`` that the reward must record ("" for none).
     """
     if not any(":" in part.name for part in reward.functions.values()):
         return
@@ -169,7 +168,7 @@ def score_first_row(
 
 
 def unknown_metric(config: Config, algorithm: Algorithm) -> str:
-    """Return the metric of ``stop_when`` if only a user's reward can record it, else ""."""
+    """Return the metric of ``stop_when`` if only a user's reward can record it; "" otherwise."""
     metric = StopWhen.parse(config.stop_when).metric if config.stop_when else ""
     return "" if metric in known_metrics(config, algorithm) else metric
 
@@ -177,10 +176,9 @@ def unknown_metric(config: Config, algorithm: Algorithm) -> str:
 def unrecorded_metric(
     metric: str, config: Config, algorithm: Algorithm, with_stats: Sequence[bool]
 ) -> Iterator[Finding]:
-    """Check that a reward may record the metric of ``stop_when``.
+    """Yield a finding if no reward can record ``metric``, the result of `unknown_metric`.
 
-    :param metric: see `unknown_metric`.
-    :param with_stats: whether each reward that could be made has a method ``stats()``.
+    ``with_stats`` says for each reward that could be made whether it has a method ``stats()``.
     """
     if metric and len(with_stats) == len(config.rewards()) and not any(with_stats):
         hint = near(metric, known_metrics(config, algorithm))

@@ -1,9 +1,9 @@
-"""Copies of code, readable by their owner only and without files that are never imported.
+"""Private copies of code, without files that are never imported.
 
-A copy of this package has few files, since a shared directory takes milliseconds for each:
+A copy of this package has few files, because a shared directory takes milliseconds for each:
 ``__init__.py``, an archive with all modules and data, and the programs that run by their path. The
-archive also has the modules' bytecode, so no process of a job compiles them. Another version of
-Python ignores it and compiles the sources. The user's cache keeps the newest archives.
+archive also has bytecode, so that no process of a job compiles the modules. Another version of
+Python ignores the bytecode. The user's cache keeps the newest archives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_FILES = 10_000
 NO_CODE: Final = ("examples", "docs", "CHANGELOG.md")
 """Entries of the package that no run needs."""
 FIRST: Final = "__init__.py"
-"""The file that tells Python where the other modules are."""
+"""The module of the package itself, which names the place of the other modules."""
 PLACE: Final = f"""
 
 # The other modules are in {ARCHIVE}: unzip -l {ARCHIVE}
@@ -42,7 +42,7 @@ __path__ = [__file__.removesuffix("{FIRST}") + "{ARCHIVE}"]
 UNCHECKED: Final = (1).to_bytes(4, "little")
 """Flags of bytecode that Python uses without checking the source file."""
 CACHED_ARCHIVES: Final = 4
-"""Archives in the cache."""
+"""Maximum number of archives in the cache."""
 
 
 def check_size(source: Path) -> None:
@@ -60,10 +60,10 @@ def check_size(source: Path) -> None:
 def copy(source: Path, target: Path, without: Collection[str] = ()) -> None:
     """Copy a file or a folder durably.
 
-    Follow symbolic links; leave out hidden, compiled and special files, modes, and the entries of
-    the folder itself that are named in ``without``.
+    Follow symbolic links. Omit modes, hidden, compiled and special files, and the direct entries of
+    the folder that ``without`` names.
 
-    Raises EnvironmentFailure with the file that could not be read or written.
+    Raises EnvironmentFailure, which names the file that could not be read or written.
     """
     if source.is_dir():
         atomic.make_private_directory(target)
@@ -79,9 +79,9 @@ def copy(source: Path, target: Path, without: Collection[str] = ()) -> None:
 
 
 def stamps(sources: Mapping[Path, Collection[str]]) -> dict[Path, tuple[int, ...]]:
-    """Return a state that changes with any file to copy: names, sizes, times and inodes.
+    """Return size, inode and times of each file to copy, so that a change can be detected.
 
-    ``sources``: each with its left-out files.
+    ``sources`` maps each file or folder to the names of its omitted entries.
     """
     found: dict[Path, tuple[int, ...]] = {}
     for source, without in sources.items():
@@ -96,7 +96,7 @@ def stamps(sources: Mapping[Path, Collection[str]]) -> dict[Path, tuple[int, ...
 def files(source: Path, without: Collection[str] = ()) -> Iterator[tuple[PurePath, Path]]:
     """Yield the files to copy (see `copy`), with their names in the copy.
 
-    If the source is a file, yield it. Raises EnvironmentFailure for a folder that cannot be listed.
+    A single file has an empty name. Raises EnvironmentFailure for a folder that cannot be listed.
     """
     if not source.is_dir():
         yield PurePath(), source
@@ -107,7 +107,10 @@ def files(source: Path, without: Collection[str] = ()) -> Iterator[tuple[PurePat
 def _below(
     folder: Path, relative: PurePath, above: frozenset[str], without: Collection[str] = ()
 ) -> Iterator[tuple[PurePath, Path]]:
-    """``above``: the real folders on the path here; a link back to one of them is not followed."""
+    """Yield the files below a folder.
+
+    ``above``: the real paths of the folders around it. Links back to them are not followed.
+    """
     real = os.path.realpath(folder)
     if real in above:
         return
@@ -144,7 +147,7 @@ def copy_package(target: Path) -> None:
 
 
 def is_this_package(folder: Path) -> bool:
-    """Return whether a copy, or a package, has the same files as this one byte for byte."""
+    """Return whether a folder has the files of this package, byte for byte."""
     if folder.samefile(FOLDER):
         return True
     try:
@@ -156,7 +159,7 @@ def is_this_package(folder: Path) -> bool:
 def _contents(folder: Path) -> dict[str, bytes]:
     """Return the files of a package by name, without bytecode.
 
-    A plain file counts before the same one in the archive.
+    A plain file replaces the file with the same name in the archive.
 
     Raises EnvironmentFailure, and BadZipFile or zlib.error for a damaged archive.
     """
@@ -176,7 +179,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _archive(contents: Mapping[str, bytes]) -> bytes:
-    """Return the archive of the package, from the cache if it has that."""
+    """Return the archive of the package, from the cache if possible."""
     digest = hashlib.sha256(f"{sys.version} {sys.flags.optimize}".encode() + MAGIC_NUMBER)
     for name, content in contents.items():
         digest.update(f"\n{name} {len(content)}\n".encode() + content)
@@ -189,7 +192,7 @@ def _archive(contents: Mapping[str, bytes]) -> bytes:
         if damaged is None:
             return kept
     made = _packed(contents)
-    with suppress(OSError, SlurmrlError):  # a full or read-only home directory
+    with suppress(OSError, SlurmrlError):  # the home directory may be full or read-only
         atomic.make_private_directory(path.parent)
         atomic.check_ownership(path.parent)
         atomic.replace(path, made)
@@ -201,13 +204,13 @@ def _archive(contents: Mapping[str, bytes]) -> bytes:
 
 
 def _packed(contents: Mapping[str, bytes]) -> bytes:
-    """Return the archive, the same bytes for the same contents and Python."""
+    """Return the archive. Its bytes only depend on the contents and the version of Python."""
     output = io.BytesIO()
     with ZipFile(output, "w", ZIP_DEFLATED, compresslevel=1) as file:
         for name, content in contents.items():
             entries = {name: content}
             if name.endswith(".py"):
-                with suppress(SyntaxError):  # a process that imports the module reports this
+                with suppress(SyntaxError):  # the process that imports the module reports it
                     entries[f"{name}c"] = _bytecode(name, content)
             for entry, data in entries.items():
                 file.writestr(ZipInfo(entry), data, ZIP_DEFLATED, compresslevel=1)
@@ -217,8 +220,8 @@ def _packed(contents: Mapping[str, bytes]) -> bytes:
 def _bytecode(name: str, source: bytes) -> bytes:
     """Compile a module.
 
-    Its name in tracebacks names no file, so that they show its own source and not the source of
-    the package that was copied.
+    The file name in the bytecode does not exist, so that tracebacks show the source in the archive
+    instead of the source of the package that was copied.
     """
     code = compile(source, f"{FOLDER.name}/{ARCHIVE}/{name}", "exec", dont_inherit=True)
     return MAGIC_NUMBER + UNCHECKED + source_hash(source) + marshal.dumps(code)

@@ -1,4 +1,4 @@
-"""Trials from Python, which `slurmrl.submit` and `slurmrl.trial` return."""
+"""The Python interface to trials: objects that `slurmrl.submit` and `slurmrl.trial` return."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slurmrl.scheduler import make
 from slurmrl.watch.overview import collect
 
 LIVES: Final = ("PENDING", "RUNNING")
-"""States of a trial that continues by itself."""
+"""States of a trial that continues without a command of the user."""
 POLL_S: Final = 10.0
 
 
@@ -57,7 +57,7 @@ class Trial:
         """Return the metrics of all steps so far, in order.
 
         Returns:
-            One dictionary for each step, from metric name to value. It includes the results of
+            One dictionary per step, from metric name to value. The dictionaries include results of
             separate trials that evaluate checkpoints of this trial.
         """
         return metrics.all_lines(self._paths)
@@ -87,7 +87,7 @@ class Trial:
         while (status := self.status())["state"] in LIVES:
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(
-                    f"waited {timeout_s:g} s for {self.name}: {status['diagnosis']}"
+                    f"{self.name} has not ended within {timeout_s:g} s: {status['diagnosis']}"
                 )
             sleep(poll_s)
         return status
@@ -108,8 +108,8 @@ class Trial:
     def cancel(self) -> None:
         """Cancel the trial and its jobs at once.
 
-        Checkpoints stay. Steps after the last one are lost; `stop` commits them first. A trial
-        that has ended keeps its state.
+        Checkpoints remain. Steps after the last checkpoint are lost; use `stop` to commit them
+        first. A trial that has ended keeps its state.
 
         Raises:
             EnvironmentFailure: The scheduler did not accept the request.
@@ -149,14 +149,14 @@ def submit(
     new: bool,
     check: bool,
 ) -> Trial:
-    """See `slurmrl.submit`."""
+    """Submit a trial (see `slurmrl.submit`)."""
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
     _start(proposal, check=check)
     return Trial(proposal.paths)
 
 
 def find(name: str, root: str | None) -> Trial:
-    """See `slurmrl.trial`."""
+    """Return an existing trial (see `slurmrl.trial`)."""
     return Trial(trials.find(trials.root_folder(root), name))
 
 

@@ -1,6 +1,6 @@
-"""First configurations with their files, the shipped examples, and the questions of a site profile.
+"""Files for new users: first configurations, the shipped examples, and a site profile.
 
-Each question has findings and a proposal.
+The questions of a site profile have findings and a proposal.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ RULE: Final = "its name may have letters, digits, '.', '_', '-', '+' and single 
 """The configuration names the files next to it without quotes."""
 EXAMPLES: Final = package.FOLDER / "examples"
 FETCHED: Final = ("data",)
-"""Files that the user of a checkout has put there."""
+"""Folders of data that the user of a checkout has downloaded."""
 
 
 @dataclass(frozen=True)
 class Starter:
-    """One kind of training."""
+    """The templates of a first configuration."""
 
     template: str
     """File name of the configuration's template."""
     data: str
-    """Lines of data as the algorithm reads them."""
+    """File name of the template with lines of data."""
     rewards: bool = False
     """Whether the algorithm needs a reward."""
 
@@ -66,14 +66,14 @@ STARTERS: Final[dict[str, Starter]] = {
     "reward_model": Starter("reward_model.yaml", "pairs.jsonl"),
     "distill": Starter("distill.yaml", "answers.jsonl", rewards=True),
 }
-"""Files by the name of the algorithm."""
+"""Templates by the name of the algorithm."""
 
 
 def starter_files(kind: str, output: Path) -> dict[Path, str]:
-    """The content of the files to write, the configuration ``output`` first.
+    """Return the content of the files to write, the configuration ``output`` first.
 
-    The others are next to it and contain its name in theirs. Raises UsageError for an unknown kind
-    and an unusable name.
+    The other files are in the same folder, and their names contain the configuration's name. Raises
+    UsageError for an unknown kind or an unusable name.
     """
     starter = STARTERS.get(kind)
     if starter is None:
@@ -108,12 +108,13 @@ def _filled(template: str, words: dict[str, str]) -> str:
 
 
 def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
-    """Write all files or none; without ``force``, reject an existing file with another content.
+    """Write all files or none; return the files that are new or changed.
 
-    Return the files that are new or changed.
+    Each file appears once it is complete. The first file is written last, so that its existence
+    implies the others.
 
-    Raises UsageError, and EnvironmentFailure for files that cannot be written. Each file appears as
-    a whole. The first one is written last, so that its existence implies the others.
+    Raises UsageError for an existing file with another content without ``force``, and
+    EnvironmentFailure for files that cannot be written.
     """
     data = {path: text.encode() for path, text in files.items()}
     taken = [str(path) for path in data if path.exists() and not _has(path, data[path])]
@@ -128,17 +129,17 @@ def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
         if force:
             atomic.replace(path, data[path])
         elif not atomic.exclusive_create(path, data[path]):
-            raise UsageError(f"{path} was created by another process just now and stays unchanged")
+            raise UsageError(f"another process has just created {path}, which stays unchanged")
     return needed
 
 
 def _has(path: Path, data: bytes) -> bool:
-    """Whether a file has this content already."""
+    """Return whether a file already has this content."""
     return path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """The configurations, each with its description. Raises EnvironmentFailure."""
+    """Yield the name and the description of each example. Raises EnvironmentFailure."""
     if not EXAMPLES.is_dir():
         raise EnvironmentFailure(
             f"{EXAMPLES} is missing: this slurmrl was copied without its examples; install it"
@@ -149,9 +150,9 @@ def examples() -> Iterator[tuple[str, str]]:
 
 
 def copy_examples(target: Path) -> None:
-    """Copy all examples with their data into a new folder, which appears as a whole.
+    """Copy all examples with their data into a new folder, which appears once it is complete.
 
-    Raises UsageError for one that exists, EnvironmentFailure.
+    Raises UsageError for an existing folder that is not empty, EnvironmentFailure.
     """
     list(examples())
     if target.exists() and not (target.is_dir() and not os.listdir(target)):
@@ -167,7 +168,7 @@ def copy_examples(target: Path) -> None:
 
 
 def _summary(path: Path) -> str:
-    """Beginning of the comment at its top, up to a colon or the end of the sentence."""
+    """Return the beginning of the first comment of a file, up to a colon or a period."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# "):
@@ -192,12 +193,12 @@ HEAD: Final = """\
 # shows which ones. `root` and all settings of `cluster` are allowed here.
 """
 UNSET: Final = "..."
-"""Text in place of a value that was left out."""
+"""Words in place of a value that the user has left out."""
 TIMEOUT_S = 20.0
 """Limit in seconds for each of Slurm's commands."""
 NETWORK = Path("/sys/class/net")
 INFINIBAND = "32"
-"""ARPHRD_INFINIBAND of linux/if_arp.h."""
+"""Kernel's type of InfiniBand interfaces (ARPHRD_INFINIBAND of linux/if_arp.h)."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +213,10 @@ class NetworkInterface:
 
 @dataclass
 class Survey:
-    """Findings; unknown values are empty, and ``missing`` has the reasons."""
+    """Facts about the cluster; unknown values are empty, and ``missing`` has the reasons."""
 
     cluster: str = ""
-    """Name and version."""
+    """Name of the cluster and version of Slurm."""
     partitions: list[Partition] = field(default_factory=list)
     accounts: Accounts = field(default_factory=lambda: Accounts((), ""))
     interfaces: list[NetworkInterface] = field(default_factory=list)
@@ -223,7 +224,7 @@ class Survey:
 
 
 def survey() -> Survey:
-    """Ask Slurm and this host."""
+    """Return facts about the cluster from Slurm's commands and this host."""
     found, client = Survey(), SlurmClient(timeout_s=TIMEOUT_S)
     try:
         name = client.settings().get("ClusterName", "")
@@ -244,12 +245,12 @@ def survey() -> Survey:
 
 
 def _brief(error: SchedulerError) -> str:
-    """The last line of a command's message, which has the reason."""
+    """Return the last line of a command's message, which has the reason."""
     return str(error).splitlines()[-1]
 
 
 def interfaces(folder: Path = NETWORK) -> list[NetworkInterface]:
-    """The network interfaces of this host, without loopback."""
+    """Return the network interfaces of this host, without loopback."""
     address = default_address()
     default = interface_of(address) if address else None
     names = [name for _, name in socket.if_nameindex() if name != "lo" and interface_address(name)]
@@ -257,7 +258,7 @@ def interfaces(folder: Path = NETWORK) -> list[NetworkInterface]:
 
 
 def is_infiniband(interface: Path) -> bool:
-    """Return whether the kernel's folder of an interface says that it is an InfiniBand one."""
+    """Return whether an interface, given by its folder in ``/sys``, is InfiniBand."""
     try:
         return (interface / "type").read_text().strip() == INFINIBAND
     except OSError:
@@ -270,13 +271,13 @@ class Question:
 
     key: KeyPath
     about: str
-    """Description and findings."""
+    """Description of the setting, and findings."""
     proposal: str = ""
-    """Empty leaves the setting out."""
+    """Proposed answer; empty to leave the setting out."""
 
 
 def first_questions(found: Survey, root: str) -> Iterator[Question]:
-    """Yield the questions that depend on no other answer."""
+    """Yield the questions that depend on no answer."""
     about = "Folder of all runs, on a file system that login and compute nodes share."
     yield Question(("root",), about, root)
     shown = [_partition(one) for one in found.partitions[:MOST_SHOWN]]
@@ -286,9 +287,10 @@ def first_questions(found: Survey, root: str) -> Iterator[Question]:
 
 
 def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Question]:
-    """Yield questions about the hosts of a partition (empty: the default one), and all later ones.
+    """Yield the questions that depend on the partition, and the questions after them.
 
-    ``modules`` are those that are loaded in this shell, as LOADEDMODULES lists them.
+    An empty ``partition`` is the default partition. ``modules`` are the loaded modules in the form
+    of LOADEDMODULES.
     """
     chosen = [one for one in found.partitions if one.name in partition.split(",")]
     chosen = chosen or [one for one in found.partitions if one.is_default]
@@ -321,7 +323,7 @@ def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Q
 
 
 def value_of(question: Question, answer: str) -> Any:
-    """Return the value of a profile for an answer. Raises ValueError for a wrong one."""
+    """Return the value of a profile for an answer. Raises ValueError for a wrong answer."""
     value: Any = answer
     if question.key == SETUP:
         value = [line.strip() for line in answer.split(";") if line.strip()]
@@ -338,7 +340,7 @@ def value_of(question: Question, answer: str) -> Any:
 def doubt(question: Question, answer: str, found: Survey) -> str:
     """Return a doubt about an allowed answer; empty if there is none.
 
-    (sinfo does not show partitions that are hidden from the user.)
+    A partition that sinfo does not show may be right, because it may be hidden from the user.
     """
     known = [one.name for one in found.partitions]
     unknown = [name for name in answer.split(",") if name not in known]
@@ -348,7 +350,7 @@ def doubt(question: Question, answer: str, found: Survey) -> str:
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Sections of settings by key."""
+    """Return settings, given by key, as nested sections."""
     made: dict[str, Any] = {}
     for key, value in values.items():
         section = made
@@ -363,14 +365,14 @@ def _source(values: dict[str, Any]) -> Source:
 
 
 def _best(found: Survey) -> str:
-    """The default partition, unless only others have GPUs: then the first of these."""
+    """Return the first usable partition, preferring partitions with GPUs."""
     up = [one for one in found.partitions if one.is_up and one.hosts]
     with_gpus = [one for one in up if one.most_gpus]
     return next((one.name for one in [*with_gpus, *up]), "")
 
 
 def _time(limits: list[str]) -> str:
-    """The least limit, and a day where that is longer or endless."""
+    """Return the shortest of the time limits, but at most a day."""
     if not limits:
         return ""
     known = {limit: duration_s(limit) for limit in limits}
@@ -400,7 +402,7 @@ def _interface(one: NetworkInterface) -> str:
 def render_profile(
     questions: Sequence[Question], values: Mapping[KeyPath, Any], *, cluster: str = ""
 ) -> str:
-    """The profile with a comment at each setting; one without a value is a comment too."""
+    """Return the profile with a comment at each setting; comment out settings without a value."""
     lines = [HEAD.format(of=f" for {cluster}" if cluster else "")]
     opened: list[KeyPath] = []
     order = sorted(questions, key=lambda one: (one.key[0] != "root", len(one.key)))

@@ -1,13 +1,14 @@
-"""The inspector: the process of the login node that reads large files and runs user code.
+"""The inspector: a child process on the login node that reads large files and runs user code.
 
-It answers one `slurmrl.child.ChildRequest` about a configuration. The request's ``subject`` is
+It answers one `slurmrl.child.ChildRequest` about a configuration. The request's ``subject`` is one
+of:
 
 - ``inputs``: the checks before a submission (`input_checks`)
 - ``tools``: the schemas of an episode's tools, for chat templates that describe them
 - ``data``: rows as the model sees them, or their counts (``slurmrl data``)
 - ``reward``: the scores of some completions (``slurmrl try-reward``)
 
-transformers, which `load_tokenizer` may need, imports torch.
+The process may import torch, because transformers imports it.
 """
 
 from __future__ import annotations
@@ -123,9 +124,9 @@ class DataReader:
 
 
 def data(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the first samples of each source, or with 0 ``rows`` its counts.
+    """Yield the first ``rows`` samples of each source, or its counts if ``rows`` is 0.
 
-    Problems of rows are ``problems``.
+    A reply with ``problems`` lists unusable rows.
     """
     try:
         yield from DataReader(Path(request["config"])).report(request["rows"])
@@ -153,8 +154,8 @@ def schemas_by_dataset(config: Config) -> dict[str, list[dict[str, Any]]]:
 def _writes(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]
 ) -> bool:
-    """Whether a dataset's chat template describes the tools, whatever the source of a row."""
-    with suppress(ConfigError):  # there is no template, which another check reports
+    """Return whether the chat template of each source of a dataset describes the tools."""
+    with suppress(ConfigError):  # another check reports a missing template
         parts = dataset.parts.values()
         return all(ChatTemplate(part, tokenizer).writes(schemas) for part in parts)
     return False
@@ -168,7 +169,7 @@ NO_MODELS = (
 
 
 def reward(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the scores of a selection; ``problems`` or an ``error`` for mistakes of the user."""
+    """Yield the scores of a selection, or ``problems`` or an ``error`` for mistakes of the user."""
     try:
         yield _try(request)
     except ConfigError as error:
@@ -208,7 +209,7 @@ def _try(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made(settings: Reward) -> WeightedReward:
-    """Raises UsageError, with the line, for whatever the user's module or class raises."""
+    """Make the reward. Raises UsageError for any exception of the user's code, with its line."""
     try:
         return make_reward(settings)
     except SlurmrlError:
@@ -230,9 +231,9 @@ def _scored(
 
 
 def _extras(items: Sequence[Item]) -> dict[str, Any]:
-    """Arguments that a reward may ask for, as in the first step of a run.
+    """Return the arguments that a reward may request, with values like in the first step of a run.
 
-    The completions of a row are a group.
+    The completions of one row are a group.
     """
     groups: dict[int, list[str]] = {}
     indices = []
@@ -251,9 +252,9 @@ def _extras(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def token_ids(folder: str | None, completions: Sequence[str]) -> list[list[int]]:
-    """The tokens of strings as if a model had written them, with the end-of-text token."""
+    """Return the token ids of completions, each with the end-of-text token."""
     if folder is None:
-        raise UsageError("the reward asks for token_ids, but the configuration has no tokenizer")
+        raise UsageError("the reward needs token_ids, but the configuration has no tokenizer")
     tokenizer = load_tokenizer(Path(folder))
     end = end_id(tokenizer)
     rows = Continuations(tokenizer).ids(completions, [None] * len(completions))

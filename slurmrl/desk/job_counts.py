@@ -31,19 +31,19 @@ FOLLOWS = "the trainers' job applies the number within a minute"
 
 @dataclass(frozen=True)
 class Scaled:
-    """The new number of tasks that may run at once."""
+    """A change of the number of tasks that may run at once."""
 
     tasks: int
     before: int
     note: str
-    """Time at which it takes effect, if not immediately."""
+    """Description of when the change takes effect; empty for an immediate effect."""
 
 
 def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
     """Extend the chains of a live trial that are short of links.
 
-    Return None if no chain is short of links: the trial has ended or must be resumed, has enough
-    links, or has no chain of Slurm jobs. ``dry_run`` only reports the number of new jobs.
+    Return None if nothing was added: the trial has ended or must be resumed, has enough links, or
+    has no chain of Slurm jobs. With ``dry_run``, only report the number of new jobs.
 
     Raises UsageError, SchedulerError.
     """
@@ -62,7 +62,7 @@ def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
 
 
 def _add(chain: Chain, scheduler: Scheduler, *, dry_run: bool) -> str:
-    """Return the job that extends a chain, in words; empty where it is not extended."""
+    """Extend a chain; return the new job in words. Return "" if the chain is not extended."""
     if dry_run:
         reason = why_not(chain, scheduler, by=requester(), requested=True)
         return "" if reason else "one job array"
@@ -73,9 +73,10 @@ def _add(chain: Chain, scheduler: Scheduler, *, dry_run: bool) -> str:
 def include(
     paths: RunPaths, wanted: Sequence[str], *, dry_run: bool = False
 ) -> tuple[list[str], bool]:
-    """Let present and future jobs of the trial use excluded hosts again (``all``: every one).
+    """Let present and future jobs of the trial use excluded hosts again.
 
-    Return the hosts, and whether the trial is live.
+    ``wanted`` names the hosts; ``all`` stands for all excluded hosts. Return the hosts, and whether
+    the trial has active jobs.
 
     Raises UsageError for a host that is not excluded, SchedulerError.
     """
@@ -102,8 +103,8 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
 
     0 pauses generation. The trial's master tells surplus tasks to exit.
 
-    Raises UsageError for a trial without such tasks, for a trial that has ended, and for a number
-    that the trial does not allow.
+    Raises UsageError for a trial without rollout tasks, for a trial that has ended, and for a
+    number that the trial does not allow.
     """
     name = paths.full_name
     settings = load_resolved(paths.config).rollout.tasks
@@ -136,7 +137,7 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
 
 
 def _apply(paths: RunPaths, jobs: Jobs, tasks: int) -> str:
-    """Let the scheduler start this many. Return when it does so, if that is not now."""
+    """Apply the number of tasks; return when it takes effect, "" for an immediate effect."""
     if not any(task.group == TRAINERS for task in jobs.active()):
         return IDLE
     if not isinstance(jobs.scheduler, SlurmScheduler):

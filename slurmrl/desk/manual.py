@@ -1,4 +1,4 @@
-"""The pages of the documentation that come with slurmrl."""
+"""The pages of the documentation that are part of the package."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Match(NamedTuple):
 
 
 def topics() -> dict[str, Path]:
-    """Return the pages by topic, such as ``howto/install``: pages at the top come first.
+    """Return the pages by topic, such as ``howto/install``; top-level pages come first.
 
-    Raises EnvironmentFailure if this slurmrl was copied without them.
+    Raises EnvironmentFailure if this slurmrl was copied without its documentation.
     """
     if not PAGES.is_dir():
         raise EnvironmentFailure(
@@ -53,9 +53,9 @@ def topics() -> dict[str, Path]:
 
 
 def find(name: str) -> str:
-    """Return the topic of a name: ``howto/install``, ``install``, ``docs/howto/install.md``.
+    """Return the topic ``howto/install`` for ``install``, ``docs/howto/install.md`` and the like.
 
-    Raises UsageError with the closest topics if no topic, or several, have this name.
+    Raises UsageError with the closest topics if no topic or several topics have this name.
     """
     known = topics()
     wanted = name.strip("/").lower().removeprefix("docs/").removesuffix(".md")
@@ -83,7 +83,7 @@ def title(path: Path) -> str:
 
 
 def search(words: str) -> Iterator[Match]:
-    """Find the sections whose text has all ``words``, in any case; one line stands for each."""
+    """Yield the best line of each section that contains all ``words``, ignoring case."""
     wanted = words.lower().split()
     for topic, path in topics().items():
         for heading, lines in _sections(path.read_text(encoding="utf-8")):
@@ -111,8 +111,8 @@ def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
 def for_terminal(topic: str, text: str) -> str:
     """Return a page's Markdown without the parts that only the site shows.
 
-    Links between pages name topics. Pictures become their descriptions, formulas their source as
-    code, call-outs and tabs paragraphs with a title.
+    Links between pages name topics. Pictures become descriptions, formulas become code with their
+    source, and call-outs and tabs become paragraphs with a title.
     """
     lines, indents = list[str](), list[int]()
     fenced = False

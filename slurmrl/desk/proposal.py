@@ -1,7 +1,7 @@
 """Checked and planned trials, and the preparation of their run directories.
 
-A directory is prepared once ``config.yaml``, which is written last, exists. A submitter that finds
-a trial without it (the previous submitter was killed) repeats the same steps.
+A directory is prepared once ``config.yaml`` exists, which is written last. If the submitter is
+killed earlier, the next submitter repeats the same steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = log.get(__name__)
 
 SLURM: Final = "slurm"
 UNNAMED: Final = "check"
-"""In place of a trial's id, in jobs that are not submitted."""
+"""Replaces a trial's id in jobs that are not submitted."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class Proposal:
     kind: str
     """The scheduler: ``local`` or ``slurm``."""
     recorder: ProvenanceWriter
-    """The code of a possible snapshot, and the writer of its record."""
+    """The user's code, and the writer of its record in a snapshot."""
     update_code: bool = False
-    """Take a new snapshot even if there is one."""
+    """Whether to take another snapshot of the code."""
 
     @property
     def trial(self) -> str:
         return self.paths.full_name
 
     def request(self, number: int, trial_id: str, code: int) -> SubmissionRequest:
-        """``code`` is the number of the snapshot that the jobs run."""
+        """Return the jobs of submission ``number``; ``code`` is the number of their snapshot."""
         return SubmissionRequest(
             snapshot=code,
             number=number,
@@ -106,10 +106,9 @@ class Proposal:
     def check(self, timeout_s: float | None, compared: set[str] | None = None) -> list[Finding]:
         """Check everything that the run will read, and whether Slurm accepts its jobs.
 
-        See `trial_checks`, also for ``compared``. Without ``timeout_s``, do only instant checks.
-
-        Check nothing for a trial with another slurmrl, which may not know all settings of this one:
-        `submit` refuses it, unless it is complete.
+        `trial_checks.check_trial` explains the arguments. Without ``timeout_s``, do only instant
+        checks. Check nothing for a trial with another version of slurmrl, which may have other
+        settings: `submit` rejects such a trial unless it is complete.
         """
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
@@ -129,7 +128,7 @@ class Proposal:
         )
 
     def ask_slurm(self) -> list[Finding]:
-        """Ask whether Slurm would accept the jobs; nothing under another scheduler."""
+        """Return Slurm's objections to the jobs; none with another scheduler."""
         if self.kind != SLURM:
             return []
         return slurm_check.ask_slurm(self.settings, self.request(1, UNNAMED, 1))
@@ -144,14 +143,14 @@ def propose(
     new: bool = False,
     derive: Derive | None = None,
 ) -> Proposal:
-    """Check a configuration file, or one in a bundle, and plan its trial.
+    """Check a configuration, from a file or a bundle, and plan its trial.
 
-    ``new`` gives it a free name; ``derive`` makes another configuration of the file's.
+    ``new`` gives the trial a free name; ``derive`` changes the configuration of the file.
 
     Raises ConfigError with all problems.
     """
     if inputs.is_archive(config):
-        from slurmrl.desk.unpacking import unpack  # only for bundles
+        from slurmrl.desk.unpacking import unpack  # a submission without a bundle does not need it
 
         config = unpack(config, trials.root_folder(root))
     chosen = trials.chosen_root(root)
@@ -177,10 +176,10 @@ def propose_resume(
     scheduler: str | None = None,
     update_code: bool = False,
 ) -> Proposal:
-    """Plan to resume the trial of a run directory, with changes.
+    """Plan to resume the trial of a run directory, with changes by ``overrides``.
 
-    ``update_code`` runs the current code instead of the newest submission's. Raises
-    UsageError if the trial was never prepared.
+    With ``update_code``, the trial runs the current code instead of the code of its newest
+    submission. Raises UsageError if the trial was never prepared.
     """
     if not is_prepared(paths):
         raise UsageError(f"{paths.full_name} was never submitted completely: submit it again")
@@ -223,7 +222,7 @@ def _own_names(config: Config) -> list[str]:
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
-    """Return whether a trial without a commit exists whose configuration now names other code."""
+    """Return whether a trial without a commit exists, but ``config`` names other code."""
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)
@@ -233,14 +232,14 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
 def kept_defaults(settings: Settings) -> list[str]:
     """Return overrides that keep the defaults with which the trial began.
 
-    They cover settings that the configuration leaves to a default that may have changed since.
+    A default may have changed since then.
     """
     before = begun_configuration(settings)
     return [] if before is None else keep_precision(before, settings.config, settings.source)
 
 
 def begun_configuration(settings: Settings) -> Config | None:
-    """Return the configuration of the trial of this name, if that has a commit."""
+    """Return the configuration of the trial with this name; None without a trial or a commit."""
     paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
         return None
@@ -261,7 +260,7 @@ def _planned(
     *,
     update_code: bool = False,
 ) -> Proposal:
-    """Plan a trial. The resolved configuration holds the chosen scheduler."""
+    """Plan a trial. The resolved configuration then names the chosen scheduler."""
     for note in settings.notes:
         logger.warning("%s: %s", settings.source.path, note)
     config = settings.config
@@ -282,10 +281,7 @@ def _planned(
 
 
 def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
-    """Raise UsageError if fewer rollout tasks may run than a start waits for.
-
-    The user has set their number earlier.
-    """
+    """Raise UsageError if the user has set fewer rollout tasks than a start requires."""
     tasks = config.rollout.tasks
     for group in plan.jobs:
         number = wanted_tasks(paths, group.name, group.hosts)
@@ -297,13 +293,13 @@ def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
 
 
 def run_paths(settings: Settings) -> RunPaths:
-    """The run directory of a trial."""
+    """Return the run directory of a trial."""
     config = settings.config
     return RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
 
 
 def free_name(settings: Settings) -> str:
-    """The name of the trial, or the next one that no trial has."""
+    """Return the name of the trial, or the next name that no trial has."""
     here = run_paths(settings)
     return trials.next_free(
         here.trial, lambda name: RunPaths(here.run.with_name(name)).run.exists()
@@ -311,12 +307,12 @@ def free_name(settings: Settings) -> str:
 
 
 def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> bool:
-    """Make the run directory; return False if the trial exists, which is then left unchanged.
+    """Make the run directory; return False if the trial exists, and leave it unchanged then.
 
-    ``recorder`` names the code to copy, and records its origin.
+    ``recorder`` has the code to copy, and records its origin.
 
-    Raises EnvironmentFailure where the directory cannot be made or does not support links, or
-    where other users could change it.
+    Raises EnvironmentFailure if the directory cannot be made or does not support links, and
+    OwnershipError if other users could change it.
     """
     if is_prepared(paths):
         check_owner(paths)
@@ -331,7 +327,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
     trial_code.take_snapshot(paths, recorder.code, recorder)
     write_plan(paths, settings, plan)
-    # Two submitters of the same configuration may both get True: their files are equal.
+    # Two submitters of the same configuration may both get True, because their files are equal.
     return atomic.exclusive_create(paths.config, dump(settings.config).encode())
 
 
@@ -359,6 +355,6 @@ def write_plan(paths: RunPaths, settings: Settings, plan: Plan) -> None:
 
 
 def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
-    """Replace the configuration of a trial by a changed one."""
+    """Replace the configuration and the plan of a trial."""
     write_plan(paths, settings, plan)
     atomic.replace(paths.config, dump(settings.config).encode())

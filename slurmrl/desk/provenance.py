@@ -1,10 +1,10 @@
 """The provenance record of a code snapshot: its origin and its environment.
 
-Only the variables in RECORDED are kept, because tokens must not get into run directories. git
-remotes are left out for the same reason.
+Only the variables in RECORDED are kept, because run directories must not contain secret tokens. git
+remotes are omitted for the same reason.
 
-git runs read-only (no lock, no refreshed index). Versions of packages come from metadata: nothing
-is imported.
+git runs without locks and without refreshing its index. Versions of packages come from metadata, so
+that no package is imported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ProvenanceWriter:
     code: OwnCode
     scheduler: str
     profile: ProfileUse | None = None
-    """The site profile, whose settings the recorded configuration has."""
+    """The site profile that the configuration uses."""
 
     def __call__(self, folder: Path) -> None:
         values = {
@@ -126,7 +126,7 @@ class ProvenanceWriter:
 
 
 def recorded_folders(snapshot: Path) -> list[Path]:
-    """Return the folders searched for the code of a snapshot; none without a record."""
+    """Return the folders in which the code of a snapshot was searched; none without a record."""
     path = snapshot / RECORD_FILE
     try:
         values = documents.read(path, {"folders": list_of(TEXT)}, ("folders",))
@@ -136,7 +136,7 @@ def recorded_folders(snapshot: Path) -> list[Path]:
 
 
 def _named_files(config: Config) -> list[Path]:
-    """Return the files that settings name and that are not copied as code."""
+    """Return the data files that settings name."""
     paths = [Path(os.path.realpath(path)) for path in config.data_paths()]
     return [path for path in paths if not path.is_dir()]
 
@@ -150,7 +150,7 @@ def _slurm_version() -> str | None:
 
 @dataclass
 class GitAnswer:
-    """The output of one command, truncated."""
+    """The output of one git command, perhaps truncated."""
 
     text: bytes
     note: str = ""
@@ -159,15 +159,15 @@ class GitAnswer:
 
 @dataclass
 class Repository:
-    """The work tree that contains a folder."""
+    """A git work tree and its state."""
 
     root: Path
     commit: str
-    """Empty before the first commit."""
+    """Id of the commit; empty before the first commit."""
     branch: str
     status: str
     diff: bytes
-    """Against the commit, staged changes included; untracked files are only in ``status``."""
+    """Changes since the commit, staged or not. Untracked files are only in ``status``."""
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Repository:
 
 
 def repository_of(folder: Path) -> Repository | str:
-    """Return the repository of a folder, or why there is none."""
+    """Return the repository that contains a folder, or the reason why there is none."""
     root = _ask(folder, "rev-parse", "--show-toplevel")
     if root.failed:
         return root.note
@@ -208,9 +208,9 @@ def repository_of(folder: Path) -> Repository | str:
 
 
 def commit_of_package() -> str:
-    """The commit of this slurmrl, with ``+changes`` if it has any; empty if that is unknown.
+    """Return the commit of this slurmrl, with ``+changes`` if it has any; empty if unknown.
 
-    A repository that only contains the environment in which slurmrl is installed is ignored.
+    Ignore a repository that only contains the environment in which slurmrl is installed.
     """
     if commit := package.built_commit():
         return commit
@@ -235,7 +235,7 @@ def _text(answer: GitAnswer) -> str:
 
 
 def _ask(folder: Path, *words: str, most: int = 2**20) -> GitAnswer:
-    """Run one command; truncate its output to ``most`` bytes, with a note."""
+    """Run one git command; truncate its output to ``most`` bytes, with a note."""
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *words]
     with tempfile.TemporaryFile() as output:
         try:
@@ -266,13 +266,13 @@ def _ask(folder: Path, *words: str, most: int = 2**20) -> GitAnswer:
 
 @cache
 def installed_packages() -> dict[str, str]:
-    """Return every installed distribution and its version, by name.
+    """Return the versions of all installed distributions, sorted by name.
 
-    Of two with one name the first on the path counts, as for imports.
+    If a name occurs twice, the first distribution on the path counts, like for imports.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        known = distribution.metadata  # a file that is parsed again at each use
+        known = distribution.metadata  # keep it, because each access parses the file again
         if known["Name"]:  # a killed installation may have left no name
             versions.setdefault(known["Name"], known["Version"])
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
@@ -287,15 +287,15 @@ def version_of(name: str) -> str | None:
 
 class TorchBuild(NamedTuple):
     version: str
-    """``2.13.0+cu126``; PyPI's builds have no suffix in their metadata, but here."""
+    """Version with the suffix of the build, ``2.13.0+cu126``, even for builds from PyPI."""
     cuda: str | None
     """Version of CUDA, ``12.9``; None for a build without CUDA."""
     gpus: bool
-    """Whether it is built for GPUs, of whatever maker."""
+    """Whether torch is built for GPUs of any vendor."""
 
 
 def torch_build() -> TorchBuild | None:
-    """Return how the installed torch was built, from its ``version.py``; None without torch."""
+    """Return facts about the installed torch without importing it; None if it is missing."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,4 +1,4 @@
-"""Slurm's verdict on the jobs of a trial before they are submitted."""
+"""Checks by Slurm's commands whether Slurm would accept the jobs of a trial."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ OF_CLUSTER: Final = {
     "nodes": "cluster.hosts",
 }
 OF_SLURM: Final = {"gres": "gpu_type", "gpus-per-node": "gpu_type"}
-"""Settings behind directives of another name."""
+"""Settings of directives that have another name."""
 NAME: Final = re.compile(r"[\w.@+/-]+")
 COUNT: Final = re.compile(r"[:*=]\d+")
-"""Number of licenses or of hosts with a feature."""
+"""Pattern of the number of licenses, or of the number of hosts with a feature."""
 
 
 def ask_slurm(
     settings: Settings, request: SubmissionRequest, client: SlurmClient | None = None
 ) -> list[Finding]:
-    """Return jobs that Slurm would reject or never start, with its words and the setting.
+    """Return findings about jobs that Slurm would reject or never start, without submitting them.
 
-    Nothing is submitted.
+    Each finding has Slurm's message and the dotted key of the setting.
     """
     client = client or SlurmClient(timeout_s=TIMEOUT_S)
     try:
@@ -82,14 +82,14 @@ def _rejected(
 
 
 def _known_names(name: str, value: str, client: SlurmClient) -> str:
-    """Return a hint for a refused value with a name that Slurm does not have."""
+    """Return a hint about a name that Slurm does not know in a rejected value; "" without one."""
     try:
         known = client.names(name, user_name())
     except SchedulerError:
         return ""
-    if known is None or (name == "nodelist" and "[" in value):  # n[1-3]
+    if known is None or (name == "nodelist" and "[" in value):  # Slurm expands n[1-3] itself
         return ""
-    parts = NAME.findall(COUNT.sub("", value))  # names in matlab:2,ansys or [rack1|rack2]
+    parts = NAME.findall(COUNT.sub("", value))  # such as matlab:2,ansys or [rack1|rack2]
     unknown = [part for part in parts if part not in known]
     if not unknown:
         return ""
@@ -98,7 +98,7 @@ def _known_names(name: str, value: str, client: SlurmClient) -> str:
 
 
 def _key(settings: Settings, group: str, name: str) -> str:
-    """The dotted key of an option of a group's jobs; an empty ``name`` is the whole section."""
+    """Return the dotted key of an option of a group's jobs, or of the section for an empty name."""
     path = ("rollout", "slurm", name) if name else ("rollout", "slurm")
     own = group == ROLLOUTS and settings.source.writes(*path)
     section = "rollout.slurm" if own else "cluster.slurm"
@@ -106,7 +106,7 @@ def _key(settings: Settings, group: str, name: str) -> str:
 
 
 def _partitions_of(slurm: Slurm, partitions: dict[str, Partition]) -> list[Partition]:
-    """Return the partitions in which a job may run, as far as the user can see them."""
+    """Return the partitions in which a job may run and that the user can see."""
     if slurm.partition is None:
         return [one for one in partitions.values() if one.is_default]
     names = [name.strip() for name in slurm.partition.split(",")]
@@ -127,7 +127,10 @@ def _out_of_service(
 
 
 def _too_long(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, Weight, str]]:
-    """Yield a time limit above the limit of every partition. sbatch accepts it on most clusters."""
+    """Yield a problem if the time limit is above the limits of all ``partitions``.
+
+    On most clusters, sbatch accepts such a job.
+    """
     if slurm.time is None or not partitions:
         return
     longest = max(partitions, key=lambda one: time_limit_s(one.time_limit))
@@ -154,15 +157,15 @@ def _gpu_type(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, 
 
 
 def _by_accounting(slurm: Slurm, client: SlurmClient) -> Iterator[tuple[str, Weight, str]]:
-    """Yield names that the accounting database lacks, and a time above the limit of the QOS.
+    """Yield problems: names that the accounting lacks, and a time above the limit of the QOS.
 
-    sbatch accepts such names.
+    sbatch may accept such a job.
     """
     try:
         accounts = client.accounts(user_name()).names if slurm.account is not None else ()
         limits = client.qos_limits() if slurm.qos is not None else {}
     except SchedulerError:
-        return  # no accounting, or not for ordinary users
+        return  # there is no accounting, or ordinary users cannot read it
     if slurm.account is not None and accounts and slurm.account not in accounts:
         message = f"Slurm's accounting has no account '{slurm.account}' of {user_name()}"
         yield "account", Weight.WARNING, f"{message}; {near(slurm.account, list(accounts))}"

@@ -1,12 +1,12 @@
-"""Submission of a trial: a new, ended or interrupted one.
+"""Submission of a new, ended or interrupted trial.
 
-The order of the steps makes every crash harmless: a submission exists once its request does, only
-the owner of the claim changes the configuration, and job ids are found again by name.
+The order of the steps makes every crash harmless: a submission exists once its request exists, only
+the process with the claim changes the configuration, and job ids can be found again by job name.
 
-A claim, the exclusive right to submit, is the request of the next submission number. Its claimant
-reads the newest number before it looks at the trial's jobs. A claimant that looked while another
-process was submitting loses the next number, or sees a request without jobs. A submission that the
-scheduler rejects leaves nothing behind.
+A claim is the exclusive right to submit: it is the request file of the next submission number. A
+process reads the newest number before it checks the trial's jobs. If another process submits in
+between, the first process cannot create the file of the next number, or it finds a request without
+jobs. A submission that the scheduler rejects leaves no files.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ class Outlook:
 
     state: TrialState
     complete: bool
-    """Whether it finished, and would finish again at once."""
+    """Whether the trial has finished, and would finish again at once."""
     left: Jobs | None
-    """Queued jobs of the trial, which are replaced because no job trains."""
+    """Remaining jobs of the trial, none of which trains. They will be replaced."""
     submission: int = 0
     """Number of the newest submission."""
     notes: tuple[str, ...] = ()
-    """Changes from before, and their consequences."""
+    """Changes of the configuration, and their consequences."""
 
     @property
     def step(self) -> int | None:
-        """Step of the commit from which it would resume."""
+        """Step of the commit from which the trial would resume; None without a commit."""
         return self.state.last_commit.step if self.state.last_commit else None
 
     @property
     def exhausted(self) -> bool:
-        """Whether it was a single pass, which reached the end of its dataset."""
+        """Whether the trial was a single pass that reached the end of its dataset."""
         end = self.state.end
         return end is not None and end.data.get("reason") == END_OF_DATASET
 
@@ -84,15 +84,15 @@ class Submitted:
     paths: RunPaths
     kind: str
     jobs: Jobs | None
-    """None: the trial is complete, and nothing was submitted."""
+    """The submitted jobs; None if the trial is complete and nothing was submitted."""
     earlier: int = 0
     """Number of earlier incarnations of the trial."""
     resumed_step: int | None = None
-    """Step of the commit from which the trial resumes; None: it starts from the beginning."""
+    """Step of the commit from which the trial resumes; None if it starts from the beginning."""
     notes: tuple[str, ...] = ()
-    """Changes from before, and their consequences."""
+    """Changes of the configuration, and their consequences."""
     may_have_more: bool = True
-    """Whether a trial that is complete would continue with more steps."""
+    """Whether a complete trial would continue with a larger ``total_steps``."""
 
     @property
     def trial(self) -> str:
@@ -104,10 +104,10 @@ class Submitted:
 
 
 def submit(proposal: Proposal) -> Submitted:
-    """Write the run directory and start the jobs.
+    """Write the run directory and submit the jobs.
 
-    Raises UsageError for a live trial and for one whose configuration differs, EnvironmentFailure
-    if the scheduler or the directory does not work.
+    Raises UsageError for a trial with jobs or with another configuration, EnvironmentFailure if the
+    scheduler or the directory does not work.
     """
     scheduler = make(proposal.kind)
     scheduler.check()
@@ -134,10 +134,10 @@ def submit(proposal: Proposal) -> Submitted:
 def _hand_over(
     proposal: Proposal, scheduler: Scheduler, number: int, code: int, state: TrialState | None
 ) -> JobIds:
-    """Write the configuration into an existing trial (``state``) or a new one, and submit its jobs.
+    """Write the changed configuration of an existing trial, and submit the jobs.
 
-    ``state`` is None for a new trial. If the scheduler rejects the jobs, everything written is
-    removed. Raises SchedulerError.
+    ``state`` is the state of the existing trial; None for a new trial. If the scheduler rejects the
+    jobs, restore the trial or remove the new one. Raises SchedulerError.
     """
     paths = proposal.paths
     before = None if state is None else Before.of(paths, state.end)
@@ -156,7 +156,7 @@ def _hand_over(
 def rehearse(proposal: Proposal) -> Outlook | None:
     """Return the state of the trial that `submit` would continue; change nothing.
 
-    Return None for a new trial. Raises as `submit` does if it refuses to continue the trial.
+    Return None for a new trial. Raises UsageError if `submit` would reject the trial.
     """
     if not is_prepared(proposal.paths):
         return None
@@ -166,10 +166,10 @@ def rehearse(proposal: Proposal) -> Outlook | None:
 def _outlook(proposal: Proposal) -> Outlook:
     """Return the state of the trial that `submit` would continue.
 
-    Raises UsageError for a live trial, one with another configuration and one with another slurmrl.
+    Raises UsageError for a trial with jobs, another configuration or another version of slurmrl.
     """
     check_owner(proposal.paths)
-    newest = newest_submitted(proposal.paths)  # before the jobs, to notice a submission in between
+    newest = newest_submitted(proposal.paths)  # read first to notice another submission
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     settings = proposal.settings
@@ -189,10 +189,10 @@ def _outlook(proposal: Proposal) -> Outlook:
 
 
 def rejection(settings: Settings) -> str:
-    """Return why the trial of this name cannot continue with a configuration.
+    """Return the reason why the trial cannot continue with a changed configuration.
 
-    Empty if it can, if there is no such trial, or if it began with another slurmrl, whose defaults
-    may differ.
+    Return "" if it can, or if there is no such trial. Return "" for a trial of another version of
+    slurmrl too, because its defaults may differ.
     """
     if begun_configuration(settings) is None:
         return ""
@@ -203,7 +203,7 @@ def rejection(settings: Settings) -> str:
 
 
 def _changes(settings: Settings) -> tuple[Config, Sequence[str]]:
-    """Return the configuration that the trial has, and the differences to the given one."""
+    """Return the configuration of the existing trial, and its differences to ``settings``."""
     written = load_resolved(run_paths(settings).config)
     before = with_present_defaults(written, settings.algorithm)
     return before, differences(before, settings.config)
@@ -219,7 +219,7 @@ def _other_configuration(before: Config, settings: Settings, changed: Sequence[s
         name = free_name(settings)
         return (
             f"{trial} is the evaluation of another model of this name:{lines}\n"
-            f"To evaluate this one too, add to the command: {chosen}trial={name}"
+            f"To evaluate this model too, add to the command: {chosen}trial={name}"
         )
     return (
         f"{trial} exists with another configuration: submit it with --new, or undo:{lines}\n"
@@ -228,7 +228,7 @@ def _other_configuration(before: Config, settings: Settings, changed: Sequence[s
 
 
 def _notes(before: Config, settings: Settings, step: int) -> list[str]:
-    """Return the changes after the commit of ``step``."""
+    """Return notes about the changes of a trial that resumes from the commit of ``step``."""
     algorithm = settings.algorithm
     return [
         *consequences(before, settings.config),
@@ -247,20 +247,21 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 
 def _check_code(proposal: Proposal) -> None:
-    """Raise if the trial's code differs from ours, because it has to read files that we write."""
+    """Raise UsageError if the trial runs another slurmrl, which may not read this one's files."""
     code = trial_code.current_code(proposal.paths)
     if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial
         raise UsageError(
-            f"{name} was submitted with another slurmrl ({code}): slurmrl resume {name} continues "
-            f"with that one, slurmrl resume {name} --update-code with this one"
+            f"{name} was submitted with another version of slurmrl ({code}). To continue with that "
+            f"version: slurmrl resume {name}; with this version: slurmrl resume {name} "
+            "--update-code"
         )
 
 
 def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
-    """Return the remaining jobs of a trial that has ended or whose trainers have no job left.
+    """Return the remaining jobs of a trial that has ended or has no job of its trainers.
 
-    Raises UsageError for a live one.
+    Raises UsageError for a trial whose trainers have jobs.
     """
     jobs = newest_jobs(proposal.paths)
     active = jobs.active() if jobs else []
@@ -275,7 +276,7 @@ def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
 
 
 def _complete(proposal: Proposal, state: TrialState) -> bool:
-    """Return whether the trial finished, and would finish at once if resumed."""
+    """Return whether the trial has finished, and would finish at once if resumed."""
     end: Record | None = state.end
     if end is None or end.kind is not Kind.FINISHED:
         return False
@@ -286,9 +287,9 @@ def _complete(proposal: Proposal, state: TrialState) -> bool:
 
 
 def _snapshot(proposal: Proposal) -> int:
-    """Return the code snapshot that the next submission runs.
+    """Return the number of the code snapshot for the next submission.
 
-    A new one takes effect once the submission's request names it.
+    A new snapshot takes effect once the submission's request names it.
     """
     if not proposal.update_code:
         return trial_code.current_snapshot(proposal.paths)
@@ -311,9 +312,9 @@ def _request(proposal: Proposal, code: int) -> dict[str, Any]:
 
 
 def newest_submitted(paths: RunPaths) -> int:
-    """Return the number of the newest submission, 0 before the first.
+    """Return the number of the newest submission; 0 before the first.
 
-    Raises UsageError while another process is making it.
+    Raises UsageError while another process is submitting.
     """
     submission = newest_submission(paths)
     if submission is None:
@@ -326,9 +327,9 @@ def newest_submitted(paths: RunPaths) -> int:
 
 
 def claim_submission(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
-    """Claim the submission after ``before``; return its number.
+    """Claim the submission after the number ``before``; return its number.
 
-    Raises UsageError if it is taken.
+    Raises UsageError if another process has claimed it.
     """
     number = before + 1
     who = {"time": time.time(), **asdict(Claimant.of_this_process())}
@@ -340,10 +341,10 @@ def claim_submission(paths: RunPaths, before: int, request: Mapping[str, Any]) -
 
 
 def confirm_submission(paths: RunPaths, jobs: Jobs) -> None:
-    """Raise UsageError if there is a newer submission nevertheless, and cancel our jobs.
+    """Cancel these jobs and raise UsageError if there is a newer submission in spite of the claim.
 
-    An older slurmrl may have made it, or this process seemed dead. Our jobs would also exit by
-    themselves.
+    An older slurmrl may have submitted, or another process took this process for dead. Even without
+    this check, the jobs would exit.
     """
     newest = newest_submission(paths)
     if newest is not None and newest.number > jobs.number:
@@ -359,22 +360,23 @@ def _lost(paths: RunPaths, more: str = "") -> str:
 
 @dataclass(frozen=True)
 class Before:
-    """The parts of an existing trial that a submission replaces."""
+    """The parts of an existing trial that a submission replaces, for restoring them."""
 
     files: Mapping[Path, bytes]
     end: Record | None
 
     @staticmethod
     def of(paths: RunPaths, ended: Record | None) -> Before:
-        """Read these parts. Raises CorruptFileError, EnvironmentFailure."""
+        """Read the parts. Raises CorruptFileError, EnvironmentFailure."""
         replaced = (paths.config, paths.plan, paths.estimates)
         return Before({path: atomic.read(path) for path in replaced if path.exists()}, ended)
 
 
 def undo_submission(paths: RunPaths, number: int, before: Before | None) -> None:
-    """Remove a submission that has no jobs, and restore the trial as it was ``before``.
+    """Remove a submission that has no jobs, and restore the trial.
 
-    If ``before`` is None, the trial is new and is removed. Raises EnvironmentFailure.
+    ``before`` has the replaced parts of the trial; None for a new trial, which is removed. Raises
+    EnvironmentFailure.
     """
     if before is None:
         remove(paths)
@@ -382,6 +384,6 @@ def undo_submission(paths: RunPaths, number: int, before: Before | None) -> None
     for path, content in before.files.items():
         atomic.replace(path, content)
     if before.end is not None:
-        with suppress(TrialEndedError):  # cancelled in the meantime
+        with suppress(TrialEndedError):  # the user has cancelled the trial in between
             end(History(paths.history), before.end.kind, before.end.data)
     shutil.rmtree(paths.submission(number), ignore_errors=True)

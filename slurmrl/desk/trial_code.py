@@ -1,12 +1,14 @@
 """Snapshots of the code that a run executes, and the user's own code in them.
 
-``code/`` (and ``code.<n>/``, taken by ``resume --update-code``) holds this package, the user's own
-code and a record of their origin. A snapshot is built under another name and then renamed. A
-submission's request and batch script name its snapshot, so a job never sees parts of two.
+``code/`` contains this package, the user's own code and a record of their origin.
+``resume --update-code`` takes another snapshot, ``code.<n>/``. A snapshot is built under another
+name and then renamed. A submission's request and batch script name its snapshot, so that a job
+never sees parts of two snapshots.
 
-The user's own code is the entries of ``code``, the modules of the algorithm, the reward and the
-type of dataset, and the modules next to them that they import. Nothing is imported to find it: the
-code may need torch or a GPU. Imports by a computed name are not found.
+The user's own code consists of the entries of ``code``, the modules of the algorithm, the reward
+and the type of dataset, and the modules next to these modules that they import. The files are
+parsed and not imported, because the code may need torch or a GPU. Imports by a computed name are
+not found.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ from slurmrl.scheduler.submission import submission_numbers
 
 PACKAGE = "slurmrl"
 MOST_COPIES = 3
-"""Attempts to copy code that changes during the copy."""
+"""Maximum number of attempts to copy code that changes during the copy."""
 PAUSE_S = 1.0
 """Seconds between two attempts."""
 Record = Callable[[Path], None]
-"""Writes the provenance record into a snapshot."""
+"""Function that writes the provenance record into a snapshot."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages, which are not copied; their versions are recorded."""
 SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
@@ -58,7 +60,7 @@ def take_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> None:
         return
     copy = _build(paths, code, record)
     try:
-        os.rename(copy, paths.code)  # replaces the empty folder that was made with the trial
+        os.rename(copy, paths.code)  # this replaces the trial's empty folder
     except OSError:
         shutil.rmtree(copy)
         if _is_empty(paths.code):
@@ -77,7 +79,7 @@ def add_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> int:
             if not paths.snapshot(number).exists():
                 shutil.rmtree(copy, ignore_errors=True)
                 raise
-            number += 1  # another process was first
+            number += 1  # another process took this number
             continue
         atomic.sync_directory(paths.run)
         return number
@@ -109,17 +111,17 @@ def next_snapshot(paths: RunPaths) -> int:
 def is_this_code(folder: Path) -> bool:
     """Return whether the slurmrl in a snapshot equals the running one byte for byte.
 
-    True for a snapshot without slurmrl.
+    Return True for a snapshot without slurmrl.
     """
     kept = folder / PACKAGE
     return not kept.is_dir() or copying.is_this_package(kept)
 
 
 def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
-    """Build a whole snapshot under a temporary name; remove it on failure.
+    """Build a complete snapshot under a temporary name; remove it on failure.
 
-    Raises UsageError if the code changes whenever it is copied (a checkout, a rebase): the snapshot
-    would mix two versions.
+    Raises UsageError if the code changes during each attempt, for example by a git rebase: the
+    snapshot would mix two versions.
     """
     sources: dict[Path, Collection[str]] = dict.fromkeys(code.paths, ())
     sources[package.FOLDER] = copying.NO_CODE
@@ -142,8 +144,8 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
             return copy
         shutil.rmtree(copy)
     raise UsageError(
-        f"the code changed while it was copied, {MOST_COPIES} times, last {changed[0]}: submit "
-        "again once nothing writes there (a git checkout or rebase, an editor, a synchronization)"
+        f"the code changed during {MOST_COPIES} copies in a row, last {changed[0]}: submit again "
+        "when no program changes the files (git checkout or rebase, an editor, a synchronization)"
     )
 
 
@@ -174,10 +176,10 @@ def _is_empty(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class OwnCode:
-    """The files and folders to copy, and notes on modules that were not found."""
+    """The user's code: files and folders to copy, and notes on modules that were not found."""
 
     folders: tuple[Path, ...] = ()
-    """Folders searched for modules before the interpreter's own path."""
+    """Folders in which modules are searched before the interpreter's path."""
     paths: tuple[Path, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
@@ -223,16 +225,16 @@ def find_own_code(settings: Settings, folders: Sequence[Path] | None = None) -> 
 
 
 def undefined(settings: Settings) -> Iterator[str]:
-    """Yield the user's own files that are not Python, or lack the name that a setting gives.
+    """Yield messages about the user's files that are not Python or lack the name in a setting.
 
-    Nothing is imported. A file that uses the name anywhere may define it.
+    The files are parsed and not imported. A file that uses the name anywhere may define it.
     """
     for key, reference in _references(settings.config):
         module, _, name = reference.partition(":")
         place = _locate(module.partition(".")[0], settings.folders)
         last = module.rpartition(".")[2]
         files = [] if place is None or _installed(place) else [*_files(place, module)]
-        for file in files[-1:]:  # the other files belong to packages around the module
+        for file in files[-1:]:  # earlier files are the __init__ files of its packages
             if last not in (file.stem, file.parent.name) or file.suffix != ".py":
                 continue
             try:
@@ -266,10 +268,10 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 
 
 def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> None:
-    """Raise ConfigError for own modules with a name of the standard library or of a package.
+    """Raise ConfigError for user modules with the name of a standard module or installed package.
 
-    Python has already loaded a standard module of that name, and other code needs the module of
-    an installed package.
+    Python would use the standard module instead of the user's, and other code needs the installed
+    package.
     """
     problems = []
     for key, reference in _references(config):
@@ -295,7 +297,10 @@ def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> Non
 
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the functions and classes that settings name as ``package.module:Class``."""
+    """Yield the dotted key and the name of each function or class of the user's code.
+
+    The form of a name is ``package.module:Class``.
+    """
     for where, reward in config.rewards().items():
         for name, part in reward.functions.items():
             if ":" in part.name:
@@ -309,7 +314,7 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _of_algorithm(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, str]]:
-    """Yield the classes of a user's own algorithm: its schema, and the classes that it names."""
+    """Yield key and name of the classes of a user's own algorithm: schema and interfaces."""
     if not is_own(algorithm.name):
         return
     interfaces = [call.interface for call in all_calls(config, algorithm)]
@@ -318,10 +323,10 @@ def _of_algorithm(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, s
 
 
 def _locate(name: str, folders: Sequence[Path]) -> Path | None:
-    """Return the file or folder of a top-level module; None for a built-in or missing one."""
+    """Return the file or folder of a top-level module; None if it is built-in or missing."""
     spec = PathFinder.find_spec(name, [*map(str, folders), *sys.path])
     try:
-        spec = spec or find_spec(name)  # packages that an import hook provides
+        spec = spec or find_spec(name)  # an import hook may provide the package
     except ValueError:
         return None
     if spec is None:
@@ -348,10 +353,10 @@ def _check_sizes(paths: Iterable[Path], source: Source) -> None:
 
 
 def with_imported(found: dict[str, Path], modules: Iterable[str]) -> dict[str, Path]:
-    """Return the modules in ``found``, by name, and the modules next to them that are imported.
+    """Return ``found`` and the modules next to them that ``modules`` import, even indirectly.
 
-    ``found`` has top-level modules. ``modules`` (dotted names) import the others directly or
-    indirectly. Each reachable file is read once.
+    ``found`` has the paths of top-level modules by name; ``modules`` are dotted names below them.
+    Each file is read once.
     """
     result = dict(found)
     waiting, seen = list(modules), set[Path]()
@@ -381,7 +386,7 @@ def _files(top: Path, name: str) -> Iterator[Path]:
     parts = name.split(".")[1:]
     yield from _python(folder / "__init__.py")
     if not parts and not (folder / "__init__.py").is_file():
-        yield from sorted(folder.glob("*.py"))  # a folder of modules: any may be meant
+        yield from sorted(folder.glob("*.py"))  # a folder without __init__: any module may be used
     for part in parts:
         yield from _python(folder / f"{part}.py")
         folder = folder / part
@@ -394,12 +399,12 @@ def _python(path: Path) -> Iterator[Path]:
 
 
 def _package(top: Path, file: Path) -> list[str]:
-    """Return the package of a file, the base of relative imports, as a list of names."""
+    """Return the names of the packages around a file, from which relative imports start."""
     return [] if top == file else [top.name, *file.parent.relative_to(top).parts]
 
 
 def _imported(file: Path, package: list[str]) -> Iterator[str]:
-    """Yield the dotted names that a file imports. Invalid Python fails later, in the run."""
+    """Yield the dotted names that a file imports; none if it is no valid Python."""
     try:
         tree = _parsed(file)
     except (SyntaxError, ValueError, RecursionError):
@@ -421,9 +426,9 @@ def _parsed(file: Path) -> ast.AST:
 
 
 def _beside(folder: Path, name: str) -> Path | None:
-    """Return the module of that name in a folder, in the order in which Python looks.
+    """Return the path of a module in a folder; None without it.
 
-    A folder without ``__init__.py`` comes after modules that are installed.
+    The order is Python's: a folder without ``__init__.py`` comes after installed modules.
     """
     if (folder / name / "__init__.py").is_file():
         return folder / name

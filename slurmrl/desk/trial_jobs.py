@@ -1,4 +1,4 @@
-"""The jobs of a trial: cancel them, stop them gracefully, and remove trials that have none."""
+"""The jobs of a trial: cancel them, stop them after a commit, and remove trials without jobs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from slurmrl.scheduler.submission import newest_submission, request_stop, withdr
 LEAVE_TIMEOUT_S = 60.0
 """Seconds that jobs without trainers may take to end after they were cancelled."""
 STOP_POLL_S = 2.0
-"""Seconds between two looks at the jobs of a trial that stops."""
+"""Seconds between two queries about the jobs of a trial that stops."""
 ASIDE = ".removed-"
-"""Prefix of a directory that is being removed: no trial has such a name."""
+"""Prefix of a directory that is being removed. No trial has such a name."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Jobs:
     ids: JobIds
 
     def active(self) -> list[TaskState]:
-        """Return the pending and running elements."""
+        """Return the pending and running elements of the arrays."""
         return [task for task in self.scheduler.query(self.ids) if task.state.active]
 
     def trainers_run(self) -> bool:
@@ -55,9 +55,9 @@ class Jobs:
 
 
 def newest_jobs(paths: RunPaths) -> Jobs | None:
-    """Return the jobs of the newest submission; None if there is none.
+    """Return the jobs of the newest submission; None without a submission.
 
-    Raises SchedulerError where the scheduler does not answer.
+    Raises SchedulerError if the scheduler does not answer.
     """
     submission = newest_submission(paths)
     if submission is None:
@@ -79,7 +79,8 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
         if time.monotonic() > deadline:
             names = ", ".join(f"{task.job_id} ({task.raw})" for task in left)
             raise WaitTimeoutError(
-                f"waited {LEAVE_TIMEOUT_S:.0f} s for jobs of an earlier submission: {names}"
+                f"jobs of an earlier submission have not ended within {LEAVE_TIMEOUT_S:.0f} s: "
+                f"{names}; end them with scancel and try again"
             )
         sleep(0.1)
         left = jobs.active()
@@ -88,7 +89,7 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
 def uncommitted(paths: RunPaths) -> str:
     """Return ``steps 11 to 14``, the steps after the last commit of a trial that has not ended.
 
-    Empty without such steps. Raises CorruptFileError, EnvironmentFailure.
+    Return "" without such steps. Raises CorruptFileError, EnvironmentFailure.
     """
     state, lines = fold(History(paths.history).read()), read_latest(paths.metrics, 1)
     if state.end is not None or not lines:
@@ -101,11 +102,11 @@ def uncommitted(paths: RunPaths) -> str:
 
 
 def cancel(paths: RunPaths) -> Kind:
-    """Write the end into the history, then end the jobs.
+    """Record the end in the history, then cancel the jobs.
 
-    Return how the trial ended: CANCELLED unless another end came first.
+    Return the kind of the trial's end: CANCELLED unless another end came first.
 
-    The history comes first, so that a link that starts in the meantime exits by itself.
+    The record comes first, so that a link that starts in between exits.
     """
     try:
         end(History(paths.history), Kind.CANCELLED, {"reason": f"cancelled by {user_name()}"})
@@ -123,7 +124,7 @@ def cancel(paths: RunPaths) -> Kind:
 
 
 def stop(paths: RunPaths) -> Jobs:
-    """Tell the jobs of the newest submission to commit and exit; cancel its queued ones.
+    """Tell the running jobs of the newest submission to commit and exit; cancel its queued jobs.
 
     Return all jobs. Raises UsageError for a trial that has ended or has no job, SchedulerError.
     """
@@ -134,7 +135,7 @@ def stop(paths: RunPaths) -> Jobs:
     jobs = newest_jobs(paths)
     if jobs is None or not jobs.active():
         raise UsageError(f"{name} has no jobs to stop; to continue it: slurmrl resume {name}")
-    request_stop(paths, jobs.number, user_name())  # first, for links about to start
+    request_stop(paths, jobs.number, user_name())  # comes first: a link that starts now exits
     try:
         jobs.scheduler.interrupt(jobs.ids)
         if not jobs.trainers_run():
@@ -148,9 +149,9 @@ def stop(paths: RunPaths) -> Jobs:
 def wait_until_stopped(
     paths: RunPaths, jobs: Jobs, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Wait until the jobs have ended and return how the trial ended, in words.
+    """Wait until the jobs have ended; return a description of the trial's state.
 
-    Raises SchedulerError, WaitTimeoutError for jobs that stay after the trainers.
+    Raises SchedulerError, WaitTimeoutError for jobs that remain after the trainers.
     """
     while any(task.group == TRAINERS for task in jobs.active()):
         sleep(STOP_POLL_S)
@@ -185,10 +186,10 @@ def check_removable(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> N
 
 
 def remove(paths: RunPaths) -> None:
-    """Remove the directory of a trial, and its experiment's directory if it is empty then.
+    """Remove the directory of a trial, and its experiment's directory if this was the last trial.
 
-    The trial vanishes from all lists at once; the rest of a removal that is killed is removed by
-    the next one in its experiment. Raise EnvironmentFailure if the file system refuses.
+    The trial disappears from all lists at once. If the removal is killed, the next removal in the
+    experiment completes it. Raises EnvironmentFailure if the file system fails.
     """
     aside = paths.run.with_name(f"{ASIDE}{paths.trial}")
     try:

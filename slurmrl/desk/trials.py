@@ -19,9 +19,9 @@ DEFAULT_ROOT = "./runs"
 
 
 def chosen_root(option: str | None) -> Path | None:
-    """``--root``, else SLURMRL_ROOT, absolute; None if neither is given.
+    """Return ``--root``, else SLURMRL_ROOT, as an absolute path; None if neither is given.
 
-    Raises UsageError for a variable without a value.
+    Raises UsageError if the path contains an environment variable that is not set.
     """
     text = option or env.ROOT.get()
     return Path(os.path.abspath(expanded(text))) if text else None
@@ -30,8 +30,8 @@ def chosen_root(option: str | None) -> Path | None:
 def root_folder(option: str | None) -> Path:
     """Return the root folder for commands without a configuration.
 
-    It is the given folder, else the root of the site profile, else ./runs. Raises UsageError for a
-    profile that cannot be used.
+    This is the result of `chosen_root`, else the root of the site profile, else ./runs. Raises
+    UsageError for a profile that cannot be used.
     """
     if (chosen := chosen_root(option)) is not None:
         return chosen
@@ -55,9 +55,9 @@ def all_trials(root: Path) -> list[RunPaths]:
 
 
 def names(root: Path, prefix: str) -> list[str]:
-    """The names EXPERIMENT/TRIAL that begin with ``prefix``, in numeric order.
+    """Return the names EXPERIMENT/TRIAL that begin with ``prefix``, in numeric order.
 
-    Only folders of matching experiments are listed, and nothing in a trial is looked at.
+    List only the folders of matching experiments, and read nothing in a trial.
     """
     experiment, slash, _ = prefix.partition("/")
     labels = [
@@ -70,7 +70,10 @@ def names(root: Path, prefix: str) -> list[str]:
 
 
 def find(root: Path, name: str) -> RunPaths:
-    """The trial EXPERIMENT/TRIAL. Raises UsageError, UnknownNameError with the near misses."""
+    """Return the trial EXPERIMENT/TRIAL.
+
+    Raises UsageError for a name of another form, UnknownNameError with the most similar name.
+    """
     experiment, slash, trial = name.partition("/")
     if not slash or not experiment or not trial or "/" in trial:
         known = " ".join(paths.full_name for paths in all_trials(root)[:5])
@@ -83,7 +86,7 @@ def find(root: Path, name: str) -> RunPaths:
 
 
 def newest(root: Path) -> RunPaths:
-    """The trial that was submitted or resumed last. Raises UnknownNameError without trials."""
+    """Return the trial that was submitted or resumed last. Raises UnknownNameError without one."""
     found = all_trials(root)
     if not found:
         raise UnknownNameError(f"there are no trials in {root / user_name()} yet")
@@ -91,7 +94,7 @@ def newest(root: Path) -> RunPaths:
 
 
 def _submitted_ns(paths: RunPaths) -> int:
-    """Return when the newest submission was added, or the trial was created."""
+    """Return the time of the newest submission in nanoseconds since the epoch; 0 without one."""
     try:
         return paths.submissions.stat().st_mtime_ns
     except FileNotFoundError:
@@ -99,7 +102,7 @@ def _submitted_ns(paths: RunPaths) -> int:
 
 
 def find_experiment(root: Path, name: str) -> list[RunPaths]:
-    """The trials of an experiment. Raises UnknownNameError with the near misses."""
+    """Return the trials of an experiment. Raises UnknownNameError with the most similar name."""
     found = trials(root, name)
     if not found:
         known = [experiment for experiment in experiments(root) if trials(root, experiment)]
@@ -108,7 +111,7 @@ def find_experiment(root: Path, name: str) -> list[RunPaths]:
 
 
 def next_free(name: str, taken: Callable[[str], bool]) -> str:
-    """``name`` if it is free, else the first free one after it: 1 -> 2, abc -> abc-2 -> abc-3."""
+    """Return ``name`` or the first free name after it: 1 -> 2, abc -> abc-2 -> abc-3."""
     while taken(name):
         match = re.fullmatch(r"(.*-)?([0-9]+)", name)
         name = f"{match[1] or ''}{int(match[2]) + 1}" if match else f"{name}-2"
@@ -130,7 +133,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _counting(name: str) -> list[tuple[int, str]]:
-    """Sort key in which runs of digits count as numbers."""
+    """Return a sort key in which consecutive digits count as one number."""
     return [
         (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
     ]

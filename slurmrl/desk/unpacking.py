@@ -1,10 +1,10 @@
-"""The format of bundles, and how one is unpacked.
+"""The format of bundles, and their unpacking.
 
-A bundle is one archive with a configuration and its files, for a cluster without a network: a plain
-tar of regular files. It has the configuration with paths inside the bundle, the user's own code
-next to it, the files of models and datasets below `INPUTS`, and wheels below `WHEELS`. The last
-member is `MANIFEST`, with the size and checksum of every other one. The same inputs make the same
-bytes. Nothing of an archive is used before it was checked.
+A bundle is a tar archive of regular files, for a cluster without a network. It contains the
+configuration, whose paths are inside the bundle, and the user's own code. It has the files of
+models and datasets below `INPUTS`, and wheels below `WHEELS`. The last member is `MANIFEST`, with
+the size and checksum of every other member. The same inputs make the same bytes. Nothing of an
+archive is used before it was checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slurmrl.fsio.documents import COUNT, SIZE
 logger = log.get(__name__)
 
 BUNDLES: Final = ".bundles"
-"""Folder of unpacked bundles, next to the experiments (whose names do not begin with a dot)."""
+"""Folder of unpacked bundles, next to the experiments. Names of experiments begin with no dot."""
 DIGEST_CHARACTERS: Final = 16
 CHUNK_BYTES: Final = 4 << 20
 REGULAR: Final = (tarfile.REGTYPE, tarfile.AREGTYPE)
@@ -37,7 +37,8 @@ MANIFEST: Final = "bundle.json"
 CONFIG: Final = "config.yaml"
 INPUTS: Final = "input-files"
 WHEELS: Final = "wheel-files"
-"""A dash keeps the folders apart from the user's modules, which are next to them."""
+"""Folders of inputs and wheels. The user's modules, which are next to them, cannot have a dash in
+their names."""
 FORMAT: Final = 1
 MANIFEST_BYTES: Final = 64 << 20
 MOST_FILES: Final = 200_000
@@ -69,7 +70,7 @@ class BundleManifest:
 def unpack(path: Path, root: Path) -> Path:
     """Return the configuration in a bundle's folder below ``root``; make the folder if missing.
 
-    The folder appears once it is complete and its checksums have been compared.
+    The folder appears once it is complete and its checksums are right.
 
     Raises UsageError if the file is not a complete bundle, EnvironmentFailure.
     """
@@ -87,19 +88,19 @@ def unpack(path: Path, root: Path) -> Path:
             _extract(archive, members, manifest, part, path)
             _publish(part, folder)
         except (OSError, EnvironmentFailure):
-            if not folder.exists():  # otherwise another process was faster and removed our part
+            if not folder.exists():  # else another process was faster
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
         _check_unpacked(folder, manifest)
-    for left in bundles.glob(f".part-{digest}-*"):  # leftovers of killed processes
+    for left in bundles.glob(f".part-{digest}-*"):  # killed processes may have left some
         shutil.rmtree(left, ignore_errors=True)
     logger.info("unpacked %s into %s", path, folder)
     return folder / CONFIG
 
 
 def is_safe(name: str) -> bool:
-    """Whether a name is below the folder into which a bundle is unpacked, and is printable."""
+    """Return whether a name is printable and stays below the folder of the unpacked bundle."""
     parts = PurePosixPath(name).parts
     return (
         0 < len(name) <= LONGEST_NAME
@@ -117,20 +118,18 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     try:
         with tarfile.open(path, mode="r:", errorlevel=2) as archive:
             yield archive
+    except (UsageError, EnvironmentFailure):
+        raise
     except (tarfile.TarError, EOFError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise _incomplete(path, str(error)) from error
     except OSError as error:
-        if isinstance(error, EnvironmentFailure):
-            raise
         raise explain(error, "read", path) from error
 
 
 def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]:
-    """The archive's members.
+    """Return the archive's members by name.
 
-    Raises UsageError for any that is not a regular file below the folder that it is unpacked into.
+    Raises UsageError for a member that is no regular file or has an unsafe name (see `is_safe`).
     """
     found: dict[str, tarfile.TarInfo] = {}
     for member in archive:
@@ -153,7 +152,10 @@ def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]
 def _manifest(
     archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], path: Path
 ) -> tuple[BundleManifest, str]:
-    """Manifest of the bundle, with which its members must agree, and its digest."""
+    """Return the manifest of the bundle and its digest.
+
+    Raises UsageError if names or sizes of members differ from the manifest.
+    """
     if MANIFEST not in members:
         raise _incomplete(path, f"it has no {MANIFEST}, its last file")
     if members[MANIFEST].size > MANIFEST_BYTES:
@@ -169,8 +171,8 @@ def _manifest(
         raise UsageError(str(error)) from error
     if manifest.format != FORMAT:
         raise UsageError(
-            f"{path} has format {manifest.format}; this slurmrl reads {FORMAT}: make it again, or "
-            f"use slurmrl {manifest.slurmrl}"
+            f"{path} has format {manifest.format}, but this slurmrl reads format {FORMAT}: make "
+            f"the bundle again, or use slurmrl {manifest.slurmrl}"
         )
     stated = {one.name: one.bytes for one in manifest.files}
     there = {name: one.size for name, one in members.items() if name != MANIFEST}
@@ -189,9 +191,9 @@ def _extract(
     part: Path,
     path: Path,
 ) -> None:
-    """Write the files that a trial needs.
+    """Write the files that a trial needs into the new folder ``part``.
 
-    The folder is new and only regular files are made in it, so no name can lead out of it.
+    The folder only gets regular files, so no name can lead out of it through a link.
     """
     atomic.make_private_directory(part)
     for stated in manifest.unpacked:
@@ -216,7 +218,7 @@ def _verified(
 
 
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
-    """The content of a member. Raises tarfile.ReadError where the archive is cut."""
+    """Yield the content of a member. Raises tarfile.ReadError if the archive is incomplete."""
     file = archive.extractfile(member)
     assert file is not None, "it is a regular file"
     while data := file.read(CHUNK_BYTES):
@@ -236,8 +238,8 @@ def _publish(part: Path, folder: Path) -> None:
 def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
     """Check the folder of a bundle that was unpacked earlier.
 
-    Raises OwnershipError if other users could change its files, UsageError if files have been lost
-    or have changed their sizes.
+    Raises OwnershipError if other users could change its files, UsageError if files are missing or
+    have other sizes.
     """
     for warning in atomic.check_ownership(folder):
         logger.warning("%s", warning)
@@ -245,8 +247,8 @@ def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
         target = folder / stated.name
         if not target.is_file() or target.stat().st_size != stated.bytes:
             raise UsageError(
-                f"{folder}, where this bundle was unpacked earlier, has changed: {stated.name} is "
-                f"not the same file any more; remove the folder and submit again"
+                f"{folder}, into which this bundle was unpacked earlier, is damaged: "
+                f"{stated.name} is missing or has another size; remove the folder and submit again"
             )
 
 

@@ -57,7 +57,7 @@ def width() -> int | None:
     """Return the columns of the terminal; None if standard output is no terminal."""
     if not sys.stdout.isatty():
         return None
-    import shutil  # slow to import
+    import shutil  # the import is slow
 
     return shutil.get_terminal_size().columns
 
@@ -103,7 +103,7 @@ def _wrap(indent: str, text: str, width: int) -> list[str]:
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return one bar per value. With more than ``width`` values, a bar shows a mean of several."""
-    from statistics import fmean  # slow to import
+    from statistics import fmean  # the import is slow
 
     count = min(width, len(values))
     edges = [number * len(values) // count for number in range(count + 1)]

@@ -189,6 +189,6 @@ def _parse(raw_lines: Iterable[bytes], path: Path) -> list[Event]:
         try:
             event = documents.parse(raw, path, FIELDS, ("time", "kind"))
         except CorruptFileError:
-            continue  # a line torn by a crash
+            continue  # a crash has torn this line
         events.append({**event, "writer": path.name.removesuffix(SUFFIX)})
     return events

@@ -236,9 +236,9 @@ def shorten_script(script: str) -> str:
 
 
 def guard_command(run: Path, python: str, module: str) -> list[str]:
-    """Return the prefix of a module's command on each host of a job.
+    """Return the words before the command with which each host of a job runs a module.
 
-    If the module cannot run, the prefix records this with the host's name.
+    They first test whether the module can run, and record a failure with the host's name.
     """
     functions = leave_functions(run, Path("/dev/null"), "", "")
     text = f"trap '' USR1 USR2\n{functions}\n{try_module(python, module)}"

@@ -83,7 +83,7 @@ class Identity:
     """Number of earlier starts of this task."""
     host: Annotated[str, FILE_NAME]
     job: str
-    """The round of agents that this one belongs to: job id, Slurm's restart count, round."""
+    """The round of the agent as ``JOBID.RESTARTCOUNT.ROUND``."""
     job_id: str
     """The job as Slurm's commands name it; ``123_4`` for an array element."""
     pid: int = 0

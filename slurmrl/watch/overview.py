@@ -281,7 +281,7 @@ def keep_overview(paths: RunPaths) -> None:
     try:
         if recent(paths.history, exports=False).end is None or read_overview(paths) is not None:
             return
-        made_from = _made_from(paths)  # before `read`, so that a newer record makes the file stale
+        made_from = _made_from(paths)  # before `read`: a newer record makes the file stale
         trial = read(paths)
         if trial.state.end is not None:
             status = assemble(trial, [])

@@ -1,4 +1,4 @@
-"""Checks whether this cluster can run trials, from the login node and from inside a short job.
+"""Checks whether this cluster can run trials, on the login node and inside a short job.
 
 A check measures something and gives advice. To add one, write a function that returns a `Check` and
 name it in `examine` (the login node) or in `probe.check_host` (a host of the job).
@@ -26,9 +26,9 @@ class Check:
     state: State
     measured: str
     advice: str = ""
-    """Advice; empty if there is none."""
+    """Next step for the user; empty if there is none."""
     where: str = ""
-    """The host on which it was measured."""
+    """The host on which the check ran."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Measurements for programs; seconds end in ``_s``, bytes in ``_bytes``."""
 
@@ -40,7 +40,7 @@ class Check:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Check:
-        """Parse plain values. Raises LookupError, ValueError or TypeError for invalid ones."""
+        """Parse plain values. Raises LookupError, ValueError or TypeError for invalid values."""
         return Check(**{**values, "state": State(values["state"])})
 
 

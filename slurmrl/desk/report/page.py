@@ -1,9 +1,9 @@
 """Reports as one HTML file, and charts for a terminal.
 
-The HTML file loads nothing and sends nothing: its policy allows the scripts and the styles of this
-package, by their digests, and no connections. The content of trials is data: JSON in a script
-element that is never run. No string in it can end the element. The script puts it into the page as
-text only.
+The HTML file neither loads nor sends anything: its policy only allows the scripts and styles of
+this package, by their digests, and no connections. The content of trials is JSON in a script
+element that the browser does not execute. No string in the JSON can end the element, and the script
+only inserts the strings into the page as text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write(path: Path, reports: Sequence[TrialReport]) -> None:
 
 
 def render(reports: Sequence[TrialReport], *, now: float) -> str:
-    """Return the page. ``now``: seconds since the epoch, the time that the page says it is of."""
+    """Return the page. It shows the time ``now``, in seconds since the epoch."""
     data = {
         "version": __version__,
         "written": now,
@@ -64,11 +64,11 @@ def render(reports: Sequence[TrialReport], *, now: float) -> str:
 
 
 def embedded(value: Any) -> str:
-    """Return JSON that can stand in a script element, for any strings and numbers."""
+    """Return JSON that is safe in a script element, for any strings and numbers."""
     encode = partial(json.dumps, default=vars, separators=(",", ":"))
     try:
         text = encode(value, allow_nan=False)
-    except ValueError:  # JSON has no 1e400 and no NaN; as strings, they can be read.
+    except ValueError:  # JSON lacks NaN and infinities: write them as strings
         text = encode(json.loads(encode(value), parse_constant=str), allow_nan=False)
     return text.translate(HARMLESS)
 
@@ -88,12 +88,12 @@ def _asset(name: str) -> str:
 def chart(
     title: str, curves: Mapping[str, Curve], *, width: int, height: int, colored: bool
 ) -> str:
-    """Return the curves, by the name of their trial, in one chart of so many characters."""
+    """Return one chart of the curves, by trial; ``width`` and ``height`` are in characters."""
     import plotext  # the HTML report does not need it
 
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.limit_size(False, False)  # do not limit it to the terminal's size
+    plotext.limit_size(False, False)  # otherwise plotext limits the chart to the terminal
     plotext.plotsize(width, height)
     plotext.title(plain(title))
     steps = [x for curve in curves.values() for x in curve.x]
@@ -112,7 +112,7 @@ def chart(
 
 
 def whole_ticks(low: int, high: int, most: int = 6) -> list[int]:
-    """Return at most ``most`` round steps from ``low`` to ``high``, at equal distances."""
+    """Return at most ``most`` round steps from ``low`` to ``high``, with equal distances."""
     distances = (digit * 10**power for power in range(19) for digit in (1, 2, 5))
     for distance in distances:
         first = -(-low // distance) * distance

@@ -1,4 +1,4 @@
-"""The contents of a report of a trial, which are JSON: metrics as curves, samples, comparisons."""
+"""The contents of a trial's report, which become JSON: curves of metrics, samples, comparisons."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_ROWS = 10_000
 MOST_TEXT = 6_000
 """Maximum number of characters of a string."""
 MOST_TOKENS = 300_000
-"""Tokens with values, of the newest samples."""
+"""Maximum number of tokens for which a report has values: tokens of the newest samples."""
 VALUES = FieldType(
     "a list of numbers and nulls",
     lambda value: (
@@ -60,7 +60,7 @@ OF_TOKENS = ("tokens", "left_out", "values", "versions")
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One metric. A missing value is None."""
+    """The values of one metric. A missing value is None."""
 
     x: Sequence[int]
     """Steps."""
@@ -69,7 +69,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class CallTime:
-    """The duration of a call of a step."""
+    """Mean duration of a call in a step."""
 
     name: str
     ranks: Sequence[int]
@@ -79,7 +79,7 @@ class CallTime:
     predicted_s: float | None = None
     """Predicted seconds for the lengths of these steps; None for unknown hardware."""
     flops: float | None = None
-    """Floating-point operations of all ranks: the plan's, scaled to the tokens of the steps."""
+    """Floating-point operations of all ranks: the plan's number, scaled to the measured tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,9 @@ class TaskSpan:
     host: str
     began: float
     ended: float | None
-    """None: there is no word of its end."""
+    """End of the attempt; None if no event reports it."""
     how: str
-    """Description of its end."""
+    """Description of the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +107,11 @@ class CommitRow:
     time: float
     """Seconds since the epoch."""
     bytes: int | None
-    """None: its manifest cannot be read, or the commit was deleted."""
+    """Size; None if the manifest cannot be read or the commit was deleted."""
     seconds: float | None
-    """Seconds that it took to write."""
+    """Seconds that the commit took."""
     stall_s: float | None
-    """Seconds that training waited for it."""
+    """Seconds that training waited for the commit."""
     deleted: bool
     exported: bool
 
@@ -121,9 +121,9 @@ class Samples:
     rows: Sequence[Mapping[str, Any]]
     """Lines of ``samples/`` by step; then lines of evaluations, with ``evaluation: true``."""
     steps: int
-    """Steps and evaluations with kept samples."""
+    """Number of steps and evaluations with samples."""
     shown: int
-    """Number of these that ``rows`` covers."""
+    """Number of the steps and evaluations that ``rows`` covers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +138,13 @@ class TrialReport:
     predictions: str
     """Origin of the predicted seconds, or the reason why there are none."""
     step_s: float | None
-    """Mean time of these steps."""
+    """Mean seconds of the newest steps."""
     tokens_per_s: float | None
     timeline: Sequence[Mapping[str, Any]]
     """The newest steps: ``step`` and ``calls``, each with its ``name`` and ``ranks``, which are
     (rank, begin in seconds since the epoch, seconds)."""
     peaks: Sequence[Sequence[int]]
-    """(rank, maximum bytes that it has used)"""
+    """Pairs (rank, maximum bytes of GPU memory that the rank has used)."""
     planned: Mapping[str, Any]
     """The plan's figures (`plan.plan_values.figures`); empty if there are none."""
     tasks: Sequence[TaskSpan]
@@ -163,7 +163,7 @@ class TrialReport:
 
 
 def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Return the curve of each metric, in the order in which they first appear."""
+    """Return the curve of each metric, in the order of first appearance."""
     found: dict[str, tuple[list[int], list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -188,7 +188,7 @@ def smoothed(values: Iterable[float | None], factor: float) -> list[float | None
     for value in values:
         if value is not None:
             weight = factor * weight + (1 - factor)
-            mean += (value - mean) * ((1 - factor) / weight)  # exact for constants
+            mean += (value - mean) * ((1 - factor) / weight)  # exact for constant values
         found.append(None if value is None else mean)
     return found
 
@@ -196,8 +196,7 @@ def smoothed(values: Iterable[float | None], factor: float) -> list[float | None
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
     """Return a curve of at most ``most`` points.
 
-    A longer one is cut into ranges of equal length, and each keeps its least and its greatest
-    value: no peak is lost.
+    Of each range of a longer curve, keep the minimum and the maximum, so that no peak is lost.
     """
     x, y = curve.x, curve.y
     if len(x) <= most:
@@ -218,9 +217,9 @@ def _is_number(value: Any) -> bool:
 def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
     """Return up to ``most`` rows: of training, then of evaluations, marked as ``evaluation``.
 
-    If there are both, at most half of the rows are of each kind. If there are more rows, steps in
-    the middle are left out evenly: the first and the newest step are kept. Long strings are cut.
-    Raises EnvironmentFailure.
+    If both kinds exist, each gets at most half of the rows. If there are too many rows, steps are
+    omitted evenly, except for the first and the newest. Long strings are cut. Raises
+    EnvironmentFailure.
     """
     training, evaluations = (
         list(places(folder, evaluation=evaluation).values()) for evaluation in (False, True)
@@ -237,9 +236,9 @@ def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
 
 
 def of_step(folder: Path, step: int | None, *, evaluation: bool) -> list[Mapping[str, Any]]:
-    """Return the rows of a step, None for the newest one.
+    """Return the rows of a step; None selects the newest step with rows.
 
-    Raise UsageError with the steps on either side if it has none; EnvironmentFailure.
+    Raises UsageError with the nearest steps if the step has no rows, EnvironmentFailure.
     """
     found = places(folder, evaluation=evaluation)
     steps = list(found)
@@ -264,7 +263,7 @@ def _some(steps: list[SamplePlace], most: int) -> tuple[list[Mapping[str, Any]],
 
 
 def _with_values(rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows, of which only the newest have values of tokens."""
+    """Return the rows; remove the values of tokens from all except the newest rows."""
     left, found = MOST_TOKENS, []
     for row in reversed(rows):
         left -= len(row.get("tokens") or ())
@@ -281,7 +280,7 @@ def _spread(steps: list[SamplePlace], most: int) -> list[SamplePlace]:
 
 
 def _rows(place: SamplePlace) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a step; damaged ones are left out."""
+    """Yield the rows of a step. Skip damaged rows."""
     path = place.path
     try:
         with documents.opened(path) as file:
@@ -313,10 +312,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Extent:
-    """Values of a metric in one trial."""
+    """Selected values of a metric in one trial."""
 
     common: Point | None
-    """The point at the last step for which both trials have a value; None without one."""
+    """The point at the last step for which both trials have a value; None without such a step."""
     last: Point
     least: Point
     greatest: Point
@@ -329,13 +328,13 @@ class Extent:
 @dataclass(frozen=True)
 class Comparison:
     settings: Mapping[str, list[Any]]
-    """The two values of each dotted key in which the trials differ, see `settings.differences`."""
+    """The two values of each dotted key in which the trials differ (`collecting.differences`)."""
     metrics: Mapping[str, tuple[Extent, Extent]]
     """Metrics that both trials have."""
 
 
 def shared(one: Mapping[str, Curve], two: Mapping[str, Curve]) -> dict[str, tuple[Extent, Extent]]:
-    """Return the extents of the metrics that both trials have, in the order of the first."""
+    """Return the extents of the metrics that both trials have, in the order of the first trial."""
     return {name: _pair(one[name], two[name]) for name in one if name in two}
 
 
@@ -352,8 +351,8 @@ def _points(curve: Curve) -> list[Point]:
 def extent(curve: Curve, common: int | None) -> Extent:
     """Return the extent of a curve with at least one value.
 
-    ``common``: the last step of which both trials have one. Among equal values the first is the
-    least or the greatest.
+    ``common`` is the last step for which both trials have a value. Among equal values, the first is
+    the minimum or the maximum.
     """
     points = _points(curve)
     return Extent(

@@ -72,7 +72,8 @@ def decode(buffer: bytes | bytearray, *, torn: bool = True) -> tuple[list[Messag
         if not plausible or _checksum(body) != checksum:
             if torn:
                 break
-            raise CorruptFileError(f"not a frame: {bytes(buffer[start : start + HEAD.size])!r}")
+            found = bytes(buffer[start : start + HEAD.size])
+            raise CorruptFileError(f"{found!r} does not begin a valid frame")
         messages.append(_parse(body))
         start = stop
     return messages, start

@@ -118,7 +118,7 @@ class WakeupSocket:
         for _ in range(WAKEUPS_AT_ONCE):
             try:
                 token, source = self._socket.recvfrom(TOKEN_BYTES + 1)
-            except OSError:  # none left, or the network is down
+            except OSError:  # no datagram is left, or the network is down
                 break
             if hmac.compare_digest(token, self._token):
                 sources.add(source)

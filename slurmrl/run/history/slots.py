@@ -173,7 +173,7 @@ class History:
     def count(self) -> int:
         """Return the number of records without reading them."""
         count = self._listed()
-        while self._look_at(count):  # records created after the listing, or missing in it
+        while self._look_at(count):  # the listing may lack the newest records
             count += 1
         return count
 

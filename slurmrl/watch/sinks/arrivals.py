@@ -54,7 +54,7 @@ ENDED: Final = ".ended"
 
 def main() -> int:
     calls.set_private_umask()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a turn, even if the parent ignored it
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the parent may have ignored SIGALRM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     log.configure("evaluations")
     paths = RunPaths(Path(sys.argv[1]))
@@ -177,7 +177,7 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
         if newest != waited_for:
             waited_for, waited_s = newest, 0.0
         if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
-            signal.alarm(held_s)  # before the file exists: a suspended holder must end in time
+            signal.alarm(held_s)  # set before the file exists: a suspended holder must end
             if _created(folder, newest + 1):
                 return newest + 1
             signal.alarm(0)

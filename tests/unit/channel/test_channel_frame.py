@@ -69,7 +69,7 @@ def test_changed_byte_is_detected(flipped: int) -> None:
 )
 def test_garbage_on_a_pipe_is_an_error(data: bytes) -> None:
     assert decode(data) == ([], 0)
-    with pytest.raises(CorruptFileError, match="not a frame"):
+    with pytest.raises(CorruptFileError, match="does not begin a valid frame"):
         decode(data, torn=False)
 
 

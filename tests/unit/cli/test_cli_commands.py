@@ -586,7 +586,7 @@ def test_rm_is_rejected_while_jobs_or_other_trials_need_the_files(
     assert main(["rm", "add/1", "sub/1"]) == 130
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(["rm", "add/1", "sub/1"]) == 2
-    assert "nobody can answer: --yes removes without asking" in capsys.readouterr().err
+    assert "no terminal to confirm: --yes removes without asking" in capsys.readouterr().err
     assert waiting.paths.run.is_dir()
     assert user.paths.run.is_dir()
     (root / user_name() / "add" / ".removed-7").mkdir()  # of a removal that was killed

@@ -102,7 +102,7 @@ def test_vllm_on_a_port_is_a_warning(address: str) -> None:
         State.WARNING,
         f"{address}: vllm 0.32.0, context 256",
     )
-    assert "ask for no key" in found.advice
+    assert "need no key" in found.advice
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_equal_inputs_give_equal_bundles_that_unpack_once(
     monkeypatch.setattr(unpacking, "_extract", None)  # not again
     assert unpack(second, tmp_path / "runs") == unpacked
     (unpacked.parent / "input-files/dataset.path/data.jsonl").write_text("{}\n")
-    with pytest.raises(UsageError, match=r"has changed: input-files/dataset.path/data.jsonl .*rem"):
+    with pytest.raises(UsageError, match=r"is damaged: input-files/dataset.path/data.jsonl .*rem"):
         unpack(first, tmp_path / "runs")
 
 
@@ -247,7 +247,7 @@ def test_bundle_contents_are_checked_against_the_manifest(tmp_path: Path, bundle
         return path
 
     for change, reason in (
-        (lambda values: values.update(format=9), "has format 9; this slurmrl reads 1"),
+        (lambda values: values.update(format=9), "has format 9, but this slurmrl reads format 1"),
         (lambda values: values.update(files=3), "copy it again"),
         (lambda values: values["files"].pop(), "differs from bundle.json"),
         (lambda values: values["files"][0].update(bytes=1 << 60), "differs from bundle.json"),

@@ -78,7 +78,7 @@ def test_changed_file_is_reported_after_a_commit(site: Site) -> None:
     site.files["two"].write_text(OTHER)
     (found,) = site.findings()
     assert (found.weight, found.key) == (Weight.FAILED, "dataset.sources.two.path")
-    assert found.message.startswith(f"{site.files['two']} has changed since step 3 of the trial")
+    assert found.message.startswith(f"{site.files['two']} has changed since step 3")
     assert found.message.endswith("start another trial: slurmrl submit CONFIG --new")
 
 

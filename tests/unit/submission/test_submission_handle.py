@@ -28,7 +28,7 @@ def test_handle_submits_watches_and_resumes_a_trial(
     run.begin()
     scheduler.tasks = [task(0, JobState.RUNNING)]
     run.paths.metrics.write_text('{"step": 1, "reward": 0.5}\n')
-    with pytest.raises(WaitTimeoutError, match="for add/7: "):
+    with pytest.raises(WaitTimeoutError, match="add/7 has not ended"):
         trial.wait(0.0)
     ends = iter([lambda: None, lambda: run.end(Kind.FINISHED, step=1, reason="total_steps")])
     found = slurmrl.trial("add/7", root=root)

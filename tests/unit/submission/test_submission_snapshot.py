@@ -176,7 +176,7 @@ def test_trial_of_another_version_is_not_modified(user: Path, scheduler: FakeSch
     assert not trial_code.is_this_code(paths.code)
     before = paths.config.read_bytes(), paths.plan.read_bytes()
     for proposal in (proposed(user, "total_steps=9"), propose_resume(paths, ["total_steps=9"])):
-        with pytest.raises(UsageError, match="was submitted with another slurmrl"):
+        with pytest.raises(UsageError, match="was submitted with another version of slurmrl"):
             submit(proposal)
     assert (paths.config.read_bytes(), paths.plan.read_bytes()) == before
     updated = propose_resume(paths, ["total_steps=9"], update_code=True)
@@ -194,7 +194,7 @@ def test_trial_of_another_version_ignores_new_settings(
     (paths.code / "slurmrl" / ARCHIVE).write_bytes(b"not readable")
     proposal = proposed(user)
     assert proposal.check(60.0) == []
-    with pytest.raises(UsageError, match="was submitted with another slurmrl"):
+    with pytest.raises(UsageError, match="was submitted with another version of slurmrl"):
         submit(proposal)
 
 
@@ -225,7 +225,7 @@ def test_snapshot_never_mixes_two_versions(
     paths = submit(proposed(user, MINE)).paths
     assert (paths.code / "helper.py").read_text() == "SCORE = 2\n"
     copies, changes = 0, 100
-    with pytest.raises(UsageError, match=r"the code changed while it was copied.*helper\.py"):
+    with pytest.raises(UsageError, match=r"the code changed during 3 copies.*helper\.py"):
         submit(propose_resume(paths, [], update_code=True))
     assert [path.name for path in paths.run.glob("*code*")] == ["code"]
 
