@@ -34,7 +34,7 @@ from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingOptions
 from slurmrl.rollouts.base import EpisodeItem
-from slurmrl.rollouts.completions import Completion
+from slurmrl.rollouts.completions import Completion, joined_masks
 from slurmrl.rollouts.generation.base import GenerationRequest, RolloutEngine
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
@@ -165,18 +165,10 @@ def _as_sample(
     finished = torch.tensor([each.finished for each in ended], dtype=torch.bool)
     made = SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
     if options.masks:
-        add_masks(made, _masks(ended))
+        add_masks(made, joined_masks(ended))
     if options.experts:
         add_experts(made, [each.routes() for each in ended])
     return made
-
-
-def _masks(ended: Sequence[Completion]) -> SampledMasks:
-    masks = SampledMasks()
-    for each in ended:
-        masks.skip(len(each.prompt))
-        masks.extend(each.sampled_masks())
-    return masks
 
 
 def _packed(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -161,7 +161,16 @@ class Completion:
 
 
 Completions = Completion
-"""Name of the type in users' episodes."""
+"""Name under which users' episodes import the type."""
+
+
+def joined_masks(completions: Sequence[Completion]) -> SampledMasks:
+    """Return the sampling masks of all tokens of the completions, prompts included."""
+    masks = SampledMasks()
+    for each in completions:
+        masks.skip(len(each.prompt))
+        masks.extend(each.sampled_masks())
+    return masks
 
 
 def _checked(tokens: Sequence[int]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from slurmrl.config.schema.data import Template
+from slurmrl.data.conversations import text_of
 from slurmrl.errors import MissingDependencyError, RunFailedError, UsageError
 from slurmrl.registry import resolve
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
@@ -182,8 +183,10 @@ class VerifiersEpisode:
         client = PolicyClient(policy, item)
         row = item.row
         prompt = row.get("prompt")
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": item.text}]
         given = {
-            "prompt": prompt if isinstance(prompt, list) else [_user(item.text)],
+            "prompt": prompt,
             "answer": item.answer,
             "info": row.get("info") or {},
             "task": row.get("task") or "default",
@@ -214,7 +217,7 @@ class PolicyClient:
     async def _create(
         self, *, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any
     ) -> Any:
-        said = [(str(message["role"]), _text(message)) for message in messages]
+        said = [(str(message["role"]), text_of(message)) for message in messages]
         if self._known:
             if said[: len(self._known)] != self._known or len(said) == len(self._known):
                 raise UsageError(
@@ -260,14 +263,3 @@ def _message(turn: PolicyTurn, *, calls: bool) -> dict[str, Any]:
             for number, call in enumerate(found)
         ],
     }
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}

@@ -18,7 +18,7 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -41,13 +41,10 @@ from slurmrl.fsio.calls import (
 )
 from slurmrl.fsio.documents import INTEGER, NUMBER, SIZE, TEXT, FieldType, list_of
 from slurmrl.rewards.base import Stats, scores_problem
+from slurmrl.rollouts.completions import Completion, joined_masks
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.weights.format import VERSION, VersionId
-
-if TYPE_CHECKING:
-    from slurmrl.rollouts.completions import Completion
-
 
 READ_BYTES = 4 << 20
 """Number of bytes that are read at a time."""
@@ -79,7 +76,7 @@ SCORED = {
     "stats": documents.each(documents.items(NUMBER, NUMBER)),
     "submission": INTEGER,
 }
-"""Fields of the JSON of scores."""
+"""Fields of the JSON object with a group's scores."""
 _SCORED = {"judged": documents.table(SCORED)}
 _HEAD = struct.Struct("<Q")
 
@@ -114,7 +111,7 @@ class SampleWriter:
                     file=name,
                     offset=offset,
                     length=len(data),
-                    checksum=_digest(data),
+                    checksum=str(Checksum(data)),
                     versions=group.versions,
                 )
             )
@@ -170,14 +167,14 @@ def read_once(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -
         raise explain(error, "read", path) from error
     if len(data) < stored.length:
         raise SampleFileError(f"{where} is cut")
-    if _digest(data) != stored.checksum:
+    if str(Checksum(data)) != stored.checksum:
         raise SampleFileError(f"{where} has another checksum")
     try:
         group = SampleGroup.from_bytes(data)
     except ValueError as error:
         raise SampleFileError(f"{where} is not a group of samples: {error}") from error
     if (group.item, group.lease, group.versions) != (stored.item, stored.lease, stored.versions):
-        raise SampleFileError(f"{where} is item {group.item} of lease {group.lease}")
+        raise SampleFileError(f"{where} has another item, lease or versions than its record")
     return group
 
 
@@ -220,12 +217,6 @@ def _read(path: Path, offset: int, length: int, calls: SystemCalls) -> bytes:
     return b"".join(parts)
 
 
-def _digest(data: bytes) -> str:
-    found = Checksum()
-    found.update(data)
-    return str(found)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleGroup:
     """All completions of an item, made under a lease.
@@ -262,21 +253,21 @@ class SampleGroup:
     turn_rewards: Array
     """float32 [T]: reward of a turn, at its last token; 0 elsewhere."""
     masks: SampledMasks | None = None
-    """Sampling mask of each token; None: not recorded."""
+    """Sampling mask of each token; None without a record."""
     expert_sizes: Array | None = None
-    """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
+    """int32 [n]: number of entries of each completion in ``experts``; None without a record."""
     experts: Array | None = None
     """int16: experts of all completions, side by side (see `data.meta.EXPERTS`)."""
     scores: tuple[float | None, ...] | None = None
     """Score of each completion by the task, None for completions that the reward could not score.
-    They keep all their bits. Without scores, the trainers score the group."""
+    None without scores: the trainers then score the group."""
     parts: tuple[Mapping[str, float], ...] = ()
-    """Scores of the parts of the reward before their weights (see `WeightedReward.given`)."""
+    """Unweighted scores of the parts of the reward (see `WeightedReward.given`)."""
     stats: Stats = field(default_factory=dict)
-    """Metrics that the reward's functions returned in addition."""
+    """Metrics that the reward's functions returned in addition to scores."""
     submission: int = 0
-    """Number of the submission whose code and settings the task used to score. Another submission
-    may have another reward."""
+    """Number of the submission whose code and settings the task used to score. Submissions may
+    differ in their reward."""
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -290,13 +281,14 @@ class SampleGroup:
         completions: Sequence[Completion],
         held: str,
     ) -> SampleGroup:
-        """``held`` is the task's version, which counts if no token was sampled."""
+        """``held`` is the task's weight version, which the group has if no token was sampled."""
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
         place = {name: number for number, name in enumerate(versions)} | {"": -1}
         before = [len(each.prompt) for each in completions]
         pairs = list(zip(before, completions, strict=True))
         sizes, experts = _joined_experts(completions)
+        masks = joined_masks(completions)
         return SampleGroup(
             item=item,
             lease=lease,
@@ -314,7 +306,7 @@ class SampleGroup:
             ),
             logprobs=_joined([(*[0.0] * n, *each.logprobs) for n, each in pairs], np.float32),
             turn_rewards=_joined([[0.0] * n + each.rewards for n, each in pairs], np.float32),
-            masks=_joined_masks(completions),
+            masks=masks if masks.ids else None,
             expert_sizes=sizes,
             experts=experts,
         )
@@ -428,15 +420,6 @@ class SampleGroup:
         if drawn.sum() != (sizes > 0).sum():
             return "a token is missing in its sampling mask or occurs twice"
         return None
-
-
-def _joined_masks(completions: Sequence[Completion]) -> SampledMasks | None:
-    """Return the sampling masks of all tokens; None if no mask was recorded."""
-    masks = SampledMasks()
-    for each in completions:
-        masks.skip(len(each.prompt))
-        masks.extend(each.sampled_masks())
-    return masks if masks.ids else None
 
 
 def _joined_experts(completions: Sequence[Completion]) -> tuple[Array | None, Array | None]:

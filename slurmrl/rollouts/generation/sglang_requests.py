@@ -34,7 +34,7 @@ from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
-from slurmrl.rollouts.completions import Completion, Finish
+from slurmrl.rollouts.completions import Completion, Finish, joined_masks
 from slurmrl.rollouts.generation.base import ABORTED, GenerationRequest
 from slurmrl.rollouts.generation.image_requests import PromptImage
 from slurmrl.rollouts.generation.launch_sglang import ARRAYS
@@ -338,21 +338,13 @@ class PiecewiseSampling:
         experts = self.pieces[-1].experts if read else None
         if read and experts is None:
             raise RunFailedError(
-                f"{self.sampling.request_id}: aborted, and its experts are not reported"
+                f"{self.sampling.request_id}: the aborted request has no experts in its answer"
             )
         return Completion(
             tokens=self.tokens,
             logprobs=tuple(logprob for piece in self.pieces for logprob in piece.logprobs),
             versions=tuple(version for piece in self.pieces for version in piece.versions),
             finish=finish,
-            masks=_joined_masks(self.pieces) if self.sampling.options.masks else None,
+            masks=joined_masks(self.pieces) if self.sampling.options.masks else None,
             experts=experts,
         )
-
-
-def _joined_masks(pieces: Sequence[Completion]) -> SampledMasks:
-    masks = SampledMasks()
-    for piece in pieces:
-        assert piece.masks is not None, "every piece of the sampling has one"
-        masks.extend(piece.masks)
-    return masks

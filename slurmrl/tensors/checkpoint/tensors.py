@@ -244,11 +244,12 @@ _KINDS: Final[dict[str, Callable[[], Any]]] = {KIND: _xxh3_128, "sha256": hashli
 
 
 class Checksum:
-    """Checksum of bytes that are passed in parts."""
+    """Checksum of bytes, which may be passed in parts."""
 
-    def __init__(self, kind: str = KIND) -> None:
+    def __init__(self, data: bytes | memoryview = b"", *, kind: str = KIND) -> None:
         self._kind = kind
         self._digest = _KINDS[kind]()
+        self._digest.update(data)
 
     def update(self, data: bytes | memoryview) -> None:
         self._digest.update(data)
@@ -265,7 +266,7 @@ def kind_of(checksum: str) -> str | None:
 
 def checksum(file: BufferedIOBase, kind: str = KIND) -> str:
     """Return the checksum of a file's bytes from its current position on."""
-    found = Checksum(kind)
+    found = Checksum(kind=kind)
     buffer = memoryview(bytearray(BUFFER_BYTES))
     while count := file.readinto(buffer):
         found.update(buffer[:count])

@@ -234,9 +234,7 @@ def _read(path: Path, kind: type[R], calls: SystemCalls) -> R:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    found = Checksum()
-    found.update(_text(content).encode())
-    return str(found)
+    return str(Checksum(_text(content).encode()))
 
 
 def _text(values: dict[str, Any]) -> str:

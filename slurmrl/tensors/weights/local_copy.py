@@ -37,6 +37,7 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import NO_FILE, REAL, SystemCalls, cause, explain
 from slurmrl.fsio.documents import FILE_NAME
 from slurmrl.tensors.checkpoint.tensors import (
+    Checksum,
     SavedFile,
     TensorEntry,
     TensorFile,
@@ -56,7 +57,6 @@ from slurmrl.tensors.weights.format import (
     version_ids,
     write_record,
 )
-from slurmrl.tensors.weights.writer import digest
 
 FILE = "model.safetensors"
 STATE = "state.json"
@@ -380,7 +380,7 @@ class VersionFiles:
                 reason = os.strerror(error.errno or 0)
                 raise WeightVersionError(f"{path} cannot be read: {reason}") from error
             raise explain(error, "read", path) from error
-        if digest(data.data) != tensor.stored_checksum:
+        if str(Checksum(data.data)) != tensor.stored_checksum:
             self._close(path)  # A new handle may see newer data.
             raise WeightVersionError(f"{path}: '{tensor.name}' has another checksum")
         return data
@@ -434,13 +434,13 @@ def resolved(
         raise WeightVersionError(f"'{name}' is stored as a delta in all versions {_named(chain)}")
     else:
         bits = held(name).copy()
-        found = digest(bits.data)
+        found = str(Checksum(bits.data))
     for version, tensor in layers:
         if bits.size != tensor.spec.bytes:
             raise WeightVersionError(f"size of '{name}' changed between a base and {version}")
         if tensor.encoding == DELTA:
             apply_delta(files.stored(version, tensor).data, bits, ITEM_BYTES[tensor.dtype])
-            found = digest(bits.data)
+            found = str(Checksum(bits.data))
         if found != tensor.checksum:
             raise WeightVersionError(f"'{name}' of version {version} has another checksum")
     return bits

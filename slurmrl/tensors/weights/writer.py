@@ -110,11 +110,11 @@ class PartWriter:
         assert bits.shape == (spec.bytes,), name
         assert name not in self._tensors, name
         encoding, stored = self._encoded(name, dtype, bits)
-        found = digest(bits.data)
+        found = str(Checksum(bits.data))
         if encoding == SAME:
             tensor = StoredTensor(name, dtype, spec.shape, SAME, found)
         else:
-            own = found if encoding == RAW else digest(stored)
+            own = found if encoding == RAW else str(Checksum(stored))
             place = self._path.name, self._size, stored.nbytes
             tensor = StoredTensor(name, dtype, spec.shape, encoding, found, *place, own)
             self._write(stored)
@@ -215,13 +215,6 @@ def publish(
     write_record(folder / MANIFEST, manifest, calls=calls)
     atomic.sync_directory(folder.parent, calls=calls)
     return manifest
-
-
-def digest(data: memoryview) -> str:
-    """Return the checksum of bytes (see `tensors.checkpoint.tensors`)."""
-    found = Checksum()
-    found.update(data)
-    return str(found)
 
 
 def _check_base(manifest: VersionManifest, base: VersionManifest) -> None:
