@@ -246,14 +246,14 @@ def reward_arguments(sample: SequenceSample, context: CallContext) -> dict[str, 
 
 
 def of_places(arguments: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments for some of the completions."""
+    """Return the arguments of `reward_arguments` for the completions at these ``places``."""
     extras = of_completion(arguments["extras"], places)
     names = ("prompts", "completions", "rows", "places")
     return {name: [arguments[name][at] for at in places] for name in names} | {"extras": extras}
 
 
 def with_tokens(arguments: Mapping[str, Any], places: Iterable[int]) -> list[int]:
-    """Return the places of completions with a token; failed episodes have none, and score 0."""
+    """Return the places of completions with a token. Failed episodes have none and score 0."""
     return [place for place in places if arguments["extras"]["token_ids"][place]]
 
 
@@ -346,7 +346,7 @@ def transcript(sample: SequenceSample, number: int, tokenizer: Any) -> list[dict
     for is_read, places in groupby(range(len(ids)), read.__getitem__):
         at = list(places)
         if is_read and not at[0]:
-            continue  # the prompt
+            continue  # the rows do not repeat the prompt
         text = tokenizer.decode([ids[place] for place in at])
         if is_read:
             rows.append({"read": text})

@@ -69,7 +69,7 @@ class PolicyScalars(ScalarController):
 
     def update(self, stats: Mapping[str, float]) -> None:
         kl = self.algorithm.kl
-        if kl.kind != "fixed" and self._kl_coef > 0:  # no call measures the KL then
+        if kl.kind != "fixed" and self._kl_coef > 0:  # at 0, no call measures the KL
             self._kl_coef *= adaptation(
                 stats["kl_sequence"], round(stats["completions"]), kl.target, kl.horizon
             )

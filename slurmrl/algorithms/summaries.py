@@ -34,7 +34,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     completions (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     if not 0 < k <= n or not 0 <= correct <= n:
-        raise ValueError(f"pass@{k} of {correct} correct completions of {n}")
+        raise ValueError(f"pass@{k} is not defined for {correct} correct completions of {n}")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -52,7 +52,7 @@ def majorities(
     """
     n = len(votes)
     if not all(0 < k <= n for k in sizes):
-        raise ValueError(f"maj@k for k of {list(sizes)} of {n} completions")
+        raise ValueError(f"maj@k for k of {list(sizes)} is not defined for {n} completions")
     outcomes: dict[Hashable, list[bool]] = defaultdict(list)
     for vote, right in zip(votes, correct, strict=True):
         outcomes[vote].append(right)
@@ -181,7 +181,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     conservative.
     """
     if count < 1 or not 0.0 <= mean <= 1.0:
-        raise ValueError(f"a mean of {mean} from {count} values")
+        raise ValueError(f"a mean of {mean} from {count} values is not the mean of a proportion")
     square = Z_95 * Z_95
     scale = 1.0 + square / count
     center = (mean + square / (2.0 * count)) / scale

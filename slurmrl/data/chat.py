@@ -108,7 +108,7 @@ class ChatTemplate:
         with suppress(ChatTemplateError):
             alone = self._render(with_system([ASKED, SAID], self._system), self._tools)
             following = [self.around_messages(["user"])[0]]
-            with suppress(ChatTemplateError):  # a template without tools
+            with suppress(ChatTemplateError):  # the template may reject tools
                 following.append(self.around_messages(["tool"])[0])
             return EndOfTurn.of(alone.rpartition(TURN_TEXT)[2], following, self._known)
         return EndOfTurn()

@@ -239,7 +239,7 @@ def _reasoning(messages: Sequence[Message], tools: Any, rendered: Rendered) -> s
 
 
 class _Marks:
-    """Puts marks into values; ``names`` maps each mark to the name of its value."""
+    """Replaces values of messages by marks; ``names`` maps each mark to its value's name."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}

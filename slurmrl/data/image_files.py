@@ -34,11 +34,11 @@ CONTENT, NAME = "bytes", "path"
 URL: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 LARGEST_FILE: Final = 64 * 2**20
 LARGEST_PIXELS: Final = 64 * 2**20
-"""Limits of an image: bytes of its file, and pixels."""
+"""Maximum bytes of an image file, and maximum pixels of an image."""
 LARGEST_VIDEO: Final = 2**30
-"""Limit of a video: bytes of its file."""
+"""Maximum bytes of a video file."""
 LEAST_FRAMES: Final = 2
-"""Minimum number of frames of a video: processors join two."""
+"""Minimum number of frames of a video, because processors join frames in pairs."""
 MAY_PASS: Final = frozenset(
     (
         *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
@@ -126,7 +126,7 @@ class Video(NamedTuple):
     frames: Array
     """[frames, height, width, 3] uint8, in RGB."""
     places: Sequence[int]
-    """The number of each frame in the video."""
+    """Index of each frame in the video, from 0."""
     total: int
     """Number of frames of the video."""
     rate: float | None
@@ -154,9 +154,9 @@ def load_video(
     choose: Callable[[int, float | None], Sequence[int]],
     files: ImageFiles,
 ) -> Video:
-    """Return the frames of a video that ``choose`` names. Raises as `check_video` does.
+    """Return the frames that ``choose`` selects from a video. Raises as `check_video` does.
 
-    ``choose`` gets the number of frames and their rate. ``files`` records the files.
+    ``choose`` maps the number of frames and their rate to indices. ``files`` records the files.
     """
     if isinstance(video, str):
         with closing(_container(base, video, files)) as container:
@@ -192,11 +192,11 @@ def _decoded(
         container.seek(0)
     rate = stream.average_rate or stream.guessed_rate
     if total < LEAST_FRAMES or not rate:
-        raise ImageError(f"('{name}') has {total} frames: name images as a list of frames")
+        raise ImageError(f"('{name}') has {total} frames at rate {rate}: list its frames as images")
     places = choose(total, float(rate))
     wanted, found = set(places), dict[int, Array]()
     for place, frame in enumerate(container.decode(video=0)):
-        if frame.is_corrupt:  # the decoder has filled it with other pixels
+        if frame.is_corrupt:  # the decoder has made up the missing pixels
             raise ImageError(f"('{name}') is damaged at frame {place}")
         if place in wanted:
             turned = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4)
@@ -218,12 +218,12 @@ def _frame(number: int) -> Iterator[None]:
 
 
 def _container(base: Path, video: str, files: ImageFiles | None = None) -> Any:
-    """Open a video file."""
+    """Return PyAV's container of a video file."""
     try:
         import av
     except ImportError as error:
         raise MissingDependencyError(
-            "files of videos need the package av: pip install av; lists of images need none"
+            "video files need the package av: pip install av; lists of images do not need it"
         ) from error
     path, name = _path(base, video), _shown(video)
     try:
@@ -240,7 +240,7 @@ def _container(base: Path, video: str, files: ImageFiles | None = None) -> Any:
     if container.streams.video:
         return container
     container.close()
-    raise ImageError(f"('{name}') has no stream of pictures")
+    raise ImageError(f"('{name}') has no video stream")
 
 
 def _require_lasting(error: BaseException | None, base: Path, image: ImageValue) -> None:

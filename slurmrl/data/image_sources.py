@@ -84,7 +84,7 @@ class Sources:
     base: Path
     """Folder to which paths of images are relative."""
     images: Mapping[str, str] | None = None
-    """See `images_of`; None for a dataset without images."""
+    """Hash of each image's content by path (`images_of`); None for a dataset without images."""
 
     def state(self) -> str:
         """Return `state_of` the files, followed by one size and one hash for all images.

@@ -37,8 +37,8 @@ class Admission:
     """
 
     max_staleness: int
-    """Maximum number of steps from the oldest weights that sampled a token to the weights that are
-    trained with it."""
+    """Maximum number of steps between the oldest weights that sampled a token of an item and the
+    weights that are trained on the item."""
     batch_size: int
     """Items of a step."""
     max_leased: int | None
@@ -239,7 +239,7 @@ class SampleLedger(Ledger):
         return taken
 
     def stragglers(self, step: int, max_staleness: int) -> set[str]:
-        """Return the holders of items that no later step could train, even if they finished now."""
+        """Return the holders of items that no later step could use, even if they finished now."""
         first = step - 1 - max_staleness
         return {
             held.holder

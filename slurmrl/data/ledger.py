@@ -68,10 +68,10 @@ class DropCount:
 
 @dataclass(frozen=True, kw_only=True)
 class LeasedItems:
-    """The items that one lease still holds: in the ledger, and in requests to the holder.
+    """The items that one lease still holds, as the ledger and requests to the holder have them.
 
-    A request asks for the completions of each item. The plan has their number and the sampling
-    options.
+    A request asks for the completions of each item. The plan has the number of completions and the
+    sampling options.
     """
 
     lease: str
@@ -82,8 +82,8 @@ class LeasedItems:
     oldest: Annotated[str, VERSION]
     """The weights that the holder had when it got the lease; no token is from older weights."""
     rows: tuple[tuple[Number, Number], ...] = ()
-    """Epoch and row number in the dataset of each item. Only requests have them: the order of the
-    dataset gives them for the ledger's items."""
+    """Epoch and row number in the dataset of each item. Only requests have these numbers, because
+    the ledger's owner computes them from the order of the dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class SampleMeta:
         for table in (self.lengths, self.metadata):
             for key, rows in table.items():
                 if len(rows) != self.bs:
-                    raise ValueError(f"key '{key}' has {len(rows)} items, the batch {self.bs}")
+                    raise ValueError(f"key '{key}' has {len(rows)} items, not {self.bs}")
 
     @property
     def bs(self) -> int:

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
 OLDER: Final = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
-"""Processors whose videos have other sizes and frames than Qwen3-VL's."""
+"""Processors that resize videos and choose frames in a different way than Qwen3-VL's."""
 FPS: Final = 2.0
-"""Frames per second without a setting, as in qwen-vl-utils."""
+"""Frames per second that are read if no setting names a number, as in qwen-vl-utils."""
 TEXT_FIELDS: Final = frozenset(
     (
         *("attention_mask", "input_ids", "mm_token_type_ids", "num_crops"),
@@ -86,7 +86,7 @@ class PictureEncoder:
     def encode(
         self, marked: MarkedText, images: Sequence[ImageValue], videos: Sequence[VideoValue]
     ) -> EncodedPictures | str:
-        """Return the tokens of a conversation with images and videos, or why it has none.
+        """Return the tokens of a conversation with images and videos, or why there are none.
 
         Raises EnvironmentFailure if pictures cannot be written, and UnreadableInputError if files
         cannot be read for now.
@@ -143,7 +143,7 @@ class PictureEncoder:
         read = partial(load_video, self._base, choose=processor.choose, files=self._files)
         loaded = [read(video) for video in videos]
         options = {
-            "do_sample_frames": False,  # `load_video` has chosen them
+            "do_sample_frames": False,  # `load_video` has chosen the frames
             "do_convert_rgb": False,
             "input_data_format": "channels_last",
             "video_metadata": [processor.metadata(each) for each in loaded],
@@ -154,10 +154,10 @@ class PictureEncoder:
 def load_processor(tokenizer: PreTrainedTokenizerBase, config: DatasetConfig) -> Any:
     """Return the processor in the folder of a tokenizer, for the rows of a dataset.
 
-    Images are processed by transformers' code for Pillow and NumPy, and videos by its code for
-    torch, whether torchvision is installed or not, so that the result does not depend on it.
+    Transformers processes images with Pillow and NumPy, and videos with torch, even if torchvision
+    is installed, so that the result does not depend on torchvision.
 
-    Raises UsageError if there is none, or transformers cannot make it without other packages.
+    Raises UsageError if the folder has no processor, or transformers needs other packages for it.
     """
     import transformers
     from transformers import AutoImageProcessor
@@ -202,10 +202,10 @@ def _video_processor(folder: Path, name: str, config: DatasetConfig) -> Any:
 
 @cache
 def _video_processors() -> tuple[Any, Any]:
-    """Return the processors for videos of Qwen3-VL and of older families.
+    """Return the classes of video processors for Qwen3-VL and for older families.
 
-    They are transformers' class for Qwen3-VL, with resizing and normalization by torch instead of
-    torchvision. Videos of the older families have other sizes and frames.
+    Both derive from transformers' class for Qwen3-VL, but resize and normalize with torch instead
+    of torchvision. The older families resize videos and choose frames in a different way.
     """
     import torch
     from torch.nn.functional import interpolate
@@ -234,7 +234,7 @@ def _video_processors() -> tuple[Any, Any]:
 
     class Videos(newest, Torch):  # type: ignore[misc]
         def choose(self, total: int, rate: float | None) -> list[int]:
-            """Return the numbers of the frames to read of a file, or of a list without a rate."""
+            """Return the indices of the frames to read; ``rate`` is None for a list of images."""
             if rate is None and total <= self.max_frames:
                 return list(range(total))
             known = VideoMetadata(total_num_frames=total, fps=rate)

@@ -124,7 +124,7 @@ class PreparedRow(NamedTuple):
     runs: list[list[int]]
     """The runs of each sequence (`TokenSequence`)."""
     row: dict[str, Any]
-    """See `RowType.stored`."""
+    """The fields of the row that samples need (`RowType.stored`)."""
     pictures: str | None
     """The path of its pictures, or `tensors.pictures.NONE`; None in a dataset without images."""
 

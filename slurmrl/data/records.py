@@ -132,7 +132,7 @@ class Records:
     rows: tuple[dict[str, Any], ...]
     ids: tuple[str, ...]
     numbers: tuple[int, ...]
-    """See `NumberedRow`."""
+    """Number of each row (`NumberedRow.number`)."""
     where: Callable[[int], str]
     """Function that returns the place of the row with a number, for messages."""
     whole: bool = True

@@ -1,8 +1,8 @@
-"""The images and videos of a dataset's rows: where they are in a conversation. Torch-free.
+"""Find the images and videos of a dataset's rows, and their places in conversations. Torch-free.
 
 A row names its images under ``images_key`` and its videos under ``videos_key``, or both in parts
 of its messages: ``{"type": "image", "image": "dots.png"}``. Paths are relative to the data file. A
-video is also a list of images. `with_media` converts all forms into one: messages with a part
+video can also be a list of images. `with_media` converts all forms into one: messages with a part
 for each image or video, and the images and videos in the order of these parts.
 """
 
@@ -32,10 +32,10 @@ CHECKS: Final = {"image": check_image, "video": check_video}
 
 
 def with_media(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> Pictured | str:
-    """Return a row's conversation with its images and videos, or why one has no place in it."""
+    """Return a row's conversation with its images and videos, or why one of them has no place."""
     found: dict[str, list[Any]] = {medium: [] for medium in MEDIA}
     made = list(messages)
-    for medium, key in reversed(config.media_keys.items()):  # the images come first
+    for medium, key in reversed(config.media_keys.items()):  # images, placed last, come first
         placed = _placed(medium, value_at(row, key), made)
         if isinstance(placed, str):
             return f"'{key}' {placed}"
@@ -46,7 +46,7 @@ def with_media(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> 
 def _placed(
     medium: str, value: Any, messages: Sequence[Message]
 ) -> tuple[list[Message], list[Any]] | str:
-    """Return the messages with the images or videos under a key, and these in their order."""
+    """Return the messages with a part for each medium, and the media in order, or the problem."""
     listed = _listed(medium, value)
     if isinstance(listed, str):
         return listed
@@ -135,7 +135,7 @@ def has_media(config: DatasetConfig, row: Row, medium: str) -> bool:
 def _media_parts(
     medium: str, config: DatasetConfig, row: Row, keys: Collection[str] = ()
 ) -> list[Any]:
-    """Return the parts of this type in a row's messages."""
+    """Return the parts of type ``medium`` in a row's messages."""
     messages = _messages(config, row, keys)
     return [part for message in messages for part in _of(message) if _is(medium, part)]
 

@@ -226,7 +226,7 @@ class Remarks:
     def all(
         self, called: Collection[str], without_schema: Callable[[str], str]
     ) -> Iterator[Remark]:
-        """Yield the remarks.
+        """Yield a remark for each problem of the rows.
 
         ``called`` are the names of the episodes' tools. ``without_schema`` returns the reason why a
         tool has no JSON schema, or "". Raises ConfigError, UsageError.

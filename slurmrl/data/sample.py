@@ -27,7 +27,7 @@ class SequenceSample(SampleMeta):
     def __post_init__(self) -> None:
         super().__post_init__()
         if set(self.data) != set(self.lengths):
-            raise KeyError(f"data has keys {sorted(self.data)}, lengths {sorted(self.lengths)}")
+            raise KeyError(f"data of {sorted(self.data)}, but lengths of {sorted(self.lengths)}")
         for key, tensor in self.data.items():
             total = sum(map(sum, self.lengths[key]))
             if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != total):
@@ -145,7 +145,7 @@ class SequenceSample(SampleMeta):
         counts = self.sequence_counts(self.main_key()) if self.keys else []
         for key in self.keys:
             if self.sequence_counts(key) != counts:
-                raise ValueError(f"key '{key}' does not have the same sequences as the others")
+                raise ValueError(f"key '{key}' does not have the same sequences as the other keys")
         if all(count == 1 for count in counts):
             return self
         names = zip(self.ids, counts, strict=True)

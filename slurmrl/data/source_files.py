@@ -26,10 +26,10 @@ from slurmrl.registry import near
 
 READ_BYTES = 1 << 20
 ROW_BYTES = 256 << 20
-"""Maximum size of a row."""
+"""Maximum number of bytes of a row."""
 SETTLED_NS = 2_000_000_000
-"""Time after which another change of a file certainly changes its times: file systems store them
-with a resolution of up to two seconds."""
+"""Nanoseconds after which another change of a file certainly changes its times: file systems store
+times with a resolution of up to two seconds."""
 NOT_AN_OBJECT = "must be a JSON object"
 
 

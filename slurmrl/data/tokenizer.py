@@ -44,7 +44,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             )
     except UnreadableInputError as error:
         raise UnreadableInputError(f"no tokenizer in {folder}: {error}", error.absent) from error
-    except Exception as error:  # tokenizers raises bare exceptions
+    except Exception as error:  # the package tokenizers raises plain exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no tokenizer in {folder}: {reason}") from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):

@@ -153,7 +153,7 @@ def shown(value: Any) -> str:
 
 
 def _values(reward: str, returned: Any, count: int) -> list[Any]:
-    shape = getattr(returned, "shape", None)  # tensors and arrays
+    shape = getattr(returned, "shape", None)  # tensors and arrays have one
     if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | set):
         if shape is None:
             return list(returned)
@@ -195,7 +195,7 @@ def scores_problem(
     stats: Stats,
     count: int,
 ) -> str | None:
-    """Return why these are not finite scores of ``count`` completions; None if they are."""
+    """Return why these numbers are not finite scores of ``count`` completions; None if they are."""
     if (len(scores), len(parts)) != (count, count):
         return f"scores {len(scores)} completions of {count}"
     numbers = [

@@ -280,7 +280,7 @@ class Sandbox:
         settings = self._settings
         seconds = int(timeout_s) + 2
         processes = settings["most_processes"]
-        if not self.process_table:  # the limit then counts all processes of the user
+        if not self.process_table:  # the limit counts all processes of the user
             processes += _threads_of_user()
         limits = {
             resource.RLIMIT_CPU: seconds,
@@ -385,7 +385,7 @@ def _check_unittest() -> None:
 
 
 def _execute_text(text: str, name: str, space: dict[str, Any]) -> None:
-    exec(compile(text, name, "exec", dont_inherit=True), space)  # no __future__ of this file
+    exec(compile(text, name, "exec", dont_inherit=True), space)  # without this file's __future__
 
 
 def _result(

@@ -174,7 +174,7 @@ def _reached(
 ) -> list[ast.stmt]:
     """Return ``before``, then the ``nodes``, then the definitions of all names that they use."""
     reached = [*before, *(node for node in nodes if node not in before)]
-    for node in itertools.islice(reached, len(before), None):  # this list grows
+    for node in itertools.islice(reached, len(before), None):  # the loop extends this list
         names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
         found = [defined[name] for name in dict.fromkeys(names) if name in defined]
         reached += [each for each in found if each not in reached]
@@ -204,7 +204,7 @@ def _is_test_case(node: Definition, defined: Definitions) -> bool:
 def _classes(node: ast.ClassDef, defined: Definitions) -> list[ast.ClassDef]:
     """Return a class and those of its base classes that the code defines."""
     classes = [node]
-    for each in classes:  # this list grows
+    for each in classes:  # the loop extends this list
         bases = [defined.get(base.id) for base in each.bases if isinstance(base, ast.Name)]
         own = [base for base in bases if isinstance(base, ast.ClassDef)]
         classes += [base for base in own if base not in classes]
@@ -311,7 +311,7 @@ def _names(code: str, unused: set[str]) -> tuple[set[str], set[str]]:
     module = symtable.symtable(code, "tests", "exec")
     used = {each.get_name() for each in module.get_symbols() if each.is_referenced()}
     tables = [each for each in module.get_children() if each.get_name() not in unused]
-    for table in tables:  # this list grows
+    for table in tables:  # the loop extends this list
         tables += table.get_children()
         symbols = [each for each in table.get_symbols() if each.is_referenced()]
         used |= {each.get_name() for each in symbols if each.is_global()}

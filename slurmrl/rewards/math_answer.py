@@ -260,7 +260,7 @@ def based_symbol(number: re.Match[str]) -> str:
         not base.isdigit() or int(digit, 16) >= int(base)
         for digit in re.findall("[A-Fa-f]", digits)
     ):
-        return number[0]  # product with an indexed letter: 5C_2
+        return number[0]  # 5C_2 is a product with a letter
     return digits if base == "10" else rf"\Upsilon_{{{digits}base{base}}}"
 
 

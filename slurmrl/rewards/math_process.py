@@ -277,7 +277,7 @@ def read(text: str, *, plain: bool = False) -> Reading:
     from math_verify import parse
 
     prepared = prepare(text, plain=plain)
-    mode = "first_match" if BOX.search(prepared) else "any_match"  # only a box counts
+    mode = "first_match" if BOX.search(prepared) else "any_match"  # a box outranks other text
     reading: Reading = parse(prepared, targets(), extraction_mode=mode, parsing_timeout=None)
     return reading
 

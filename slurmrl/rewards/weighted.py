@@ -46,8 +46,8 @@ class WeightedReward:
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
         self._parts = dict(parts)
         self.given: list[dict[str, float]] = []
-        """Scores of the parts before their weights in the latest call, by the name of the part, for
-        each completion; empty for a reward that is not a sum."""
+        """Unweighted scores of the latest call: for each completion, the score of each part by the
+        part's name. The mappings are empty for a reward that is not a sum."""
         self._stats: Stats = {}
 
     @property

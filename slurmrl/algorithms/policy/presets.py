@@ -114,8 +114,8 @@ PRESETS: Final[dict[str, Preset]] = {
             **GROUP_NORMALIZED,
             **NO_KL,
             "ratio": "sequence",  # eq. 7
-            "clip_ratio": 3e-4,  # section 5.1: left range
-            "clip_ratio_high": 4e-4,  # section 5.1: right range
+            "clip_ratio": 3e-4,  # section 5.1: left clipping range
+            "clip_ratio_high": 4e-4,  # section 5.1: right clipping range
             "aggregation": "sequences",  # eq. 5
             "n_minibatches": 4,  # section 5.1: four mini-batches
         },

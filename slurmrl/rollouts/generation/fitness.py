@@ -62,14 +62,14 @@ class ServedModel:
         try:
             values = json.loads((Path(str(folder)) / "config.json").read_bytes())
         except (OSError, ValueError):
-            return  # a name of the hub, or a path of the server's host
+            return  # the hub or only the server's host has the folder
         found = read_shape(values) if isinstance(values, dict) else None
         for size in fields(ModelShape):
             own, its = getattr(self.shape, size.name), getattr(found, size.name, None)
             if found is not None and own != its and size.name != "positions":
                 raise UsageError(
-                    f"{where}: the server's model {folder} has {size.name} {its}, the weights have "
-                    f"{own}"
+                    f"{where}: the server's model {folder} has {size.name} {its}, but the weights "
+                    f"have {own}"
                 )
 
     async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:

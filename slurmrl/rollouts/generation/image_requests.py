@@ -30,7 +30,7 @@ GRID, PIXELS = "image_grid_thw", "pixel_values"
 """Names of a model's arguments: the number of patches of each image by time, height and width
 [images, 3], and the pixels [patches of all images, numbers of a patch]."""
 CACHED: Final = 8
-"""Number of prompts whose images stay in host memory, because each completion is a request."""
+"""Number of prompts whose images stay in host memory for the requests of their completions."""
 
 
 def placeholders_of(values: Mapping[str, Any]) -> tuple[int, ...]:

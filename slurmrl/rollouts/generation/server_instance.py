@@ -393,7 +393,7 @@ class Instance:
                     if self.engine is engine:
                         await self._probe(engine)
         finally:
-            if self.engine is engine:  # cancelled
+            if self.engine is engine:  # this task was cancelled
                 self.engine = None
                 await engine.close()
         assert self.error is not None, "it was lost"

@@ -393,7 +393,7 @@ class VllmServer(ServerKind):
             text = ("--tokenizer", str(tokenizer))
         on_cpu = self.device.type == "cpu"
         return (
-            # The server can bind only a new socket.
+            # The server cannot bind a socket whose file exists.
             *("/bin/sh", "-c", 'rm -f -- "$0" && exec "$@"', str(socket)),
             *(serving.python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),

@@ -49,7 +49,7 @@ class Calculator:
 
         Raises:
             UsageError: anything but such an expression, or a result that is too large.
-        """  # `ToolSchemas` describes the tool with this text
+        """  # `ToolSchemas` describes the tool with this docstring
         if not isinstance(expression, str) or len(expression) > MOST_CHARACTERS:
             raise UsageError(f"an expression is a string of up to {MOST_CHARACTERS} characters")
         try:
@@ -149,7 +149,7 @@ class PythonTool:
 
         Raises:
             UsageError: the program failed; the message is the last line of its errors.
-        """  # `ToolSchemas` describes the tool with this text
+        """  # `ToolSchemas` describes the tool with this docstring
         if not isinstance(code, str):
             raise UsageError("code must be a string")
         while len(self._threads) < self._size:

@@ -119,7 +119,7 @@ def test_majority_rate_of_800_completions_takes_little_time() -> None:
 
 
 def test_majority_rate_of_more_completions_than_exist_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"of 2 completions"):
+    with pytest.raises(ValueError, match=r"for 2 completions"):
         majorities(["a", "b"], [True, False], [1, 3])
 
 
@@ -187,7 +187,7 @@ def test_single_completion_has_no_pass_or_majority_rates() -> None:
     assert evaluation(n=8).rates == (), "nothing says what is correct"
 
 
-@pytest.mark.parametrize(("pattern", "reason"), [("(", "not a regular"), ("(a)(b)", "2 groups")])
+@pytest.mark.parametrize(("pattern", "reason"), [("(", "be a regular"), ("(a)(b)", "2 groups")])
 def test_answer_pattern_without_group_is_rejected(pattern: str, reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         evaluation(vote_pattern=pattern)

@@ -147,7 +147,7 @@ def test_inconsistent_samples_are_rejected() -> None:
         SequenceSample.from_default([2, 3], ["a", "b"], {"input_ids": torch.zeros(4)})
     with pytest.raises(ValueError, match="duplicate sample ids: \\['a'\\]"):
         SequenceSample.from_default([1, 1], ["a", "a"], {"input_ids": torch.zeros(2)})
-    with pytest.raises(ValueError, match="1 items, the batch 2"):
+    with pytest.raises(ValueError, match="1 items, not 2"):
         SampleMeta(("a", "b"), {"x": [[1]]})
     with pytest.raises(KeyError):
         SequenceSample(("a",), {"x": [[1]]}, {}, {"y": torch.zeros(1)})

@@ -399,7 +399,7 @@ def test_experts_are_recorded_for_an_aborted_sample_with_stop_token() -> None:
         finish = drawing.add(*read_reply("server", answer, asked, routed=ROUTED))
         assert finish == "stop"
         lacks = answer["meta_info"].get("routed_experts") is None
-        with pytest.raises(RunFailedError, match="are not reported") if lacks else nullcontext():
+        with pytest.raises(RunFailedError, match="has no experts") if lacks else nullcontext():
             experts = drawing.completion(finish).experts
             assert experts is not None
             assert experts.shape == (4, 4)
@@ -472,8 +472,8 @@ def test_server_of_another_model_is_rejected_before_requests(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 3}, "has layers 3, the weights have 2"),
-        ({"vocab_size": 40}, "has vocabulary 40, the weights have 50"),
+        ({"num_hidden_layers": 3}, "has layers 3, but the weights have 2"),
+        ({"vocab_size": 40}, "has vocabulary 40, but the weights have 50"),
         ({}, None),
     ],
 )
