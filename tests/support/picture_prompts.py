@@ -53,16 +53,18 @@ class Prompts(NamedTuple):
     video: int | None
     """Token id of placeholders of videos; None if no row has any."""
 
+    def types(self, number: int) -> Tensor:
+        """Return 1 for each placeholder of images and 2 for each placeholder of videos."""
+        types = (self.ids[number] == self.image).long()
+        return types if self.video is None else types + 2 * (self.ids[number] == self.video)
+
     def alone(self, inner: Any, number: int, more: Tensor) -> Tensor:
         """Return the logits [T, V] of a model of transformers: a prompt with further tokens."""
         ids = torch.cat([self.ids[number], more])[None]
         if not self.pictures[number]:
             text: Tensor = inner(input_ids=ids, use_cache=False).logits[0]
             return text
-        types = (self.ids[number] == self.image).long()
-        if self.video is not None:
-            types += 2 * (self.ids[number] == self.video)
-        types = torch.nn.functional.pad(types, (0, len(more)))
+        types = torch.nn.functional.pad(self.types(number), (0, len(more)))
         family = self.model.config.model_type
         name = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
         marks = {} if family in ("internvl", "llava") else {name: types[None]}
@@ -138,9 +140,11 @@ def write_source(folder: Path, family: str, *, videos: bool = False) -> Mapping[
     return values
 
 
-def complete(prompts: Prompts, prefill_tokens: int) -> list[Completion]:
+def complete(
+    prompts: Prompts, prefill_tokens: int, options: GenerationOptions | None = None
+) -> list[Completion]:
     """Return a sampled completion of each prompt by the model itself."""
-    options = GenerationOptions(max_new_tokens=6)
+    options = options or GenerationOptions(max_new_tokens=6)
     requests = [
         GenerationRequest(
             request_id=str(number),

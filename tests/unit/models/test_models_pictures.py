@@ -23,8 +23,10 @@ from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.hf_loading import tensor_specs
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.shapes import file_form, storage_of
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.tensors import file_entries
 from slurmrl.tensors.layout import Array, Box, TensorSpec
+from slurmrl.tensors.pictures import read
 from tests.support.picture_models import write_processor
 from tests.support.picture_prompts import (
     complete,
@@ -81,6 +83,28 @@ def test_generation_from_images_has_logprobs_of_the_training_pass(
     for found, each in zip(trained, whole, strict=True):
         exact = torch.tensor(each.logprobs)
         torch.testing.assert_close(found[-len(exact) :], exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", sorted(VIDEO_FAMILIES))
+def test_greedy_tokens_after_videos_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Later tokens continue the positions of the last frame."""
+    prompts = random_prompts(tmp_path, family, videos=True)
+    found = complete(prompts, 10_000, GenerationOptions(max_new_tokens=8, greedy=True))
+    inner: Any = prompts.model.inner
+    for number, each in enumerate(found):
+        given: dict[str, Any] = {}
+        if path := prompts.pictures[number]:
+            arguments = read(Path(path)).arguments
+            given = {name: torch.from_numpy(np.array(values)) for name, values in arguments.items()}
+            given["mm_token_type_ids"] = prompts.types(number)[None]
+        ids = prompts.ids[number][None]
+        whole = inner.generate(input_ids=ids, do_sample=False, max_new_tokens=8, **given)
+        wanted, tokens = whole[0, ids.shape[1] :].tolist(), list(each.tokens)
+        # A placeholder is read as another token, see below.
+        stray = (place for place, t in enumerate(tokens) if t in (prompts.image, prompts.video))
+        end = next(stray, len(tokens)) + 1
+        assert tokens[:end] == wanted[:end]
+        assert end > 4
 
 
 @pytest.mark.parametrize(("family", "videos"), CASES)
