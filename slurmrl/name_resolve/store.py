@@ -231,7 +231,7 @@ def encode(key: str) -> str:
         name = "%2E" + name[1:]
     if len(name) > FILE_NAME_BYTES:
         raise InvalidNameError(
-            f"key {key[:80]!r}… takes {len(name)} bytes encoded, at most {FILE_NAME_BYTES} fit"
+            f"key {key[:80]!r}… is too long: {len(name)} bytes encoded, at most {FILE_NAME_BYTES}"
         )
     return name
 
@@ -253,5 +253,5 @@ def checked_value(key: str, value: object) -> str:
     except UnicodeEncodeError as error:
         raise InvalidNameError(f"value of {key!r}: {error}") from error
     if size > VALUE_BYTES:
-        raise InvalidNameError(f"value of {key!r} has {size} bytes, at most {VALUE_BYTES} fit")
+        raise InvalidNameError(f"value of {key!r} has {size} bytes, but at most {VALUE_BYTES} fit")
     return text

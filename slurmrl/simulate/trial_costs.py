@@ -357,7 +357,7 @@ def _tasks_of_host(cluster: Cluster, gpus: int) -> int:
 def _speed(
     given: GivenSeconds, found: Generating | None, longest: LongestCompletion, n: int
 ) -> Callable[[float], float]:
-    """Return a function of the number of groups: the seconds in which each gets one more token."""
+    """Return a function that maps a number of groups to the seconds per token of each group."""
     if given.groups_per_hour is not None:
         of_group = 3600 / given.groups_per_hour / longest.mean
         return lambda groups: groups * of_group

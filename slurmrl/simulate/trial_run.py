@@ -85,12 +85,12 @@ class TrialOutcome:
     why: str
     """Reason why the trial ended before its last step; empty if it finished."""
     steps: int
-    """Committed steps."""
+    """Number of committed steps."""
     seconds: float
     parts: Mapping[str, float]
     """Seconds by part of the time; their sum is `seconds`."""
     jobs: int
-    """Starts of the trainers' jobs."""
+    """Number of starts of the trainers' jobs."""
     links: int
     """Number of used links of the chain."""
     incarnations: int

@@ -423,5 +423,5 @@ def _put_back(link: Link, holder: Turn, scheduler: SlurmScheduler) -> bool:
     except SchedulerError as error:
         logger.warning("this job waits, because it cannot be requeued: %s", error)
         return False
-    logger.warning("requeued: %s holds this trial", holder.element)
+    logger.warning("this job was requeued, because %s holds this trial", holder.element)
     return True

@@ -1,4 +1,4 @@
-"""How workers start servers and keep them running, or use existing servers."""
+"""Settings with which workers start servers and keep them running, or use existing servers."""
 
 from __future__ import annotations
 

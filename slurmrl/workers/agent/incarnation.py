@@ -132,7 +132,7 @@ class Incarnation:
     def _join(self, number: int) -> None:
         """Join incarnation ``number``, which a newer incarnation ends from now on."""
         self.number = self.host.serving = number
-        logger.info("incarnation %d", number)
+        logger.info("this host joins incarnation %d", number)
         gpus = {"gpus": self.host.devices()} if self.host.group.gpus_per_worker else {}
         self.host.events.write("join", incarnation=number, **gpus)
         self.retry("make a log", self._open_replies)
@@ -222,7 +222,7 @@ class Incarnation:
             ended = self.host.children.all_ended
             self.wait("its processes to exit", lambda: ended() or None, EXIT_TIMEOUT_S)
         except WaitTimeoutError as error:
-            logger.warning("%s; killing them", error)
+            logger.warning("%s; this agent kills them", error)
 
     # -- one turn of the loop ----------------------------------------------------------------
 

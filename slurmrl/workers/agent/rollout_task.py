@@ -167,7 +167,7 @@ class RolloutTask:
             raise TrialEndedError(f"submission {host.submission} was superseded by a newer one")
         if state.incarnation > host.serving:
             host.serving = state.incarnation
-            logger.info("incarnation %d", state.incarnation)
+            logger.info("this task now serves incarnation %d", state.incarnation)
             gpus = {"gpus": host.devices()} if host.group.gpus_per_worker else {}
             host.events.write("join", incarnation=state.incarnation, **gpus)
             host.children.broadcast(Serve(incarnation=state.incarnation))
@@ -273,7 +273,7 @@ class RolloutTask:
         try:
             publish_attempt(self.host.names, self.host.identity, failure)
         except EnvironmentFailure as error:
-            logger.warning("the status will not show why this task failed: %s", error)
+            logger.warning("cannot publish why this task failed: %s", error)
 
     # -- one turn of the loop ----------------------------------------------------------------
 

@@ -60,7 +60,7 @@ MOST_FILES = 10
 @dataclass(frozen=True)
 class StacksAnswer:
     rank: int | None
-    """None for the master."""
+    """Rank of the process; None for the master."""
     name: str
     text: str
     """Stacks of the process, or the reason why there are none."""

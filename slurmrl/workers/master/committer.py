@@ -189,7 +189,7 @@ class Committer:
         Also remove the files of damaged commits that were set aside. Never remove commits to free
         space.
         """
-        logger.warning("no checkpoint of step %d: %s", writing.step, reason)
+        logger.warning("cannot commit step %d: %s", writing.step, reason)
         for directory in (writing.directory, *self.paths.damaged_checkpoints()):
             shutil.rmtree(directory, ignore_errors=True)
         return self._outcome(writing, reason)
@@ -211,7 +211,7 @@ class Committer:
         try:
             self.writer.append(Kind.DELETE, {"step": commit.step, "directory": commit.directory})
         except EnvironmentFailure as error:
-            logger.warning("cannot delete step %d: %s", commit.step, error)
+            logger.warning("cannot delete the checkpoint of step %d: %s", commit.step, error)
             return
         self.commits.remove(commit)
         shutil.rmtree(self.paths.checkpoints / commit.directory, ignore_errors=True)

@@ -253,7 +253,7 @@ def export_step(
     dtype = dtype or settings.export_dtype
     exporter = Exporter(paths, config, role, head, dtype, form or settings.export_form)
     if form == "adapter" and exporter.model.lora is None:
-        raise UsageError(f"{role} has no adapters: all its weights were trained; export it merged")
+        raise UsageError(f"{role} has no adapters, so it has no adapter form: use --form merged")
     if target is not None and target.exists() and not _is_empty_folder(target):
         raise UsageError(f"{target} exists already: choose a new directory")
 

@@ -50,7 +50,7 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 LOOKS_PER_TTL = 4
-"""Number of checks, per TTL of a lease, for agents that have not said hello."""
+"""Number of looks, per TTL of a lease, for agents that have not sent `Hello`."""
 PUBLISH_AGAIN_S = (2.0, 300.0)
 """Minimum and maximum pause before the master publishes a missing weight version again."""
 SINKS_S = 60.0

@@ -282,7 +282,7 @@ class Timeline:
             self.write()
 
     def write(self) -> None:
-        """Replace the file. Only log a failure."""
+        """Replace the file. After a failure, only log a warning."""
         if not self._steps:
             return
         peaks = sorted(self._peaks.items())[:MOST_RANKS]
@@ -290,7 +290,7 @@ class Timeline:
         try:
             atomic.replace(self._path, json.dumps(value).encode(), durable=False)
         except EnvironmentFailure as error:
-            logger.warning("the timeline was not written: %s", error)
+            logger.warning("cannot write the timeline, will retry: %s", error)
 
 
 def _call(call: CallPlan, answers: Mapping[int, Done]) -> dict[str, Any]:

@@ -231,9 +231,9 @@ class RolloutTasks:
         return bool(holders & self._leases.able().keys()) and self._wait.lasts()
 
     def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
-        """Return groups that a step has taken but not used, for the next step.
+        """Queue groups for the next step that a step has taken but not used.
 
-        The master reads them again first. Tasks generate groups again that would be too stale.
+        The master reads them again first. Tasks regenerate groups that would be too stale.
         """
         for sample in samples:
             age = step - 1 - oldest_step(sample)
@@ -478,7 +478,7 @@ class TaskNumbers:
         try:
             self.allowed = wanted_tasks(self._paths, ROLLOUTS, self._planned)
         except (EnvironmentFailure, CorruptFileError) as error:
-            logger.warning("the number of tasks is unchanged: %s", error)
+            logger.warning("cannot read the number of tasks, which is unchanged: %s", error)
 
     def are_enough(self, joined: int) -> bool:
         """Return whether enough tasks have joined at any time in this incarnation."""

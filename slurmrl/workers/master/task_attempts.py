@@ -75,7 +75,7 @@ class RolloutsRecord:
     attempts: tuple[AttemptRecord, ...] = ()
 
     def check(self, where: object) -> None:
-        """Check the fields. Raises CorruptFileError that names ``where``."""
+        """Check the names of the attempts. Raises CorruptFileError that names ``where``."""
         names = [one.name for one in self.attempts]
         if len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)):
             raise corrupt(where, f"has repeated or invalid names of attempts: {names}")
@@ -352,7 +352,7 @@ class TaskEvents:
     def damaged(self, sample: StoredGroup, reason: str) -> None:
         """Report that tasks generate the item of a damaged sample again."""
         group, task, attempt = parse_name(sample.task)
-        logger.warning("item %d is generated again: %s", sample.item, reason)
+        logger.warning("a task will generate item %d again: %s", sample.item, reason)
         self._writer.write(
             "samples_damaged",
             task=f"{group}/{task}",
@@ -374,7 +374,7 @@ def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
     try:
         return events.read_kind(paths, f"master.{incarnation}", STATE)
     except (CorruptFileError, EnvironmentFailure) as error:
-        logger.warning("states of rollout tasks may be reported twice: %s", error)
+        logger.warning("cannot read events; states of rollout tasks may repeat: %s", error)
         return []
 
 

@@ -279,7 +279,7 @@ class SampleChecks:
         except EnvironmentFailure as error:
             self._rests_until = now + self._outage.next_s()
             heapq.heappush(self._due, replace(check, due=self._rests_until))
-            logger.warning("samples cannot be read now, will retry: %s", error)
+            logger.warning("cannot read samples, will retry: %s", error)
         else:
             self._outage.reset()
             self.sound.add(check.sample)
@@ -345,7 +345,7 @@ class SampleSweep:
         self._visits: list[_Visit] = []
 
     def plan(self, rollouts: RolloutsRecord, ledger: LedgerRecord) -> None:
-        """Plan visits of all attempts of a new commit, which needs the samples of ``ledger``."""
+        """Plan a visit of each attempt in a new commit. ``ledger`` names the needed samples."""
         needed: dict[str, set[str]] = {}
         for sample in ledger.samples:
             needed.setdefault(sample.task, set()).add(sample.file)

@@ -70,7 +70,7 @@ class Mailbox:
     """Signal that warns of the job's end; None without a warning."""
 
     def put(self, message: FromAgent) -> None:
-        """Sort a message. Raises ReportedError for a failure."""
+        """Store a message in the field for its type. Raises ReportedError for a failure."""
         match message:
             case Ready():
                 self.ready[message.rank] = message

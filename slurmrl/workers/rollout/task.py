@@ -165,7 +165,7 @@ class TaskAtWork:
         try:
             found = await in_thread(reader.read)
         except EnvironmentFailure as error:
-            logger.warning("requests cannot be read now: %s", error)
+            logger.warning("cannot read requests, will retry: %s", error)
             return
         if found and self._session.incarnation == incarnation:
             self._polls.reset()
@@ -191,7 +191,7 @@ class TaskAtWork:
                 self._problem = ""
                 outage.reset()
             except EnvironmentFailure as error:
-                logger.warning("weight versions cannot be read now: %s", error)
+                logger.warning("cannot read weight versions, will retry: %s", error)
                 self._problem = str(error)
                 await asyncio.sleep(outage.next_s())
             await self._tell_unreadable()
@@ -298,7 +298,7 @@ class TaskAtWork:
         try:
             await in_thread(lambda: self._results.record(messages, groups))
         except EnvironmentFailure as error:
-            logger.warning("results cannot be recorded now: %s", error)
+            logger.warning("cannot record results, will retry: %s", error)
             await asyncio.sleep(backoff.next_s())
             return False
         backoff.reset()

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
     if options.failed is not None:
         cannot_begin(link, UsageError(options.failed), in_chain=in_chain)
         return 0
-    logger.info("link %d, job %s", link.index, env.JOB_ID.get())
+    logger.info("this is link %d, job %s", link.index, env.JOB_ID.get())
     try:
         rounds = retry("read the run's files", lambda: prepare(options, paths), timeout_s=PREPARE_S)
     except SlurmrlError as error:
@@ -130,7 +130,7 @@ def run_rounds(rounds: Rounds) -> int:
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
-    """Prepare the rounds. Raises UsageError if every job would fail so, EnvironmentFailure."""
+    """Prepare the rounds. Raises UsageError for errors of the user, EnvironmentFailure."""
     cluster = load_resolved(paths.config).cluster
     os.environ.update(cluster.env)  # Agents and workers inherit the variables.
     if file := cluster.variables_file:

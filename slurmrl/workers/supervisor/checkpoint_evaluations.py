@@ -137,7 +137,7 @@ class CheckpointEvaluations:
             if self._sweep.due():
                 remove_evaluated(self._paths)
         except SlurmrlError as error:
-            logger.info("cannot look for a commit to evaluate, will try again: %s", error)
+            logger.info("cannot look for a commit to evaluate, will retry: %s", error)
         return True
 
     def _missing(self, config: Config, commits: Sequence[Commit]) -> Iterator[tuple[Commit, str]]:
@@ -191,10 +191,10 @@ class CheckpointEvaluations:
             del self._failed[mark]
             self._told("evaluation", what)
         elif failed.count() == TRIES:
-            logger.warning("the checkpoint of step %d is not evaluated: %s", commit.step, error)
+            logger.warning("cannot evaluate the checkpoint of step %d: %s", commit.step, error)
             self._told("evaluation_failed", {**what, "reason": error})
         else:
-            logger.info("the evaluation of step %d will be tried again: %s", commit.step, error)
+            logger.info("cannot evaluate step %d, will retry: %s", commit.step, error)
 
     def _error(self, commit: Commit, command: list[str]) -> str:
         """Link the checkpoint and run the command; return the error."""

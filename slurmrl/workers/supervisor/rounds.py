@@ -232,7 +232,7 @@ class Rounds:
         if reason_to_leave(self.paths, self.options.submission) is not None:
             code = 0
         self.tasks.end()
-        logger.info("leaving after round %d: %s", number, why)
+        logger.info("this supervisor exits after round %d: %s", number, why)
         self.events.write("end", code=code, why=why)
         return code
 
@@ -284,7 +284,7 @@ class Rounds:
     # -- one round ---------------------------------------------------------------------------
 
     def _round(self, number: int, hosts: Sequence[str]) -> int:
-        logger.info("round %d%s", number, f" on {', '.join(hosts)}" if hosts else "")
+        logger.info("round %d begins%s", number, f" on {', '.join(hosts)}" if hosts else "")
         self.events.write("round", round=number, hosts=list(hosts))
         child = self._start(number, hosts)
         if child is None:

@@ -163,11 +163,11 @@ class TasksInside:
         assert task.child is not None
         code, sound = task.child.returncode, self._clock() - task.started_s >= SOUND_S
         task.failures = 1 if sound else task.failures + 1
-        again = "starting it again"
+        again = "the supervisor restarts it"
         if task.failures >= MOST_FAILURES:
             self._spent.add(task.number)
             again = "it has failed too often to be started again in this job"
-        logger.warning("%s/%d ended with %s: %s", ROLLOUTS, task.number, code, again)
+        logger.warning("%s/%d exited with code %s: %s", ROLLOUTS, task.number, code, again)
         self._failed(task.number)
 
     def _start(self, task: _Task, hosts: Sequence[str]) -> None:
@@ -220,4 +220,5 @@ def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None
         if claim is not None:
             atomic.make_private_directory(paths.rollout_task(group, task, claim.attempt + 1))
     except (CorruptFileError, EnvironmentFailure) as error:
-        logger.warning("the items of %s/%d wait for its next agent: %s", group, task, error)
+        text = "cannot prepare the next attempt at %s/%d, for which its items now wait: %s"
+        logger.warning(text, group, task, error)

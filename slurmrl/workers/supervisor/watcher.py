@@ -70,7 +70,7 @@ class Watcher:
             if not self._is_busy() and self._asks.due():
                 lost = self._is_lost()
                 if lost is None:
-                    logger.info("nothing to watch: this start of the job is over")
+                    logger.info("nothing to watch: this job has ended or was requeued")
                     return
                 if lost:
                     self._tell()
@@ -129,7 +129,7 @@ class Watchers:
             try:
                 step = subprocess.Popen(self._command(host, batch), preexec_fn=unblock)
             except OSError as error:  # The rounds fail too and report the error to the user.
-                logger.warning("there are no watchers: %s", error)
+                logger.warning("cannot start watchers of the batch host: %s", error)
                 return
             self._steps.append(step)
 
@@ -143,7 +143,7 @@ class Watchers:
             try:
                 step.wait(max(deadline - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
-                logger.info("the watcher of process %d ends with the job", step.pid)
+                logger.info("a watcher (pid %d) still runs; Slurm ends it with the job", step.pid)
 
     def _command(self, host: str, batch: str) -> list[str]:
         options = self._options

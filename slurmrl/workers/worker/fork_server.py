@@ -139,7 +139,7 @@ class _ForkServer:
         poller.poll(1000 * POLL_S if self._ended else None)
 
     def _reap(self) -> None:
-        """Collect the exit codes of ended workers; negative for a signal."""
+        """Collect the exit codes of ended workers; a code is negative for a signal."""
         for rank, worker in list(self._workers.items()):
             pid, status = os.waitpid(worker.pid, os.WNOHANG)
             if pid:

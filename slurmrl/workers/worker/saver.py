@@ -120,7 +120,7 @@ class VersionPart:
     entries: Sequence[TensorEntry]
     base: VersionBits | None
     frozen: str | None = None
-    """See `VersionManifest.frozen`."""
+    """Fingerprint of the frozen weights (see `VersionManifest.frozen`)."""
 
     def bits(self) -> VersionBits:
         return VersionBits(self.version, {entry.name: _bits(entry) for entry in self.entries})

@@ -426,7 +426,7 @@ class Datasets:
         try:
             preparation.sweep(self._folder, self._incarnation, directories)
         except EnvironmentFailure as error:
-            logger.warning("old prepared data stays: %s", error)
+            logger.warning("cannot remove old prepared data: %s", error)
         self._store.set(KEY, json.dumps([directory.name for directory in directories]))
 
     def _open(self) -> tuple[SampleRows, ...]:
