@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import mean, median, quantiles
 from typing import Any, Final
 
@@ -230,9 +231,9 @@ def _row(runs: Runs) -> list[str]:
     return [
         limit_words(runs.time_limit_s),
         f"{runs.finished} of {len(runs.outcomes)}",
-        _spread(runs.seconds),
-        _numbers(runs.jobs),
-        _numbers(runs.gpu_hours),
+        _range(runs.seconds, words),
+        _range(runs.jobs, partial(_number, digits=4)),
+        _range(runs.gpu_hours, partial(_number, digits=4)),
         f"{runs.useful:.1%}",
     ]
 
@@ -294,14 +295,8 @@ def limit_words(seconds: float) -> str:
     return "none" if math.isinf(seconds) else words(seconds)
 
 
-def _spread(spread: RunSpread) -> str:
-    if words(spread.low) == words(spread.high):
-        return words(spread.middle)
-    return f"{words(spread.middle)} ({words(spread.low)} to {words(spread.high)})"
-
-
-def _numbers(spread: RunSpread) -> str:
-    middle, low, high = (_number(one, 4) for one in (spread.middle, spread.low, spread.high))
+def _range(spread: RunSpread, show: Callable[[float], str]) -> str:
+    middle, low, high = map(show, (spread.middle, spread.low, spread.high))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 

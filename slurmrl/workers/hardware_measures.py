@@ -182,16 +182,8 @@ class Measures:
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         }
         if ranks.size == 2:  # Measure a message in each direction.
-            if ranks.rank == 0:
-                actions["send"] = lambda: (
-                    dist.send(whole, ranks.peer, group=group),
-                    dist.recv(whole, ranks.peer, group=group),
-                )
-            else:
-                actions["send"] = lambda: (
-                    dist.recv(whole, ranks.peer, group=group),
-                    dist.send(whole, ranks.peer, group=group),
-                )
+            calls = (dist.send, dist.recv) if ranks.rank == 0 else (dist.recv, dist.send)
+            actions["send"] = lambda: [call(whole, ranks.peer, group=group) for call in calls]
         return actions
 
     def sharded(self, ranks: Ranks) -> Iterator[Point]:

@@ -244,10 +244,7 @@ class Session:
         for key in keys:
             if key in self._begun or key in self._sampled:
                 self._aborted.append(key)
-            for each in (
-                *(self._waiting, self._begun, self._sampled),
-                *(self._finished, self._returned),
-            ):
+            for each in (self._waiting, self._begun, self._sampled, self._finished, self._returned):
                 each.pop(key, None)
 
     def _return(self, items: dict[Key, Row]) -> None:
