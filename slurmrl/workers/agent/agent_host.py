@@ -314,7 +314,7 @@ class Warnings:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # The supervisor blocks these.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # The supervisor has blocked them.
 
     @property
     def received(self) -> bool:

@@ -243,7 +243,7 @@ class Children:
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
-            if self._selector.get_map().get(key.fd) is key:  # Earlier handlers may remove others.
+            if self._selector.get_map().get(key.fd) is key:  # Another handler may remove it.
                 handler()
         return self._news
 

@@ -240,7 +240,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
             shutil.rmtree(paths.checkpoints / name, ignore_errors=True)
     for entry in paths.control.iterdir():
         number = entry.name.partition(".")[0]
-        if number.isdecimal() and int(number) < state.incarnation:  # .nfs files have no number
+        if number.isdecimal() and int(number) < state.incarnation:  # .nfs files have no number.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:

@@ -386,7 +386,7 @@ class RolloutTasks:
                     if self._ledger.finish(group.lease, sample):
                         self._checks.add([sample])
             case GaveBack():
-                attempt.leaving = True  # Otherwise it would get the returned items again.
+                attempt.leaving = True  # This attempt must not get the items again.
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts.items["given_back"] += len(returned)
             case Holds():

@@ -185,7 +185,7 @@ class MergingHost:
             self._shapes = dict(adapted_weights(config, lora))
             self._trained = trained_shapes(config, "lm", lora)
         else:
-            from slurmrl.models import hf_adapters  # transformers is slow to import
+            from slurmrl.models import hf_adapters  # Importing transformers is slow.
 
             self._shapes = hf_adapters.adapted_shapes(config.values, "lm", lora)
             self._trained = hf_adapters.adapter_shapes(config.values, "lm", lora)

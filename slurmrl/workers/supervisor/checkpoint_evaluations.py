@@ -130,7 +130,7 @@ class CheckpointEvaluations:
                 return True
             missing = list(self._missing(config, state.commits))
             for commit in {commit.directory: commit for commit, _ in missing}.values():
-                with suppress(SlurmrlError):  # The next attempt reports it.
+                with suppress(SlurmrlError):  # `_submit` tries again and reports errors.
                     link_files(self._paths, commit)
             for commit, suite in missing:
                 self._submit(commit, suite, self._command(config, commit, suite), now=now)

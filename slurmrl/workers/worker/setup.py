@@ -130,7 +130,7 @@ def build_trainer(
     plan = read_input("the plan", lambda: Plan.read(paths.plan))
     group = plan.trainers
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
-    # The models of a checkpoint have already fitted into such a GPU.
+    # Check the size only of initial models: the models of a checkpoint have already fitted.
     reject = partial(fit.rejection, settings) if start.base is None else _accept
     accelerator = set_up_device(
         *(settings, plan, group, rank, start, activity, reject),
@@ -142,7 +142,8 @@ def build_trainer(
     store = join(start, rank, paths.meeting(start.incarnation), accelerator, timeout)
     tokenizer = tokenizer_of(settings)
     datasets = Datasets(paths.data, start.incarnation, settings.config, store, activity)
-    opened = datasets.provide(tokenizer, rank, say)  # This may take hours: no rank waits so far.
+    # Preparation may take hours, so do it before any rank waits in a collective.
+    opened = datasets.provide(tokenizer, rank, say)
     activity.phase("connecting to the other ranks")
     contexts = groups.build(
         plan.models_of(TRAINERS).values(),
