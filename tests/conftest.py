@@ -1,4 +1,4 @@
-"""Every test belongs to the lane of its folder, and the longest files come first."""
+"""Every test gets the lane of its folder as a marker, and the longest files run first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run directories and a scheduler for tests that have no processes behind them."""
+"""Run directories and a scheduler for tests without processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ dataset: {{type: prompt_answer, path: data.jsonl}}
 
 
 def write_config(folder: Path) -> Path:
-    """A configuration that every check accepts."""
+    """Write a configuration that every check accepts."""
     (folder / "data.jsonl").write_text('{"id": "1", "prompt": "a", "answer": "b"}\n')
     path = folder / "sft.yaml"
     path.write_text(CONFIG)
@@ -45,7 +45,7 @@ def write_config(folder: Path) -> Path:
 
 
 class FakeRun:
-    """A run directory that is written as the real processes would write it."""
+    """A run directory with the files that real processes write."""
 
     def __init__(
         self, root: Path, experiment: str = "add", trial: str = "1", *, hosts: int = 1
@@ -119,7 +119,7 @@ def evaluation(
     root: str = "/elsewhere",
     **estimates: float,
 ) -> Path:
-    """A finished trial that has evaluated a model."""
+    """Make a finished trial that has evaluated a model."""
     own = RunPaths(paths.evaluated() / trial)
     own.run.mkdir(parents=True)
     folder = f"{root}/me/{paths.experiment}/{paths.trial}/export/{model}"
@@ -139,7 +139,7 @@ def task(
 
 
 class FakeScheduler(Scheduler):
-    """Gives prepared answers and records its calls."""
+    """A scheduler that gives prepared answers and records its calls."""
 
     def __init__(self, tasks: Sequence[TaskState] = ()) -> None:
         self.tasks = list(tasks)

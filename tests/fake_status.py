@@ -1,4 +1,4 @@
-"""Status objects (see ``slurmrl.watch.status``) for tests of what is made of them."""
+"""Status objects (see ``slurmrl.watch.status``) for tests of their use."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def pending(reason: str, words: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def rollouts(**changes: Any) -> dict[str, Any]:
-    """Two tasks of four, of which one has just started."""
+    """Return the status of two of four rollout tasks, of which one has just started."""
     works = {
         "task": "rollout/0",
         "attempt": 1,

@@ -68,7 +68,7 @@ class Answer:
 
 
 class RankProcess:
-    """One child that executes jobs, seen from the parent."""
+    """The parent's handle of a child process that executes jobs."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self._stderr = directory / f"{number}.stderr"
@@ -102,7 +102,7 @@ class RankProcess:
         return answer
 
     def release(self) -> None:
-        """Let the process leave the group of the job that it has answered."""
+        """Let the process leave the process group of its finished job."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has exited
             self.connection.send_bytes(RELEASE)
 
@@ -154,10 +154,9 @@ class RankPool:
     def __call__(
         self, n: int, reference: str, *args: Any, deadline_s: float = 600.0, **kwargs: Any
     ) -> list[Any]:
-        """Results of ``module:function`` on ranks 0..n-1 of a fresh process group.
-
-        Raises RankError with the tracebacks of the ranks that failed, or TimeoutError naming the
-        ranks that did not answer and where they stand.
+        """Return the results of ``module:function`` on ranks 0..n-1 of a new process group. Raises
+        RankError with the tracebacks of failed ranks, or TimeoutError with the ranks that did not
+        answer and their code positions.
         """
         self._jobs += 1
         store = f"{self._directory.name}/{self._jobs}.store"
@@ -204,7 +203,7 @@ class RankPool:
 
 
 def serve(descriptor: int) -> None:
-    """The child: execute jobs until the parent closes the connection."""
+    """Execute jobs in the child until the parent closes the connection."""
     import torch
 
     connection = Connection(descriptor)
@@ -219,8 +218,8 @@ def serve(descriptor: int) -> None:
 
 
 def execute(job: Job, connection: Connection) -> None:
-    """Answer the job; leave its group at once if it failed, else when the parent releases this
-    rank. Raises EOFError if the parent ends before.
+    """Run the job and answer. Leave its process group immediately after a failure, otherwise when
+    the parent releases this rank. Raises EOFError if the parent ends before.
     """
     gc.freeze()  # what is here now stays, so that only what the job makes is looked through
     answer = attempt(job)

@@ -72,7 +72,7 @@ def request_of(
 def submitted(
     scheduler: Scheduler, request: SubmissionRequest
 ) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Jobs of a request that are gone afterwards, whatever happens."""
+    """Yield the jobs of a request, which are always cancelled afterwards."""
     jobs = scheduler.submit(request)
     try:
         yield jobs

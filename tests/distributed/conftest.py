@@ -1,4 +1,4 @@
-"""Real ranks for the distributed lane."""
+"""A pool of rank processes for the tests in this folder."""
 
 from __future__ import annotations
 

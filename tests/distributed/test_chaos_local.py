@@ -1,7 +1,6 @@
-"""Local trials that lose processes at seeded random moments end like one that was left alone.
-
-A few kills of each kind; `scripts/chaos` does any number. The lane's other tests end each kind of
-process once, at one step.
+"""Local trials whose processes are killed at seeded random moments have the result of an
+undisturbed trial. The test makes a few kills of each kind; `scripts/chaos` makes any number. Other
+tests in this folder kill each kind of process once, at one step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Every configuration in examples/ runs in a short form: small models, few rows, two steps.
-
-A new file is picked up by itself. What an example starts from (``trial:addition-sft/1``) is the
-short form of the example that makes it, so these references and the order of the examples are
-tested, too.
+"""Every configuration in examples/ runs in a short form: small models, few rows, two steps. New
+files are included automatically. An example that starts from another trial
+(``trial:addition-sft/1``) starts from the short form of the example that makes it, so these
+references and their order are tested too.
 """
 
 from __future__ import annotations
@@ -69,7 +68,9 @@ class ShortForms:
     """Their status, by experiment and trial."""
 
     def run(self, config: str, trial: str = "1") -> dict[str, Any]:
-        """Status at the end of the trial, after those from which it starts."""
+        """Run the trials from which an example starts, then the example. Return its status at the
+        end.
+        """
         values = settings_of(config)
         name = f"{values['experiment']}/{trial}"
         if name not in self.ended:
@@ -105,7 +106,9 @@ class ShortForms:
                 yield key.replace(".tokenizer", ".architecture.vocab_size"), TOKENS
 
     def few_rows(self, path: Path) -> Path:
-        """A copy of a file's first rows; of GSM8K's, which is not here, rows of its form."""
+        """Return a copy of a file's first rows. For GSM8K, which is not in the repository, return
+        made-up rows of the same form.
+        """
         copied = self.site.folder / f"{path.parent.name}-{path.name}"
         if path.is_relative_to(NOT_HERE):
             row = {"question": "What is 1+1?", "answer": "1+1 is 2.\n#### 2"}
@@ -158,7 +161,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def references(values: Mapping[str, Any]) -> list[str]:
-    """EXPERIMENT/TRIAL of the trials from whose models a configuration starts."""
+    """Yield the trials (EXPERIMENT/TRIAL) from whose models a configuration starts."""
     texts = (value for _, value in leaves(values) if isinstance(value, str))
     found = (text.removeprefix("trial:") for text in texts if text.startswith("trial:"))
     return [text.partition("@")[0] for text in found]
@@ -220,6 +223,8 @@ def test_custom_loss_is_evaluated_like_built_in_ones(short_forms: ShortForms) ->
 
 
 def test_custom_role_selects_the_trained_tokens(short_forms: ShortForms) -> None:
-    """The guide knows some tokens better than the actor, and some worse."""
+    """The role ``guide`` assigns some tokens a higher probability than the actor, and others a
+    lower one.
+    """
     ended = short_forms.run("custom/selective.yaml")
     assert all(0 < line["selected"] < 1 for line in short_forms.site.metrics(ended["trial"])[1:])

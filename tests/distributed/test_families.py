@@ -1,4 +1,4 @@
-"""Each family of transformers still does what the table in docs/models.md says."""
+"""Each family of transformers has the results of the table in docs/models.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The addition example learns: SFT up to its mark, then 12 steps of PPO raise the reward."""
+"""The addition example learns: SFT reaches its expected accuracy, then 12 steps of PPO raise the
+reward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers in containers of the real Apptainer, if it is installed."""
+"""Workers run in containers of the real Apptainer. Skipped if it is not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.long
 
 
 def start(folder: Path, *options: str, packed: bool) -> Site:
-    """A trial of two ranks whose agent has a token in its environment; held at its third step."""
+    """Start a trial of two ranks that stops at its third step. Its agent has a token in its
+    environment.
+    """
     tokens = folder / "tokens"
     tokens.touch(0o600)
     tokens.write_text("MY_TOKEN=handed-on\n")
@@ -36,7 +38,7 @@ def start(folder: Path, *options: str, packed: bool) -> Site:
 
 
 def space(pid: int) -> str:
-    """The files that a process sees."""
+    """Return the path of the root file system that a process sees."""
     return os.readlink(f"/proc/{pid}/ns/mnt")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that trials of their own evaluate while training goes on."""
+"""Separate trials evaluate checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ SAMPLES, COMPLETIONS = 16, 2
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_each_checkpoint_is_evaluated_once_despite_kills(tmp_path: Path) -> None:
-    """The trainers evaluate nothing and wait for nothing.
-
-    An evaluation whose worker is killed goes on; its results stand in the metrics of the trial, at
-    the step of the checkpoint, once.
+    """The trainers neither evaluate nor wait. An evaluation continues after its worker was killed.
+    Its results are in the trial's metrics once, at the step of the checkpoint.
     """
     site = Site(tmp_path)
     evaluation = {
@@ -62,5 +60,5 @@ def test_each_checkpoint_is_evaluated_once_despite_kills(tmp_path: Path) -> None
 
 
 def arrived(paths: RunPaths) -> list[str]:
-    """The steps there, which come when training has ended."""
+    """Return the steps that have arrived after the end of training."""
     return sorted(path.name.rpartition("-")[2] for path in paths.arrived_tensorboard.glob("*"))

@@ -28,9 +28,8 @@ HELD, STEPS = 9, 80
 
 
 def config(site: Site, **checkpoint: Any) -> dict[str, Any]:
-    """The configuration of a trial that is held.
-
-    Its checkpoints have 1 MB, far more than all else that a run writes.
+    """Return the configuration of a trial that waits at a step. Its checkpoints have 1 MB, much
+    more than all other files of a run.
     """
     kept = {"every_steps": 2, "keep_last": 3, **checkpoint}
     found = Hold(site).sft(sft_config(total_steps=STEPS, checkpoint=kept))
@@ -50,7 +49,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @contextmanager
 def started(folder: Path, *options: str, **checkpoint: Any) -> Iterator[Site]:
-    """A trial that is held after the step `HELD`; its remaining processes are killed at the end."""
+    """Yield a trial that waits after the step `HELD`. Its remaining processes are killed at the
+    end.
+    """
     found = Site(folder)
     Hold(found).allow(HELD)
     path = found.write("config.yaml", config(found, **checkpoint))
@@ -89,8 +90,8 @@ def committed(site: Site) -> list[int]:
 
 
 def stop_while_it_writes(site: Site, worker: int) -> int:
-    """Stop rank 1 while its file of a checkpoint is not complete, so that the checkpoint cannot be
-    committed; return the checkpoint's step.
+    """Stop rank 1 while it writes its checkpoint file, so that the checkpoint cannot be committed.
+    Return the checkpoint's step.
     """
     complete = site.paths(TRIAL).checkpoint(committed(site)[0], 1) / "actor.1.safetensors"
     size = complete.stat().st_size
@@ -147,11 +148,9 @@ def flip(path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_skipped(site: Site, undisturbed: dict[str, Any]) -> None:
-    """A wrong size shows before the workers start.
-
-    A wrong checksum shows when the ranks load, which costs a start: so the newest is tried, and
-    then the third. A directory that is hidden for a while is awaited: nothing in it counts as
-    damaged.
+    """The master finds a wrong size before the workers start. Ranks find a wrong checksum when they
+    load, which costs a start. The run tries the newest commit, then an older one. It waits for a
+    directory that is temporarily hidden, and does not count it as damaged.
     """
     site.wait_for_step(TRIAL, HELD)
     os.kill(processes(site.paths(TRIAL).run)["chain"][0], signal.SIGUSR2)
@@ -212,7 +211,7 @@ class Quota:
 
 
 class SmallDisk:
-    """A rank's file of half a megabyte does not fit onto the disk; everything else does."""
+    """A disk with space for everything except a rank's file of half a megabyte."""
 
     said = "No space left on device (ENOSPC)"
     left_bytes = 256 * 1024
@@ -239,7 +238,9 @@ class SmallDisk:
 def goes_on_without_room(
     site: Site, shortage: Quota | SmallDisk, undisturbed: dict[str, Any]
 ) -> None:
-    """The run trains to its end, warns, deletes nothing, and commits once there is space."""
+    """Check that the run trains to its end, warns, deletes nothing, and commits when space is
+    available.
+    """
 
     def tried_last() -> bool:
         shortage.fill()

@@ -1,8 +1,6 @@
-"""Workers in a container, their agent outside.
-
-The container program is a stand-in that does what Apptainer does with --cleanenv: it stays as the
-parent of the command, hands on open descriptors, nothing of the environment and no signal that is
-ignored.
+"""Workers run in a container, and their agent outside. A stand-in behaves like Apptainer with
+--cleanenv: it stays as the parent of the command, and passes open descriptors, but no environment
+variables and no ignored signals.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ exit $?
 
 
 def ignored(pid: int) -> set[int]:
-    """Signals that a process ignores."""
+    """Return the signals that a process ignores."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     (mask,) = (int(line.split()[1], 16) for line in status if line.startswith("SigIgn:"))
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}

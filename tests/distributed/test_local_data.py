@@ -1,4 +1,4 @@
-"""A trial tokenizes its data once, whatever happens to the process that does it."""
+"""A trial tokenizes its data once, even if the tokenizing process is killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def log_lines(run: Path, text: str) -> list[str]:
 
 @pytest.mark.long
 def test_killed_rank_0_is_replaced_and_data_is_tokenized_once(tmp_path: Path) -> None:
-    """Killed while it tokenizes, and again when the data is there; then the user damages it."""
+    """Rank 0 is killed during tokenization and after it. Then the prepared data are damaged."""
     site, trial = Site(tmp_path), "sft/1"
     data = large(tmp_path / "large.jsonl")
     hold = Hold(site)

@@ -1,5 +1,5 @@
-"""A trial that resumes with other numbers of ranks: same data, same optimizer, nearly the same
-sums.
+"""A trial that resumes with another number of ranks keeps its data order and optimizer state. Only
+rounding differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 
 
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:
-    """One rank at first. PPO has two minibatches, whatever the number of ranks."""
+    """Return settings for one rank. PPO has two minibatches on any number of ranks."""
     config = CONFIGS[kind](checkpoint={"every_steps": 2, "keep_last": 50}, **changes)
     config["actor"]["backend"] = "fsdp:d1"
     return config
@@ -34,7 +34,9 @@ def ledgers(site: Site, trial: str) -> dict[str, Any]:
 
 
 def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """A run also evaluates at its end; the ``expected`` one may not have evaluated at that step."""
+    """Compare metrics of two runs. The ``expected`` run may lack the evaluation that the other made
+    at its end.
+    """
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for mine, theirs in zip(found, expected, strict=True):
         names = {name for name in theirs if not is_timing(name)}
@@ -48,7 +50,7 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
-    """Resume with that many ranks until the end; return the output."""
+    """Resume with this number of ranks and train to the end. Return the output."""
     arguments = (f"actor.backend=fsdp:d{ranks}", *changes, "--wait")
     return site.slurmrl("resume", trial, *arguments).stdout
 

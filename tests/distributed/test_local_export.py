@@ -1,4 +1,4 @@
-"""A run's export is a Hugging Face model with the same outputs as the run's own."""
+"""A run's export is a Hugging Face model with the outputs of the run's model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def export(site: Site) -> Path:
 
 
 def theirs(model: Any, ids: torch.Tensor) -> tuple[list[int], bool]:
-    """Greedy continuation by transformers' forward, and whether all its margins are clear."""
+    """Return transformers' greedy continuation, and whether each token was clearly more likely than
+    all others.
+    """
     clear = True
     new: list[int] = []
     for _ in range(NEW_TOKENS):

@@ -112,9 +112,8 @@ def judge(prompts, completions, rows, *, indices):
 def test_failing_pooled_reward_loses_completions_but_not_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
-    """Each first completion of a prompt kills its judge.
-
-    The others are judged, by the example's own reward too, and no process is left.
+    """The first completion of each prompt kills its scoring process. All other completions get
+    scores, also from the example's reward, and no process remains.
     """
     site = make_site("site")
     example = Path(__file__).parents[2] / "examples" / "custom" / "rewards.py"
@@ -146,9 +145,8 @@ def test_failing_pooled_reward_loses_completions_but_not_the_trial(
 def test_non_finite_reward_fails_the_trial_at_its_first_start(
     make_site: Callable[[str], Site],
 ) -> None:
-    """A user's function in a file beside the configuration fails.
-
-    Earlier commits do not justify another start.
+    """A reward function next to the configuration returns a non-finite value. Earlier commits do
+    not justify another start.
     """
     site = make_site("site")
     (site.folder / "nan_reward.py").write_text(NAN_REWARD)
@@ -167,7 +165,9 @@ def test_non_finite_reward_fails_the_trial_at_its_first_start(
 def test_repeated_gpu_failure_on_the_only_machine_fails_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
-    """The first fault is the host's; nothing replaces it, so the same fault counts from then on."""
+    """The first GPU fault counts against the host. No host can replace it, so later faults count
+    against the trial.
+    """
     site = make_site("site")
     (site.folder / "faulty").write_text("here")
     config = paced.config(site.folder, "Faulty")
@@ -200,7 +200,7 @@ def test_workers_with_gpus_never_compute_on_the_cpu(make_site: Callable[[str], S
 def test_missing_worker_command_fails_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
-    """A host that fails before an incarnation begins also leads to an end."""
+    """The trial also ends if every start fails before an incarnation begins."""
     site = make_site("site")
     cluster = {"gpus_per_worker": 0, "slurm": {"container": "no-such-container exec"}}
     config = site.write("config.yaml", sft_config(cluster=cluster))
@@ -212,7 +212,7 @@ def test_missing_worker_command_fails_the_trial(
 
 
 def test_interrupt_while_starting_is_not_lost(make_site: Callable[[str], Site]) -> None:
-    """A warning before the workers have started stops the run as soon as they have."""
+    """A warning signal before the workers have started stops the run after their start."""
     site = make_site("site")
     config = site.write("config.yaml", sft_config(total_steps=100_000))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")

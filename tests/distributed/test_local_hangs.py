@@ -80,7 +80,7 @@ def submit(site: Site, kind: str, **changes: Any) -> None:
 
 
 def waited_for(site: Site) -> dict[str, Any]:
-    """The running trial's status once the ranks are known to wait for each other."""
+    """Return the status of the trial when it shows that ranks wait for each other."""
 
     def look() -> dict[str, Any] | None:
         status = site.status("ppo/1")
@@ -93,9 +93,8 @@ def waited_for(site: Site) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["spin", pytest.param("skipped", marks=pytest.mark.soak)])
 def test_hang_is_explained_before_it_is_ended(site: Site, kind: str) -> None:
-    """The rank is ended at the deadline.
-
-    The story says who waited for whom, and the stacks of all processes are kept.
+    """The rank is killed at the deadline. The report names which ranks waited for which, and the
+    stacks of all processes are kept.
     """
     submit(site, kind, step_timeout_s=30.0)
     assert site.wait_for_end("ppo/1")["state"] == "FAILED"
@@ -120,10 +119,9 @@ def check_end(site: Site, kind: str) -> None:
 
 
 def test_stacks_are_shown_on_demand_even_of_a_stopped_rank(site: Site) -> None:
-    """Stacks of ranks that hang while their trial continues; the status says who waits for whom.
-
-    One rank wrote 3 MB before, of which 1 MiB may stay. Once it is stopped, it is ended for its
-    silence, long before the deadline.
+    """`slurmrl stacks` shows hanging ranks of a running trial, and the status names which ranks
+    wait. One rank has written 3 MB before, of which 1 MiB may stay. After it is stopped, its
+    silence ends it long before the deadline.
     """
     submit(site, "flood", step_timeout_s=1000.0, logging={"output_mib": 1})
     status = waited_for(site)

@@ -1,4 +1,4 @@
-"""Trials of models of transformers whose completions are made by rollout tasks."""
+"""Trials of transformers' models whose rollout tasks generate."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def begin(
 
 @pytest.mark.parametrize("backend", ["native:d1", "native:t2"])
 def test_tasks_sample_the_same_as_trainers_even_if_killed(tmp_path: Path, backend: str) -> None:
-    """A rollout worker is killed, then a rank of the trainers. Versions carry the weights.
-
-    The workers of a task with several ranks are tensor ranks of one model.
+    """A rollout worker is killed, then a rank of the trainers. Weight versions bring the weights to
+    the tasks. The workers of a task with several ranks share one model by tensor parallelism.
     """
     site = site_in(tmp_path, {}, pause_s=0.6)
     begin(site, "tasks", {"max": 1, "max_staleness": 0}, "--detach", backend=backend)

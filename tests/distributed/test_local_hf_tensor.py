@@ -42,7 +42,9 @@ def rewards(site: Site, trial: str) -> list[float]:
 
 @pytest.mark.long
 def test_tensor_ranks_sample_the_same_if_killed_and_in_rollout_tasks(tmp_path: Path) -> None:
-    """A killed trial is bit-identical; the reference is an average of the actor's parts."""
+    """A killed trial has the same bits as an undisturbed one. Its reference is a moving average of
+    the actor's parts.
+    """
     site = site_in(tmp_path, {}, pause_s=0.6)
     begin(site, "killed", None, "--detach")
     site.wait_for_step("grpo/killed", 2)

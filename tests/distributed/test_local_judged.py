@@ -1,4 +1,6 @@
-"""Trials of the algorithms that learn from judged answers, and of those with a further model."""
+"""Trials of algorithms that learn from scored or labeled answers, and of algorithms with an
+additional model.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_reward_model_is_trained_evaluated_and_used_for_scoring(tmp_path: Path) 
 
 @pytest.mark.long
 def test_distillation_and_kto_run_with_frozen_models_in_other_layouts(tmp_path: Path) -> None:
-    """Distillation with the teacher on one of two ranks; KTO with a reference on one."""
+    """The teacher of distillation and the reference of KTO are on one of two ranks."""
     site = Site(tmp_path)
     one = {"architecture": ARCHITECTURE, "backend": "fsdp:d1"}
     config = ppo_config(

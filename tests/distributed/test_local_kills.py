@@ -1,4 +1,4 @@
-"""A local trial that loses any one process has the result of an undisturbed one."""
+"""A local trial whose processes are killed has the result of an undisturbed trial."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ STEPS = 10
 
 
 def config_of(kind: str, site: Site) -> dict[str, Any]:
-    """PPO with every call that it can have, and groups of completions of which a filter drops more
-    than half.
+    """Return settings of PPO with all its calls, and a filter that drops more than half of the
+    groups.
     """
     config = CONFIGS[kind](total_steps=STEPS, checkpoint={"every_steps": 2})
     if kind == "ppo":
@@ -69,7 +69,7 @@ soak = pytest.mark.soak
 
 
 def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
-    """Link and round of each incarnation."""
+    """Return the link and the round of each incarnation."""
     records = History(site.paths(trial).history).read()
     return [
         (record.data["link"], record.data["job"].rpartition(".")[2])
@@ -79,8 +79,8 @@ def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
 
 
 def started(site: Site, kind: str, logging: Any = None, **cluster: Any) -> Path:
-    """The run directory of a detached trial that has reached its third step, and waits there until
-    `check_end`.
+    """Start a detached trial that waits at its third step until `check_end`. Return its run
+    directory.
     """
     changes = {"cluster": {"gpus_per_worker": 0, **cluster}} if cluster else {}
     changes |= {"logging": logging} if logging else {}
@@ -113,10 +113,9 @@ def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
     undisturbed: Callable[[str], dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the master's end the same agent has new workers from the same fork server.
-
-    After its own end the supervisor starts another agent in the same link. After the end of the
-    chain `resume` finishes the trial. Sinks hold each step once, as it was committed.
+    """After the master was killed, the agent starts new workers from the same fork server. After
+    the agent was killed, the supervisor starts another agent in the same link. After the chain was
+    killed, `resume` finishes the trial. Sinks hold each committed step once.
     """
     site = Site(tmp_path, {"WANDB_SILENT": "true"})
     run = started(site, "sft", ALL_SINKS)
@@ -156,8 +155,8 @@ def test_outcome_is_unchanged_after_a_process_is_killed(
     role: str,
     begun: list[tuple[int, str]],
 ) -> None:
-    """The agent goes on, with another fork server if that one was killed. Without the supervisor
-    the next link starts.
+    """The agent continues, with a new fork server if the old one was killed. If the supervisor was
+    killed, the next link starts.
     """
     site = Site(tmp_path)
     run = started(site, kind)
@@ -195,8 +194,8 @@ class Once(ExactMatch):
 
 
 def without_intervals(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return metrics without intervals, which differ for your own reward, because its scores need
-    not be 1 or 0.
+    """Return metrics without confidence intervals. The intervals of a custom reward differ, because
+    its scores need not be 1 or 0.
     """
     metrics = [
         {name: value for name, value in line.items() if not name.endswith(("/low", "/high"))}
@@ -235,7 +234,7 @@ def test_user_code_that_raises_once_is_retried(
 
 
 def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | None:
-    """The processes of a run, once it has two new workers and a new master."""
+    """Return the processes of a run when it has two new workers and a new master."""
     now = processes(run)
     new = [set(now[role]) - set(before[role]) for role in ("worker", "master")]
     return now if [len(pids) for pids in new] == [2, 1] else None
@@ -245,8 +244,8 @@ def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | No
 def test_outcome_is_unchanged_after_a_worker_and_an_agent_hang(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
-    """The agent replaces a silent worker. The master on the same host kills the agent, because its
-    lease is not beaten.
+    """The agent replaces a silent worker. The master kills a hanging agent on its host, because the
+    agent does not renew its lease.
     """
     site = Site(tmp_path)
     run = started(site, "sft", silence_s=20, lease_ttl_s=20)

@@ -17,8 +17,8 @@ from tests.support.trials import ARCHITECTURE, Site, ppo_config
 
 
 def config_of(source: Path) -> dict[str, Any]:
-    """PPO with adapters of actor and critic, on two ranks, that generates on two tensor ranks with
-    the actor's weights merged.
+    """Return settings of PPO on two ranks with adapters of actor and critic. Two tensor ranks
+    generate with the actor's merged weights.
     """
     rollout = {"max_new_tokens": 4, "backend": "native:t2"}
     config = ppo_config(trial="lora", total_steps=2, rollout=rollout)
@@ -35,10 +35,9 @@ def config_of(source: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_adapters_are_trained_committed_resharded_and_exported(tmp_path: Path) -> None:
-    """The reference is the actor without adapters, so the KL is zero at first.
-
-    The trial resumes from its adapters. Both exports compute the same, and nothing is merged with
-    another base.
+    """The reference is the actor without adapters, so the KL is zero at first. The trial resumes
+    from its adapters. Both exports give equal outputs, and adapters are never merged with another
+    base model.
     """
     site = Site(tmp_path)
     source = tmp_path / "source"

@@ -49,8 +49,8 @@ SINKS = {
 def let_megatron_compute_here(
     site: Site, folder: Path, trial: str, kind: str = "sft"
 ) -> dict[str, str]:
-    """The part of ``cluster`` with which megatron-core works on a CPU; commands of ``site`` accept
-    it there.
+    """Return settings of ``cluster`` that let megatron-core run on a CPU. Commands of ``site`` then
+    accept it there.
     """
     accept, install = (f"tests.support.megatron_cpu:{name}" for name in ("accept", "install"))
     write_hook(folder / f"{trial}.submit", "slurmrl.plan.build", accept)

@@ -1,4 +1,4 @@
-"""A trial that reads a checkpoint of another one."""
+"""A trial that reads a checkpoint of another trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 6
 
 
 def start(folder: Path) -> Site:
-    """Adapters, trained for two steps on two ranks and never exported."""
+    """Train adapters for two steps on two ranks without an export."""
     site = Site(folder)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
@@ -56,8 +56,8 @@ def sampled(site: Site, trial: str, path: str, *more: str) -> list[dict[str, Any
 
 @pytest.mark.long
 def test_checkpoint_samples_the_same_as_its_export(tmp_path: Path) -> None:
-    """Other numbers of ranks and transformers read it, even after its trial has continued and
-    deleted it.
+    """Another number of ranks and transformers read the checkpoint, even after its trial has
+    continued and deleted it.
     """
     site = start(tmp_path)
     held_out = (ADDITION / "heldout.jsonl").read_text().splitlines()[:ROWS]

@@ -56,7 +56,9 @@ for line in sys.stdin:
 
 @pytest.fixture
 def attacker() -> Iterator[subprocess.Popen[str]]:
-    """A process that poisons the ports that it reads; of another user where the test is root."""
+    """Run a process that sends invalid data to the ports that it reads. If the test runs as root,
+    the process belongs to another user.
+    """
     command = [sys.executable, "-c", POISON]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as process:

@@ -56,8 +56,8 @@ def results(site: Site, name: str) -> list[dict[str, Any]]:
 
 
 def test_reward_model_scores_completions_at_the_trained_token(site: Site) -> None:
-    """The accuracy at the token that rollouts read is that of the training, and the scores of
-    completions are those of transformers at their last token.
+    """The accuracy at the token that rollouts read equals the training accuracy. Scores of
+    completions equal transformers' scores at their last tokens.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -201,7 +201,7 @@ def learn_sums(site: Site, steps: int, reward: dict[str, Any]) -> list[dict[str,
 
 
 def test_math_reward_is_not_earned_by_restating_the_question(site: Site) -> None:
-    """An early `math` scored "To solve 21 + 33, we can" 1 for 54."""
+    """For example, "To solve 21 + 33, we can" is not an answer to a question whose result is 54."""
     lines = learn_sums(site, 12, {"name": "math"})
     rewards = [each["reward"] for line in lines for each in line["completions"]]
     right = [is_right(c["text"], line["answer"]) for line in lines for c in line["completions"]]

@@ -1,4 +1,4 @@
-"""Whole trials whose actor generates in a layout of its own."""
+"""Trials whose actor generates in a separate layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ON_EXPERTS = {
 
 
 def run(site: Site, trial: str, steps: int = 3, **sections: Any) -> list[dict[str, Any]]:
-    """The metrics of a PPO trial; ``sections`` update those of the configuration."""
+    """Run a PPO trial with changed sections of the configuration. Return its metrics."""
     config = config_of("ppo", trial=trial, total_steps=steps)
     config["algorithm"] |= REWARDED
     for name, section in sections.items():
@@ -59,10 +59,10 @@ def run(site: Site, trial: str, steps: int = 3, **sections: Any) -> list[dict[st
 
 
 def test_calls_on_separate_ranks_overlap(tmp_path: Path) -> None:
-    """The actor trains on two tensor ranks, which the critic shares, and generates on two others,
-    which the reference shares. The reference, whose call comes first, may wait for the critic. The
-    numbers are those of one rank, although all models leave device memory between calls. The
-    moments in the metrics of a step are those with its returns.
+    """The actor trains on two tensor ranks together with the critic, and generates on two other
+    ranks together with the reference. The reference may wait for the critic. The metrics equal a
+    run on one rank, although all models are offloaded between calls. The moments of the returns
+    belong to the same step.
     """
     site = Site(tmp_path)
     normalized = {"value_norm": "moving"}
@@ -95,9 +95,8 @@ async def three(policy, item, tools):
 
 
 def test_episodes_on_tensor_ranks_survive_kills(tmp_path: Path) -> None:
-    """A rank that repeats what its leader serves is killed in the middle of an episode, and later
-    the leader. The trial ends with the same bits as one without kills, and log-probabilities are
-    those of the training engine.
+    """A follower rank is killed during an episode, and later its leader. The trial has the same
+    bits as an undisturbed one, and log-probabilities agree with the training engine.
     """
     site, outcomes = site_in(tmp_path, {}, pause_s=0.0), []
     (tmp_path / "turns_of_mine.py").write_text(THREE_TURNS)
@@ -124,9 +123,8 @@ def test_episodes_on_tensor_ranks_survive_kills(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_weights_move_once_per_step_with_several_generations(tmp_path: Path) -> None:
-    """A step of remax generates in each round of the filter, and then greedy completions.
-
-    The numbers are those of generation on the training engine.
+    """A remax step generates in each round of the filter, and then greedy completions. The metrics
+    equal generation by the training engine.
     """
     site = Site(tmp_path)
     found = []
@@ -150,7 +148,7 @@ def test_weights_move_once_per_step_with_several_generations(tmp_path: Path) -> 
 
 
 def test_wrong_weight_move_ends_the_incarnation(tmp_path: Path) -> None:
-    """The verification of the first move finds an element that differs; the next start moves all
+    """The verification of the first move finds a differing element. The next start moves all
     weights again.
     """
     site = Site(tmp_path)
@@ -239,8 +237,8 @@ MANUAL = ",".join(
 
 @pytest.mark.long
 def test_calls_on_separate_meshes_equal_one_rank(tmp_path: Path) -> None:
-    """Generation on d2t2 and training on megatron's t2p2 of four ranks, the critic on the last two
-    and the reference on the first two: the numbers are those of one rank.
+    """The actor generates on d2t2 and trains on megatron's t2p2, both of four ranks. The critic is
+    on the last two ranks, the reference on the first two. The metrics equal a run on one rank.
     """
     site = Site(tmp_path)
     cluster = let_megatron_compute_here(site, tmp_path, "manual", "ppo")

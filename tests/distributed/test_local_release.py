@@ -18,7 +18,7 @@ TRIAL = Path(__file__).with_name("trial-0.1.0.tar.gz")
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """A site with the trial ``old/1``, as if it had been made there."""
+    """Return a site with the trial ``old/1`` of the release."""
     with tarfile.open(TRIAL) as archive:
         archive.extractall(tmp_path, filter="tar")
     site = Site(tmp_path)

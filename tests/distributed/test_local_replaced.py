@@ -1,4 +1,4 @@
-"""Something else in the place of files that a running trial with rollout tasks reads and writes."""
+"""Files of a running trial with rollout tasks are replaced by other kinds of files."""
 
 from __future__ import annotations
 

@@ -69,10 +69,9 @@ def outcome(site: Site, trial: str) -> dict[str, Any]:
 def test_tasks_without_staleness_equal_trainers_despite_kills(
     site: Site,
 ) -> None:
-    """A rollout worker, a rank of the trainers and the master are killed.
-
-    The trainers' processes come back to the same tasks; the weights are those of a trial that
-    generates and judges itself, with the same stop strings.
+    """A rollout worker, a rank of the trainers and the master are killed. New trainer processes use
+    the same tasks. The weights equal a trial that generates and scores itself, with the same stop
+    strings.
     """
     stops = ("12", "33", "5", "70")
     settings = f"rollout.stop_strings={json.dumps(stops)}"
@@ -101,11 +100,10 @@ def test_tasks_without_staleness_equal_trainers_despite_kills(
 
 @pytest.mark.long
 def test_tasks_merge_adapters_to_the_trainers_generation_weights(site: Site) -> None:
-    """A rollout worker is killed, then a rank of the trainers.
-
-    The weights are those of a trial whose trainers generate on another layout, to which the merged
-    weights move. Versions hold the adapters alone. While the folder of the frozen weights is
-    another one, the next task refuses it and the trainers wait.
+    """A rollout worker is killed, then a rank of the trainers. The weights equal a trial whose
+    trainers generate in another layout, to which the merged weights move. Versions contain only
+    adapters. If the folder of frozen weights changes, the next task rejects it and the trainers
+    wait.
     """
     source = site.folder / "source"
     for name, backend, tasks in [("moved", "native:d2", None), ("merged", None, {"max": 1})]:
@@ -182,10 +180,10 @@ def test_tasks_in_the_trainers_job_restart_and_survive_incarnations(
 
 @pytest.mark.long
 def test_stale_items_are_trained_once_despite_kills(site: Site) -> None:
-    """A task is killed, then a rank of the trainers far from the last commit, whose weights the
-    tasks hold, then a task can write nothing any more, and its items go to the other. Every token
-    is young enough and of weights that led on, and each item is trained once or dropped by the
-    filter, for whose sake tasks run further ahead.
+    """A task is killed, then a rank of the trainers many steps after the last commit. Then a task
+    can no longer write, and its items go to the other task. Every token comes from recent enough
+    weights of the surviving line of steps. Each item is trained once or dropped by the filter, for
+    which tasks generate further ahead.
     """
     config = config_of("stale", {"max": 2, "max_staleness": 2})
     config["checkpoint"]["every_steps"] = 5
@@ -217,9 +215,8 @@ def test_stale_items_are_trained_once_despite_kills(site: Site) -> None:
 
 @pytest.mark.long
 def test_ranks_of_a_task_sample_with_the_weights_of_each_step(site: Site) -> None:
-    """The decoder of the task is split over two processes, of which one is killed.
-
-    The log-probabilities of all samples are those of the merged weights that they train.
+    """Two processes share the task's decoder, and one of them is killed. The log-probabilities of
+    all samples agree with the merged weights of their step.
     """
     config = config_of("split", {"max": 1, "max_staleness": 0})
     train_adapters(config, site.folder / "source")
@@ -244,9 +241,9 @@ def test_ranks_of_a_task_sample_with_the_weights_of_each_step(site: Site) -> Non
 def test_servers_of_tasks_sample_with_the_right_weights_despite_kills(
     site: Site,
 ) -> None:
-    """A server is killed, then one hangs and the steps go on, then a worker is killed with its
-    server. The log-probabilities of all samples are those of the merged weights that they train,
-    and nothing is left of the servers.
+    """A server is killed, then a server hangs while steps continue, then a worker is killed with
+    its server. The log-probabilities of all samples agree with the merged weights of their step. No
+    server processes remain.
     """
     record = site.folder / "record"
     config = config_of("served", {"max": 2, "max_staleness": 0})

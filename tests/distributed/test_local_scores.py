@@ -22,7 +22,7 @@ KILLS = "tests.support.evaluation_hooks:processes_die_once"
 
 
 def run(site: Site, **cluster: Any) -> RunPaths:
-    """A trial whose suites are evaluated at each step; it commits every second one."""
+    """Run a trial that evaluates its suites at each step and commits every second step."""
     own = {"dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")}}
     other = {
         "dataset": {"type": "prompt", "path": str(ADDITION / "train.jsonl")},
@@ -51,9 +51,9 @@ def content(paths: RunPaths) -> dict[str, bytes]:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_each_evaluation_has_one_score_file_despite_kills(tmp_path: Path) -> None:
-    """A master that dies between the scores and the commit, and a rank that dies after it has
-    written its share, cost nothing: the evaluations are repeated, with the same bytes. The metrics
-    are the files' estimates.
+    """The master is killed between the scores and the commit, and a rank after it has written its
+    part. The evaluations are repeated and give the same bytes. The metrics equal the estimates in
+    the files.
     """
     sites = [Site(tmp_path / name) for name in ("calm", "killed")]
     for site in sites:

@@ -1,5 +1,5 @@
-"""Trials whose completions come from servers: stand-ins of SGLang that draw from transformers'
-model of the weights that they were given.
+"""Trials whose completions come from stand-ins for SGLang servers, which sample from transformers'
+model with the weights that they got.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A local run keeps the code that it was submitted with, and nothing writes to that."""
+"""A local run uses the code copy of its submission, and nothing writes to the copy."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def incarnation(site: Site, number: int) -> dict[str, Any]:
-    """The status once the incarnation with that number trains."""
+    """Return the status when the incarnation with this number trains."""
 
     def trains() -> dict[str, Any] | None:
         status = site.status(TRIAL)
@@ -72,7 +72,7 @@ def test_status_and_events_describe_a_killed_run(site: Site) -> None:
 
 
 def kill_chain(site: Site) -> None:
-    """SIGKILL the chain, with which all processes of the run die."""
+    """Kill the chain, which ends all processes of the run."""
     run = site.paths(TRIAL).run
     kill_one(run, "chain")
     wait_until("all processes to be gone", lambda: not any(processes(run).values()))

@@ -1,4 +1,4 @@
-"""A whole trial that publishes weight versions, and whose processes are killed as they do."""
+"""A trial that publishes weight versions, and whose processes are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run(site: Site, trial: str, **sections: Any) -> None:
 
 def test_weight_versions_survive_kills_without_bit_changes(tmp_path: Path) -> None:
     """A rank is killed between its part and its index, and the master between the parts and the
-    manifest. What is published then is intact and of steps that count, and the newest version has
-    the bits of the export.
+    manifest. Published versions are intact and belong to the surviving line of steps. The newest
+    version has the bits of the export.
     """
     site = Site(tmp_path)
     run(site, "silent")

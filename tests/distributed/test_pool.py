@@ -1,4 +1,4 @@
-"""The rank pool itself: results, remote errors, deadlines, and life after them."""
+"""The rank pool: results, remote errors, deadlines, and use after an error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_pool_reuses_ranks_and_returns_results_in_rank_order(ranks: RankPool) ->
 
 
 def test_pool_job_leaves_no_threads_of_its_process_groups(ranks: RankPool) -> None:
-    """DTensor's caches hold meshes, and these their groups, each with threads that wake up."""
+    """DTensor's caches hold meshes and their process groups, whose threads wake up regularly."""
     before = ranks(2, f"{HERE}:threads")
     for length in (2, 4, 6):
         ranks(2, f"{HERE}:make_sharded", length)

@@ -1,4 +1,4 @@
-"""``slurmrl profile-cluster`` with two gloo ranks, whole and killed."""
+"""``slurmrl profile-cluster`` with two gloo ranks, to its end and killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Two agents of one job, as srun starts them, side by side on this machine: what one of them meets
-ends the incarnation for both. Agents of another group come and go beside them.
+"""Two agents of one job on this machine, started as srun starts them. A failure on one host ends
+the incarnation on both. Agents of another group come and go.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LEAVE_S = 120.0
 
 
 class Job:
-    """A trial on two hosts with one worker each, and room for tasks of a group "rollout" with two
-    idle workers each; the test is the supervisor of all.
+    """A trial on two hosts with one worker each, and possible tasks of a group "rollout" with two
+    idle workers each. The test plays the supervisor of all agents.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        """``settings`` are further ones of the cluster."""
+        """``settings``: additional settings of ``cluster``."""
         site = self.site = Site(folder)
         self._environment = environment or {}
         cluster = {
@@ -92,7 +92,7 @@ class Job:
         return [RESULT_LOG.from_json(values) for values in log.read()]
 
     def served(self, attempt: int, incarnation: int) -> float:
-        """The pid of its worker, once that serves the incarnation."""
+        """Return the pid of the task's worker when it serves the incarnation."""
 
         def pid() -> float | None:
             told = [
@@ -104,7 +104,7 @@ class Job:
         return wait_until(f"a worker that serves incarnation {incarnation}", pid, 240)
 
     def wait_for_event(self, kind: str, count: int) -> list[dict[str, Any]]:
-        """The events of a kind, once there are that many."""
+        """Return the events of a kind when there are this many."""
 
         def found() -> list[dict[str, Any]]:
             events = [event for event in read_all(self.paths) if event["kind"] == kind]
@@ -128,9 +128,8 @@ class Job:
         return documents.parse(NameStore(self.paths.names).get(key), key)
 
     def stop_in_a_collective(self) -> None:
-        """Stop the rank of host 1 while that of host 0 waits for it in a collective.
-
-        Stopped at another place it is let go on and stopped again.
+        """Stop the rank of host 1 while the rank of host 0 waits for it in a collective. If it
+        stopped elsewhere, continue it and try again.
         """
         names = NameStore(self.paths.names)
         worker = self.child(1, "worker")
@@ -167,7 +166,7 @@ class Job:
         wait_until("all processes to leave", lambda: not any(processes(self.paths.run).values()))
 
     def end(self) -> list[int]:
-        """Tell the agents that the job ends; their exit codes."""
+        """Tell the agents that the job ends. Return their exit codes."""
         for agent in self.agents:
             agent.send_signal(signal.SIGUSR2)
         return [agent.wait(LEAVE_S) for agent in self.agents]
@@ -239,8 +238,8 @@ def test_failure_on_one_host_ends_the_incarnation_on_both(job: Job) -> None:
 
 @pytest.mark.soak
 def test_notifications_change_only_when_messages_are_read(tmp_path: Path) -> None:
-    """Agents and master react to wake-ups; with all of them lost the trial is the same to the
-    bit.
+    """Agents and master react to wake-ups. If all wake-ups are lost, the trial has the
+    same bits.
     """
     announced, heeded = on_a_shared_directory(tmp_path / "announced", cut_off=False)
     assert heeded == {"agent", "master"}
@@ -251,7 +250,7 @@ def test_notifications_change_only_when_messages_are_read(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_lost_host_ends_the_round(job: Job) -> None:
-    """The host does not answer any more, and its ranks have ended with it."""
+    """The host stops answering, and its ranks end with it."""
     job.wait_for_commit_of(1)
     job.agents[1].kill()
     assert job.agents[0].wait(LEAVE_S) == AGAIN
@@ -265,10 +264,8 @@ def test_lost_host_ends_the_round(job: Job) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("job", [{"silence_s": 20, "heartbeat_s": 0.5}], indirect=True)
 def test_hang_on_one_host_is_explained_with_stacks_of_both(job: Job) -> None:
-    """The rank on the other host waits in a collective.
-
-    Its stacks are taken before the stopped rank is killed: after that it would fail of a broken
-    connection.
+    """The rank on the other host waits in a collective. Its stacks are collected before the stopped
+    rank is killed, because after that it fails with a broken connection.
     """
     job.wait_for_commit_of(1)
     job.stop_in_a_collective()
@@ -294,9 +291,9 @@ def test_hang_on_one_host_is_explained_with_stacks_of_both(job: Job) -> None:
     "job", [{"hosts": 1, "workers_per_host": 2, "heartbeat_s": 0.5}], indirect=True
 )
 def test_rollout_tasks_join_and_leave_next_to_the_trainers(job: Job) -> None:
-    """Task 0 of another group starts no master, its world has its own ranks, and neither a failure
-    of its ranks nor the loss of its host nor the end of its job touches the trainers' incarnation.
-    Its workers serve the next one too.
+    """Task 0 of another group starts no master and has its own world of ranks. Neither a failure of
+    its ranks, nor the loss of its host, nor the end of its job affects the trainers' incarnation.
+    Its workers also serve the next incarnation.
     """
     job.wait_for_commit_of(1)
     task = job.start(0, "rollout")

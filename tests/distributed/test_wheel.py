@@ -1,4 +1,4 @@
-"""The wheel works without the repository, in an environment of its own."""
+"""The wheel works without the repository, in a separate environment."""
 
 from __future__ import annotations
 

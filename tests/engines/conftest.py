@@ -1,4 +1,4 @@
-"""A small model in two versions, requests, and waits, for servers of any kind."""
+"""A small model in two versions, requests, and waits, for tests of all kinds of servers."""
 
 from __future__ import annotations
 
@@ -89,9 +89,8 @@ class SharedServer(ABC):
         return WeightVersion(name=name, folder=self.versions[name])
 
     def start_anew(self) -> None:
-        """Serve the first version, whatever the test before has left.
-
-        Once that has failed, all later tests fail at once.
+        """Serve the first version, regardless of the previous test. If this has failed once, later
+        tests fail immediately.
         """
         usable, self._usable = self._usable, False
         assert usable, "the server was lost in an earlier test"
@@ -104,7 +103,7 @@ class SharedServer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the server, whatever state it is in."""
+        """End the server in any state."""
 
 
 async def until(what: str, check: Callable[[], bool]) -> None:
@@ -115,8 +114,8 @@ async def until(what: str, check: Callable[[], bool]) -> None:
 
 
 async def midway(attempt: Callable[[float], Awaitable[T | None]]) -> T:
-    """Return the result of ``attempt`` once it has acted in the middle of a request; it gets the
-    seconds until then.
+    """Repeat ``attempt`` with other delays (in seconds) until it acts during a request. Return its
+    result.
     """
     for delay_s in 4 * (0.1, 0.3, 0.03, 1.0, 0.01):
         result = await attempt(delay_s)
@@ -145,10 +144,8 @@ def request(
 
 @pytest.fixture(scope="session", autouse=True)
 def environments() -> None:
-    """Make the servers' environments that scripts/test-engines --variables has named, and that are
-    not there yet, side by side.
-
-    Other files are tested meanwhile: what takes the minutes is to load packages.
+    """Make the missing environments that scripts/test-engines --variables names, in parallel.
+    Meanwhile other files are tested, because loading packages takes minutes.
     """
     missing = {
         name: python
@@ -215,7 +212,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def logprobs(folder: Path, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """[T - 1, V] transformers' log-probabilities of what follows each token but the last."""
+    """Return transformers' log-probabilities [T - 1, V] of the token after each token except the
+    last.
+    """
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits = model(torch.tensor([tokens])).logits[0, :-1].float()
     return (logits / temperature).log_softmax(-1)
@@ -235,8 +234,8 @@ def stale_logprobs(before: Path, after: Path, tokens: list[int], cached: int) ->
 
 
 async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> list[Completion]:
-    """A completion that versions 1.1 and 2.1 have drawn, and one with its beginning as its prompt,
-    by 2.1.
+    """Return a completion that versions 1.1 and 2.1 have sampled, and a completion by 2.1 whose
+    prompt is the beginning of the first.
     """
 
     async def attempt(delay_s: float) -> Completion | None:
@@ -261,9 +260,8 @@ async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> li
 
 
 def check_stale_cache(versions: dict[str, Path], made: Completion, later: Completion) -> None:
-    """Tokens after the update come from new weights over old keys and values.
-
-    Later requests reuse none of these.
+    """Check that tokens after the update come from new weights with old keys and values, and that
+    later requests do not reuse these.
     """
     tokens, drawn = [*PROMPT, *made.tokens], torch.tensor(made.logprobs)
     switch = made.versions.index("2.1")

@@ -1,5 +1,5 @@
-"""A real server that computes on a CPU, kept as a trial keeps it, and the tests that every kind of
-server passes.
+"""A real server that computes on a CPU and is managed as in a trial, and tests that every kind of
+server must pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tests.support.servers import load_once
 
 
 class Served(SharedServer):
-    """The engine of a server that is kept, and its processes, which tests hurt."""
+    """The engine of a managed server, and its processes, which tests kill or stop."""
 
     engine: Instances
 
@@ -89,7 +89,7 @@ class Served(SharedServer):
         return self.folder.path / SOCKET
 
     def dialect(self, client: HttpClient | None = None, **changes: Any) -> Dialect:
-        """Another client of the server, for which the kind of servers has these attributes."""
+        """Return another client of the server. The kind of server has these attributes for it."""
         kind = copy(self.kind)
         for name, value in changes.items():
             setattr(kind, name, value)
@@ -109,8 +109,8 @@ class Served(SharedServer):
         return self.loop.run(work())
 
     def processes(self) -> dict[str, int]:
-        """The pids of the server's processes: of the main one, whose word is "main", and of those
-        below it, by their commands.
+        """Return the pids of the server's processes by their commands. The main process has the
+        name "main".
         """
         children: dict[int, list[int]] = {}
         words: dict[int, str] = {}
@@ -134,7 +134,7 @@ class Served(SharedServer):
         return found
 
     def process(self, word: str) -> int:
-        """The pid of the process whose command has this word."""
+        """Return the pid of the process whose command contains this word."""
         return next(pid for words, pid in self.processes().items() if word in words)
 
 
@@ -146,7 +146,7 @@ def check(
     prompt: tuple[int, ...] = PROMPT,
     version: str = "1.1",
 ) -> None:
-    """The log-probabilities of the tokens that a version has sampled are those of transformers."""
+    """Check that the log-probabilities of a version's tokens equal transformers'."""
     values = logprobs(folder, [*prompt, *made.tokens], temperature)[len(prompt) - 1 :]
     expected = values.gather(-1, torch.tensor(made.tokens)[:, None]).squeeze(-1)
     own = torch.tensor([each.endswith(version) for each in made.versions])
@@ -157,7 +157,9 @@ def check(
 async def load_astray(
     served: Served, checks: WeightChecks, version: WeightVersion, key: str, read: Path
 ) -> None:
-    """Have the server load a version, but read ``read``, not the folder that ``key`` names."""
+    """Let the server load a version from the folder ``read`` instead of the folder that ``key``
+    names.
+    """
 
     class Astray(HttpClient):
         async def post(self, path: str, body: Any = None, **options: Any) -> object:
@@ -195,7 +197,7 @@ class ServedContract:
     """Requests in flight."""
 
     def test_server_with_another_vocabulary_is_rejected(self, served: Served) -> None:
-        """No server reports the size of its vocabulary."""
+        """Servers do not report the size of their vocabulary."""
 
         async def connect(vocabulary: int) -> None:
             model = replace(served.kind.model, vocabulary=vocabulary, shape=None)
@@ -231,10 +233,8 @@ class ServedContract:
     def test_greedy_completions_end_at_stop_tokens_and_stop_strings(
         self, served: Served, tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        """The most likely tokens.
-
-        The token that completes a stop is the last one, and is kept. A stop token does not end a
-        completion before the minimum.
+        """Tokens are the most likely ones. The token that completes a stop is kept as the last one.
+        A stop token does not end a completion before the minimum length.
         """
         (free,) = served.one(request(greedy=True))
         values = logprobs(served.versions["1.1"], [*PROMPT, *free.tokens])[len(PROMPT) - 1 :]
@@ -253,8 +253,8 @@ class ServedContract:
         assert token not in made.tokens[:8]
 
     def test_requests_in_flight_continue_with_new_weights(self, served: Served) -> None:
-        """Tokens before an update keep their version and log-probabilities, those after it have the
-        new ones.
+        """Tokens before an update keep their version and log-probabilities. Tokens after it have
+        the new version and log-probabilities.
         """
 
         async def attempt(delay_s: float) -> tuple[Completion, ...] | None:
@@ -279,7 +279,7 @@ class ServedContract:
         check_stale_cache(served.versions, made, later)
 
     def test_paused_request_ends_like_an_unpaused_one(self, served: Served) -> None:
-        """A request that comes while the server is paused waits as well."""
+        """A request that arrives while the server is paused also waits."""
 
         async def attempt(delay_s: float) -> tuple[int, ...] | None:
             future = served.engine.submit(request(max_new_tokens=200, greedy=True))
@@ -322,8 +322,8 @@ class ServedContract:
     def test_request_that_can_never_be_served_is_rejected(
         self, served: Served, tmp_path: Path
     ) -> None:
-        """A prompt as long as the context, a token outside the vocabulary, and a version without
-        weights. The version before is served again.
+        """Covers a prompt as long as the context, a token outside the vocabulary, and a version
+        without weights, after which the server uses the previous version.
         """
         with pytest.raises(UsageError, match="leaves no room"):
             served.one(request((7,) * CONTEXT))
@@ -358,8 +358,8 @@ class ServedContract:
         assert len({made.tokens for made in several}) > 32
 
     def test_updates_every_100_ms_do_not_stop_requests(self, served: Served) -> None:
-        """Each token has the log-probability of the weights that it names, however many versions
-        have drawn a completion. That a stop string may end it does not make it begin again.
+        """Each token has the log-probability under its version, for any number of versions in a
+        completion. A completion with stop strings does not begin again.
         """
 
         async def work() -> list[Completion]:
@@ -389,9 +389,8 @@ class ServedContract:
                 check(served.versions[name], made, version=name)
 
     def test_requests_survive_a_server_restart(self, served: Served) -> None:
-        """A killed or stopped server is started again under load.
-
-        It gets requests only once it holds the weights that were installed last.
+        """A killed or stopped server restarts under load. It gets requests only after it has loaded
+        the newest weights.
         """
 
         async def attempt(delay_s: float) -> Completion | None:
@@ -412,10 +411,9 @@ class ServedContract:
         check(served.versions["2.1"], made, version="2.1")
 
     def test_idle_server_sleeps_and_samples_with_the_next_weights(self, served: Served) -> None:
-        """A batch whose request was cancelled may still run when the server is to sleep.
-
-        It answers probes while it sleeps, and what it has cached before is forgotten. (On CPUs it
-        frees no memory.) Twice, because the second sleep follows an update that woke the server.
+        """The batch of a cancelled request may still run when the server must sleep. The server
+        answers probes while it sleeps, and drops its cache. (On CPUs it frees no memory.) The test
+        sleeps twice, because the second sleep follows an update that woke the server.
         """
 
         async def work() -> list[Completion]:

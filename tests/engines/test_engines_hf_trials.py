@@ -1,4 +1,6 @@
-"""Trials whose actor transformers runs and whose completions a real server makes on a CPU."""
+"""Trials whose actor is a model of transformers, and whose completions come from a real server on a
+CPU.
+"""
 
 from __future__ import annotations
 

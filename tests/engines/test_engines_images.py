@@ -76,7 +76,7 @@ def draw_all(folder: Path) -> None:
 
 @dataclass
 class Prompt:
-    """A prompt as training has it."""
+    """A prompt in the form of training."""
 
     tokens: tuple[int, ...]
     pictures: str
@@ -129,7 +129,7 @@ class ImageServer:
         return [Prompt(tuple(each.tolist()), pictures) for each, pictures in found]
 
     def version(self, name: str) -> WeightVersion:
-        """Return a version; no two of a run have one name."""
+        """Return a version with a name that the run has not used."""
         return WeightVersion(name=f"{next(NUMBERS)}-{name}", folder=self.versions[name])
 
     def requests(self, **options: Any) -> list[GenerationRequest]:
@@ -174,9 +174,8 @@ class ImageServer:
 def test_server_reads_the_images_that_training_reads(
     loop: Loop, tmp_path: Path, server: str, family: str
 ) -> None:
-    """Log-probabilities are transformers' for the stored pixels, with each version of the weights.
-
-    The versions differ in the image encoder too. An update may come in the middle of a completion.
+    """Log-probabilities equal transformers' for the stored pixels and each weight version. The
+    versions also differ in the image encoder. An update may come during a completion.
     """
 
     def check(versions: set[str], made: list[tuple[Completion, ...]]) -> None:

@@ -1,5 +1,5 @@
-"""A real SGLang server that computes with torch on a CPU, with shims for torchvision's operators
-and for the rotary embedding: routes, scheduling, updates of weights, life and death.
+"""Tests of a real SGLang server that computes with torch on a CPU: routes, scheduling, weight
+updates, start and end. Shims replace torchvision's operators and the rotary embedding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def served(server: Served) -> Served:
 
 
 class TestContract(ServedContract):
-    """SGLang's server. test_engines_slurm.py kills one."""
+    """The contract for SGLang's server. test_engines_slurm.py kills a server."""
 
     ended_by = signal.SIGSTOP
 
@@ -86,8 +86,8 @@ for path, body in json.load(sys.stdin):
 
 
 def test_request_bodies_match_sglang_classes(versions: dict[str, Path]) -> None:
-    """Every field that is sent has a name and a value that this version of SGLang knows; it ignores
-    fields with other names.
+    """This version of SGLang knows the name and the value of every sent field. It ignores fields
+    with unknown names.
     """
 
     async def work() -> list[tuple[str, Mapping[str, Any]]]:
@@ -172,7 +172,9 @@ for words in json.load(sys.stdin):
 
 
 def test_gpu_checksums_equal_the_sglang_kernel() -> None:
-    """Triton interprets SGLang's kernel on a CPU; -O takes out that it asks for a GPU."""
+    """Triton interprets SGLang's kernel on a CPU. Python's option -O removes the kernel's assertion
+    that there is a GPU.
+    """
     contents = [[0.5, -3.0, 7.0], [float(number % 251) for number in range(16_390)]]
     done = subprocess.run(
         [PYTHON, "-O", "-c", RUN_KERNEL],
@@ -211,7 +213,7 @@ def test_sampling_masks_equal_the_sampling_distribution(served: Served) -> None:
 
 
 def test_wrong_versions_and_models_are_named(served: Served, tmp_path: Path) -> None:
-    """A folder without weights is refused, and the server serves on."""
+    """A folder without weights is rejected, and the server continues to serve."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises((RunFailedError, UsageError)):
         served.loop.run(served.engine.update_weights(WeightVersion(name="9.9", folder=tmp_path)))

@@ -1,5 +1,5 @@
-"""A real SGLang server on a CPU that reports the experts of a small Qwen 3 with experts, which the
-actor is trained with.
+"""A real SGLang server on a CPU reports the experts of a small Qwen 3 mixture of experts, and the
+actor trains with these experts.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def loaded(folder: Path) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def chosen(folder: Path, prompt: tuple[int, ...], made: Completion) -> bool:
-    """Whether transformers chooses the experts of each token but the last, but for those that are
-    as probable to within rounding.
+    """Return whether transformers chooses the same experts for each token except the last. Equally
+    probable experts (within rounding) may differ.
     """
     assert made.experts is not None
     assert (made.experts[-1] == -1).all(), "the last token was not read"
@@ -147,7 +147,7 @@ def test_completion_has_the_experts_that_processed_it(served: Served) -> None:
 def test_experts_are_right_with_chunked_and_repeated_prefill(
     served: Served,
 ) -> None:
-    """Many requests have prompts with a common prefix, and do not fit into the cache together."""
+    """Many prompts share a prefix, and do not fit into the cache together."""
     prompts = [(*(7 * place % 128 for place in range(12 * number)), number) for number in range(6)]
 
     async def work() -> list[tuple[Completion, ...]]:
@@ -161,7 +161,7 @@ def test_experts_are_right_with_chunked_and_repeated_prefill(
 
 
 def test_experts_after_an_update_come_from_the_new_weights(served: Served) -> None:
-    """The new weights prefill the tokens again that the old weights sampled."""
+    """The new weights prefill again the tokens that the old weights sampled."""
 
     async def attempt(delay_s: float) -> Completion | None:
         future = served.engine.submit(request(max_new_tokens=200, greedy=True, experts=True))

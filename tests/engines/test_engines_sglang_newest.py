@@ -50,7 +50,7 @@ def served(server: Served) -> Served:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of completions that clients ask for, and the modes of their pauses."""
+    """Record the names of requested completions, and the modes of pauses."""
     sent: list[str] = []
     post = HttpClient.post
 
@@ -66,8 +66,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check_parts(versions: dict[str, Path], made: Completion) -> None:
-    """Each version has drawn greedily from its distributions over all tokens, with nothing that
-    another one has computed.
+    """Check that each version has sampled greedily from its own distributions, without cached
+    results of another version.
     """
     switch = made.versions.index("2.1")
     assert made.versions == ("1.1",) * switch + ("2.1",) * (len(made.tokens) - switch)
@@ -113,7 +113,7 @@ def test_sampling_masks_match_sampling_weights_for_kept_requests(served: Served)
 def test_requests_of_a_twice_paused_server_end_like_unpaused_ones(
     served: Served,
 ) -> None:
-    """One that is aborted meanwhile returns what the server can still tell of it."""
+    """An aborted request returns the tokens that the server still reports."""
 
     async def work() -> tuple[Completion, Completion]:
         engine = served.engine
@@ -149,7 +149,7 @@ def test_requests_of_a_twice_paused_server_end_like_unpaused_ones(
 def test_requests_with_minimum_tokens_are_aborted_and_continued(
     served: Served, asked: list[str]
 ) -> None:
-    """The server would count the tokens of a request that it keeps from the update on."""
+    """The server would count the minimum of a kept request from the update on."""
 
     async def attempt(delay_s: float) -> Completion | None:
         await served.engine.update_weights(served.version("1.1"))

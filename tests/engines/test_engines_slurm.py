@@ -68,7 +68,7 @@ def free_bed(slurm_bed: Path) -> Iterator[Path]:
 
 
 def kinds_of(config: str, place: str) -> tuple[str, ...]:
-    """Everything that may happen to a trial, the most specific first."""
+    """Return all kinds of disturbances that apply to a trial, the most specific first."""
     native = engine_of(config) == "native"
     worker = "rank" if native or OF_TASKS[place] else "keeper"
     return (*(() if native else ("server",)), *OF_TASKS[place], worker, *OF_TRAINERS)
@@ -77,10 +77,8 @@ def kinds_of(config: str, place: str) -> tuple[str, ...]:
 def run(
     folder: Path, config: str, place: str, bed: Path, kinds: tuple[str, ...], *arguments: str
 ) -> Disturbed:
-    """A trial from its submission to its end, disturbed in these ways one after the other.
-
-    It completes by itself, trains each step and prompt once, with completions of the weights that
-    they train, and leaves nothing.
+    """Run a trial with these disturbances, one after the other. It must complete by itself, train
+    each step and prompt once with completions of the right weights, and leave no processes or jobs.
     """
     forms = HeldForms(Site(folder))
     steps = STEPS_EACH * (len(kinds) + 1)
@@ -120,7 +118,7 @@ def skip_without(engine: str) -> None:
 
 @pytest.mark.long
 def test_episodes_survive_the_loss_of_server_and_job(tmp_path: Path, free_bed: Path) -> None:
-    """The turns of an episode have the tokens that were drawn, those that were read masked."""
+    """The turns of an episode contain the sampled tokens. Tokens of messages are masked."""
     skip_without("sglang")
     (tmp_path / "questions.py").write_text(ENVIRONMENT)
     episode = f"rollout.episode={json.dumps(EPISODE)}"

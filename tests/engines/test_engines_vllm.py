@@ -1,5 +1,5 @@
-"""A real vLLM server that computes on a CPU: routes, scheduling, updates of weights, life and
-death.
+"""Tests of a real vLLM server that computes on a CPU: routes, scheduling, weight updates, start and
+end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def served(server: Served) -> Served:
 
 
 class TestContract(ServedContract):
-    """vLLM's server."""
+    """The contract for vLLM's server."""
 
     computes = "EngineCore"
     at_once = 1000

@@ -1,4 +1,6 @@
-"""Clocks that are wrong or jump, and processes that are suspended for longer than any TTL."""
+"""Tests with clocks that are wrong or jump, and with processes that are suspended for longer than
+any TTL.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ HOUR_S = 3600.0
 
 
 def test_clock_differences_of_hours_do_not_change_the_order(tmp_path: Path) -> None:
-    """Records show times, but only slots determine the order."""
+    """Records contain times, but only slots determine the order."""
     ahead = History(tmp_path, clock=lambda: time.time() + 5 * HOUR_S)
     behind = History(tmp_path, clock=lambda: 0.0)
     old = begin(ahead, {})
@@ -116,7 +118,7 @@ except StaleIncarnationError:
 def test_suspended_master_commits_nothing_after_a_newer_begin(
     tmp_path: Path, operation: str
 ) -> None:
-    """A real process stops itself at an operation of its commit; a successor begins; the process
+    """A real process stops at an operation of its commit. A successor begins, and the process
     continues.
     """
     history = tmp_path / "history"

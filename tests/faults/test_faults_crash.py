@@ -1,7 +1,5 @@
-"""The server crashes after any operation: data that was not fsynced may be lost, acknowledged data
-may not.
-
-SIGKILL cannot show this, since it leaves the page cache intact.
+"""The file server crashes after any operation: data without fsync may be lost, acknowledged data
+may not. Tests with SIGKILL cannot show this, because the page cache survives.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Crash:
 
 @dataclass
 class Recording:
-    """Runs a protocol on a disk and crashes it after every operation, in several ways."""
+    """Runs a protocol on a simulated disk that crashes after every operation, in several ways."""
 
     crashes: list[Crash] = field(default_factory=list)
     acknowledged: list[tuple[Any, ...]] = field(default_factory=list)
@@ -80,7 +78,7 @@ class Recording:
 
 
 def whole(value: str) -> bytes:
-    """Content that shows when a part of it is missing."""
+    """Return content from which a missing part can be detected."""
     return f"{value} {hashlib.sha256(value.encode()).hexdigest()}".encode()
 
 
@@ -142,7 +140,7 @@ def check_name(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def lead(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """Two masters and a cancel, which move in turn."""
+    """Run two masters and a cancel, which take turns."""
     one = begin(History(root, calls=calls), {"by": 1})
     acknowledge(Kind.BEGIN, 1)
     one.append(Kind.COMMIT, {"step": 1, "directory": "step-1.1"})
@@ -165,10 +163,10 @@ def check_lead(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def race(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """Slot n was linked by a writer that does not know it yet; slot n + 1 is acknowledged."""
+    """A writer has linked slot n without knowing it. Slot n + 1 is acknowledged."""
 
     class Paused(SystemCalls):
-        """Stops for good after its link, before the directory is synced."""
+        """Stops permanently after its link, before the directory is synced."""
 
         def __getattribute__(self, called: str) -> Any:
             return getattr(calls, called)
@@ -212,7 +210,7 @@ def check_log(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def commit(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """The files of the ranks, then the committer's, in a new folder each time."""
+    """Write the files of the ranks, then the committer's, in a new folder each time."""
     for folder in (root / "history", root / "checkpoints"):
         atomic.make_private_directory(folder, calls=calls)
     writer = begin(History(root / "history", calls=calls), {})
@@ -242,7 +240,7 @@ def check_commit(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def submit(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """The directories and claims of a submission."""
+    """Make the directories and claims of a submission."""
     run = root / "user" / "experiment" / "1"
     atomic.make_private_directory(run / "submissions", calls=calls)
     atomic.exclusive_create(run / "trial.json", whole("uuid"), calls=calls)
@@ -259,7 +257,7 @@ def check_submit(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def publish_weights(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """A whole version, and a difference from it."""
+    """Publish a whole version, and a difference from it."""
     base: VersionBits | None = None
     for step in (1, 2):
         version = VersionId(step, 1)
@@ -284,7 +282,7 @@ def check_weights(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def record_samples(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """A task writes files of two groups, and a record of each."""
+    """Write files of two groups of samples as a task does, and a record of each."""
     writer = SampleWriter(root / "samples", calls=calls)
     results = LogWriter(root / "results", durable=True, calls=calls)
     for first in (0, 2):

@@ -1,4 +1,6 @@
-"""A file layer that fails at every operation in turn: typed errors or retries, no wrong values."""
+"""Each operation of the file layer fails in turn. The result is a typed error or a retry, and never
+a wrong value.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,14 @@ class Result:
 
 
 class Protocol:
-    """A protocol on a faulty layer, and what must hold afterwards."""
+    """A protocol on a faulty file layer, and the conditions that must hold afterwards."""
 
     errors: tuple[type[BaseException], ...] = (EnvironmentFailure,)
     gives_up = False
     """The protocol leaves retries to its caller."""
 
     def prepare(self, folder: Path) -> None:
-        """Preparation on a sound layer."""
+        """Prepare the protocol on a file layer without faults."""
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         raise NotImplementedError
@@ -278,7 +280,9 @@ def _tensors(step: int) -> dict[str, Any]:
 
 
 class PublishWeights(Protocol):
-    """A difference from a whole version. A failed `listdir` or `open` may hide the base."""
+    """Publishes a difference from a whole version. A failed `listdir` or `open` may hide
+    the base.
+    """
 
     errors = (EnvironmentFailure, WeightVersionError)
 
@@ -326,7 +330,7 @@ class PruneWeights(PublishWeights):
 
 
 class WriteSamples(Protocol):
-    """A task that tries once more, as after every failure; the record follows the file."""
+    """Writes samples as a task, which tries again after a failure. The record follows the file."""
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         writer = SampleWriter(folder / "samples", calls=calls)
@@ -348,7 +352,7 @@ class WriteSamples(Protocol):
 
 
 class ReadSamples(Protocol):
-    """Damage or failure, and never other samples."""
+    """Reads samples. The result is an error or the right samples, and never other samples."""
 
     errors = (EnvironmentFailure, SampleFileError)
     gives_up = True
@@ -395,7 +399,9 @@ def attempt(protocol: Protocol, folder: Path, calls: Faulty) -> Result:
 
 
 def faults(names: list[str]) -> Iterator[tuple[int, int, bool]]:
-    """Operation, error, and whether it happened, for all operations of a protocol."""
+    """Yield the operation, the error, and whether the operation took effect, for all operations of
+    a protocol.
+    """
     for number, name in enumerate(names):
         yield from ((number, error, False) for error in ERRORS)
         yield from ((number, error, True) for error in UNCLEAR)
@@ -497,7 +503,9 @@ def test_deleted_root_declares_no_holder_dead(tmp_path: Path) -> None:
 def test_directory_that_hangs_for_minutes_declares_no_holder_dead(
     tmp_path: Path, hang_s: float
 ) -> None:
-    """Every operation of both takes ``hang_s``; the holder beats when it can."""
+    """Every operation of holder and observer takes ``hang_s``. The holder renews its lease as often
+    as it can.
+    """
     clock = Clock()
     slow = Faulty(hang_s=hang_s, clock=clock)
     lease = Lease(tmp_path / "lease", calls=slow)
@@ -509,7 +517,7 @@ def test_directory_that_hangs_for_minutes_declares_no_holder_dead(
 
 
 def test_one_long_hang_declares_no_holder_dead(tmp_path: Path) -> None:
-    """The directory hangs for ten minutes, in the middle of a look, for holder and observers."""
+    """The directory hangs for ten minutes, for holder and observers, during a read of the lease."""
     clock = Clock()
     calls = Faulty(clock=clock)
     lease = Lease(tmp_path / "lease", calls=calls)

@@ -98,7 +98,7 @@ def in_place(path: Path, data: bytes) -> None:
 
 
 def unnoticed(path: Path, data: bytes) -> None:
-    """Acknowledges a write that it did not make."""
+    """A faulty writer that acknowledges a write without making it."""
 
 
 def broken_creator(folder: Path, me: int, note: Note) -> None:

@@ -1,5 +1,5 @@
 """State machines by Hypothesis: name stores against a dict, the history with two masters and
-commands, the control log with writers that restart, torn tails and readers.
+commands, and the control log with restarting writers, partial frames and readers.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Names(InFolder):
 
 
 class Histories(InFolder):
-    """Masters begin and stop, stale ones keep trying, commands end and resume."""
+    """Masters begin and stop, stale masters keep trying, and commands end and resume the trial."""
 
     masters = Bundle("masters")
 
@@ -217,7 +217,7 @@ class Histories(InFolder):
 
 
 class FailsAfter(NoWait):
-    """Writes only the given number of bytes, once, then fails."""
+    """File operations of which one write stores only the given number of bytes, and then fails."""
 
     left: int | None = None
 
@@ -233,8 +233,8 @@ class FailsAfter(NoWait):
 
 
 class Logs(InFolder):
-    """A writer whose writes tear and whose process restarts with a new log, like each incarnation;
-    readers that join at any time.
+    """A writer whose writes may be partial, and which restarts with a new log like each
+    incarnation, and readers that join at any time.
     """
 
     readers = Bundle("readers")
@@ -260,7 +260,9 @@ class Logs(InFolder):
 
     @rule()
     def restart(self) -> None:
-        """Another process: queued messages are lost, and the old log stays torn."""
+        """Start another writer process. Queued messages are lost, and the old log keeps its partial
+        frame.
+        """
         with pytest.raises(FileExistsError):
             LogWriter(self.folder / f"{len(self.posted) - 1}", calls=CALLS)
         self._start()
@@ -302,7 +304,9 @@ class Logs(InFolder):
 
     @rule(garbage=st.binary(max_size=60), cut=st.integers(1, 30))
     def torn_tail(self, garbage: bytes, cut: int) -> None:
-        """A partial frame or noise after the last message is not read, and is overwritten."""
+        """Add a partial frame or random bytes after the last message. Readers ignore them, and the
+        writer overwrites them.
+        """
         path = self.folder / "noise"
         path.unlink(missing_ok=True)
         writer = LogWriter(path, calls=CALLS)

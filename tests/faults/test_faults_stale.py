@@ -1,6 +1,5 @@
-"""Clients whose caches lie for seconds to a minute: invariants hold, only latency grows.
-
-The latencies that are measured are those of the model; docs/protocols.md quotes them.
+"""Client caches may be stale for seconds to a minute. Invariants hold, and only latency grows.
+docs/protocols.md quotes the latencies that these tests measure in the model.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def test_holder_stays_alive_if_caches_are_shorter_than_the_ttl(cache_s: float) -
 
 
 def visible(world: World, cause: Callable[[], object], seen: Callable[[], bool]) -> float:
-    """Seconds from an acknowledged change to the reader's first sight of it, polled."""
+    """Return the seconds from an acknowledged change until a polling reader sees it."""
     assert not seen()
     cause()
     began = world.clock()
@@ -196,7 +195,7 @@ MOUNT_CACHE_S = 5
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """Two bindfs mounts of one folder, each with caches of five seconds."""
+    """Mount one folder twice by bindfs, with caches of five seconds."""
     unmount = shutil.which("fusermount3") or shutil.which("fusermount")
     if shutil.which("bindfs") is None or unmount is None or not Path("/dev/fuse").exists():
         pytest.skip("needs bindfs, fusermount and /dev/fuse")

@@ -1,4 +1,4 @@
-"""Packed attention on a real card: the kernels for packed tokens, and the way around them, against
+"""Packed attention on a real GPU, with the kernels for packed tokens and without them, against
 float64.
 """
 
@@ -30,7 +30,7 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 def reference(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None
 ) -> Tensor:
-    """Each sequence by itself with a written-out softmax."""
+    """Compute each sequence separately with an explicit softmax."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     outputs = []
@@ -119,7 +119,7 @@ def with_all_scores(
     lengths: tuple[int, ...],
     window: int | None,
 ) -> Tensor:
-    """Attention from all scores of each sequence, and the sinks."""
+    """Compute attention from all scores of each sequence and the sinks."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     outputs = []
     for qs, ks, vs in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):

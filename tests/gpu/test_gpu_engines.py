@@ -1,4 +1,4 @@
-"""Whole engines on a real card against one plain process on the CPU: steps, outputs, generation."""
+"""Whole engines on a real GPU against one plain process on the CPU: steps, outputs, generation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STEPS = 3
 
 @pytest.fixture(params=["fsdp", "megatron", "megatron with TransformerEngine"])
 def settings(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """An engine and what its model's settings say beside the usual."""
+    """Return an engine with the settings of its model that differ from the default."""
     engine, _, more = request.param.partition(" with ")
     if engine == "megatron":
         pytest.importorskip("megatron.core")

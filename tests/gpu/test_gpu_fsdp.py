@@ -1,4 +1,6 @@
-"""The fsdp engine on a real card: what offloading frees, and weights that stay on the host."""
+"""The fsdp engine on a real GPU: memory that offloading frees, and weights that stay on
+the host.
+"""
 
 from __future__ import annotations
 

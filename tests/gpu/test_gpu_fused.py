@@ -1,4 +1,4 @@
-"""The fused operators and float32 products on a real card, against float64 on the CPU."""
+"""The fused operators and float32 products on a real GPU, against float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator that cannot run is an error, not its torch form."""
+    """Make an operator that cannot run an error, instead of a fallback to torch."""
     monkeypatch.setenv("SLURMRL_OPS", "native")
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 

@@ -1,4 +1,4 @@
-"""Copies of moves on a card: interval kernels for strided boxes and moving averages."""
+"""Copies of weight moves on a GPU: interval kernels for strided boxes and moving averages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_copies_equal_torch(form: str, source: torch.dtype, target: torch.dtype) -> None:
-    """Every element of the box and none beside it; a moving average within a rounding."""
+    """The copy has every element of the box and changes no other. A moving average agrees within
+    one rounding.
+    """
     made = BoxCopies(GPU)
     view = boxes(source, GPU)[form]
     packed = made.packed(view, target)

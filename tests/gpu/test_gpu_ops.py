@@ -1,4 +1,4 @@
-"""The CUDA operators against their torch form, on a real card."""
+"""The CUDA operators against torch, on a real GPU."""
 
 from __future__ import annotations
 

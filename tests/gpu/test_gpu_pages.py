@@ -1,5 +1,5 @@
-"""Kernels for key-value caches in pages on a real card, against float64 on the CPU; in CUDA graphs;
-and whole batches, which are served as requests with them.
+"""Kernels for paged key-value caches on a real GPU, against float64 on the CPU, in CUDA graphs, and
+in generation of whole batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHAPES = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that cannot run, or is wrong, is an error, not its torch form."""
+    """Make a kernel that cannot run, or is wrong, an error, instead of a fallback to torch."""
     monkeypatch.setenv("SLURMRL_OPS", "native")
 
 
@@ -83,7 +83,7 @@ def test_paged_attention_equals_float64(
 
 @DTYPES
 def test_cuda_graphs_follow_new_lengths_and_tables(dtype: torch.dtype) -> None:
-    """A graph of one shape computes what other lengths, rows and pages ask for."""
+    """A replayed graph gives the right results for other lengths, rows and pages."""
     sizes, bound = Sizes(torch.device("cuda", 0), dtype, 12, 2, 128, 16), 4096
     first, other = example(sizes, bound, 1), example(sizes, bound, 1)
     other = (*other[:3], other[3].flip(0), other[4].flip(0), other[5] // 3 + 1)

@@ -1,4 +1,4 @@
-"""Models, engines and batches of the tests on the null GPU, and of the table of figures."""
+"""Models, engines and batches of the tests on the null GPU and of the benchmark table."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def engine(
 
 
 def ppo_loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of PPO's actor, on what `batch` has."""
+    """Return the loss of PPO's actor for `batch`."""
     return policy_loss(outputs, sample, Objective())
 
 

@@ -19,7 +19,7 @@ SITE_DEPTH = 2
 
 
 def present() -> bool:
-    """Whether this process was started with the null GPU."""
+    """Return whether this process was started with the null GPU."""
     return hasattr(ctypes.CDLL(None), "null_gpu_counter")
 
 
@@ -32,7 +32,7 @@ def counts() -> Counter[str]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count what happens inside; the counter is filled at the end."""
+    """Count launches, copies and waits inside the block. The counter is filled at its end."""
     before, found = counts(), Counter[str]()
     try:
         yield found
@@ -43,7 +43,9 @@ def counted() -> Iterator[Counter[str]]:
 
 @contextmanager
 def waits() -> Iterator[Counter[str]]:
-    """Host waits inside, by the lines that waited: ``file:line < caller's file:line``."""
+    """Collect the host waits inside the block by their lines: ``file:line < caller's
+    file:line``.
+    """
     sites = Counter[str]()
     hook = ctypes.CFUNCTYPE(None)(lambda: sites.update([_site()]))
     _library().null_gpu_at_waits(hook)
@@ -54,7 +56,7 @@ def waits() -> Iterator[Counter[str]]:
 
 
 def _site() -> str:
-    """The innermost lines of these packages on the stack of the thread that waits."""
+    """Return the innermost lines of these packages on the stack of the waiting thread."""
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(lines) < SITE_DEPTH:
@@ -65,7 +67,7 @@ def _site() -> str:
 
 
 def own_line(frame: FrameType | None) -> str:
-    """The innermost line of these packages from this frame on; empty if there is none."""
+    """Return the innermost line of these packages from this frame on, or an empty string."""
     while frame is not None:
         if line := _line(frame):
             return line

@@ -1,7 +1,6 @@
-"""Seconds that a GPU would need at least: bytes and floating-point operations of every operation,
-counted as it is dispatched, over the rates that good kernels reach on an H100 SXM.
-
-Operations inside compiled regions and kernels called without torch's dispatcher are not seen.
+"""A lower bound of a GPU's seconds: bytes and floating-point operations of every dispatched
+operation, divided by the rates of good kernels on an H100 SXM. Operations in compiled regions and
+kernels called without torch's dispatcher are not counted.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def _on_gpu(values: Any) -> list[Tensor]:
 def _traffic(
     func: Any, name: str, args: tuple[Any, ...], given: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> float:
-    """Bytes read and written; 0 for views and allocations."""
+    """Return the bytes that an operation reads and writes; 0 for views and allocations."""
     if name in WITHOUT_KERNEL:
         return 0.0
     mutable = func._schema.is_mutable
@@ -143,7 +142,7 @@ def _bytes(tensor: Tensor) -> int:
 def _work(
     packet: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[str, float, float]:
-    """Kind, floating-point operations, and how many of them a second."""
+    """Return the kind of an operation, its floating-point operations, and their rate per second."""
     if name in ("_varlen_attn", "_varlen_attn_backward"):
         backward = name.endswith("backward")
         query, lengths = (args[1], args[6]) if backward else (args[0], args[3])
@@ -161,7 +160,7 @@ def _work(
 
 
 def _causal_flops(query: Tensor, cu_seqlens: Tensor) -> float:
-    """query [T, H, D], cu_seqlens [S+1]: scores and weighted sums of the pairs that count."""
+    """Return the operations of causal attention for query [T, H, D] and cu_seqlens [S+1]."""
     lengths = host(cu_seqlens).long().diff()
     pairs = float((lengths * (lengths + 1) // 2).sum())
     return 4.0 * query.shape[1] * query.shape[2] * pairs

@@ -1,4 +1,4 @@
-"""The calls of a step, PPO's and SFT's, run on a GPU with all tensors where they belong."""
+"""The calls of PPO's and SFT's steps run on a GPU with all tensors on the right device."""
 
 from __future__ import annotations
 

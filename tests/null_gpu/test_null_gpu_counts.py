@@ -1,5 +1,5 @@
-"""Launches and host waits of a step and of a token are bounded: a change that brings one back for
-each layer, micro-batch or token fails here. docs/benchmarks.md has the figures of whole models.
+"""Launches and host waits per step and per token are limited. A change that adds one per layer,
+micro-batch or token fails here. docs/benchmarks.md has the numbers of whole models.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every engine's code for GPUs runs with all tensors where they belong: a tensor on a wrong device
-is an error of torch here as on a card.
+"""Every engine's GPU code runs with all tensors on the right device. A tensor on a wrong device is
+an error of torch, as on a real GPU.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def loss(outputs: Outputs, sample: SequenceSample) -> tuple[torch.Tensor, dict[s
 def test_engine_calls_use_only_the_right_device(
     kind: str, experts: bool, head: Head, tmp_path: Path
 ) -> None:
-    """Training in every mode of recomputation, inference, generation, checkpoints, offloading; with
-    recorded experts where a model has some and can replay them.
+    """Covers training in every mode of recomputation, inference, generation, checkpoints and
+    offloading, with recorded experts if the model has experts and can replay them.
     """
     sample = cases.batch(LENGTHS)
     if experts and kind != "hf":
@@ -120,7 +120,9 @@ SHARED = {
 def test_tensor_parallel_engine_uses_only_the_right_device(
     kind: str, experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences of one length: the other stage's gradients have the shape that was sent last."""
+    """All sequences have one length, because the gradients from the other stage have the shape that
+    was sent last.
+    """
     if ("e2" in kind) > experts or (kind == "megatron t2" and experts):
         pytest.skip("refused")
     answer_for_others(monkeypatch)
@@ -150,8 +152,8 @@ def test_tensor_parallel_engine_uses_only_the_right_device(
 
 
 def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace what the other ranks of megatron would send: statistics of the last stage, and the
-    shards that each rank saves.
+    """Replace the data that other ranks of megatron would send: statistics of the last stage, and
+    the shards that each rank saves.
     """
     schedule = "slurmrl.engines.megatron.gpt.PipelineSchedule"
     monkeypatch.setattr(f"{schedule}.broadcast_stats", lambda _, stats, device: stats)

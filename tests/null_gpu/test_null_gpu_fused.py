@@ -1,5 +1,5 @@
-"""The fused operators: Triton compiles them for a GPU, and its interpreter, which comes with CUDA
-builds of torch only, computes the right numbers.
+"""Triton compiles the fused operators for a GPU, and its interpreter, which only CUDA builds of
+torch contain, computes the right numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNIT_TESTS = Path(__file__).parents[1] / "unit" / "ops" / "test_ops_fused.py"
 
 @pytest.mark.parametrize("dtype", fused.DTYPES)
 def test_fused_kernels_compile_and_run(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """One launch each."""
+    """Each fused operator takes one launch."""
     monkeypatch.setenv("SLURMRL_OPS", "native")
     x, logits = torch.zeros((6, 2, 8), dtype=dtype).cuda(), torch.zeros((6, 16)).cuda()
     flat, targets = x.flatten(0, 1), torch.zeros(6, dtype=torch.int64).cuda()

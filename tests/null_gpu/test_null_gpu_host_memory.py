@@ -26,9 +26,8 @@ def engine() -> Iterator[Any]:
 
 
 def test_snapshot_pins_one_buffer_of_the_state_size(engine: Any) -> None:
-    """torch's own allocator would lock each tensor's size rounded up to a power of two.
-
-    A second snapshot reuses the buffer.
+    """torch's allocator would round each tensor's size up to a power of two. A second snapshot
+    reuses the buffer.
     """
     state = sum(tensor.nbytes for tensor in engine._state().values())
     for locked in (1, 0):

@@ -51,7 +51,7 @@ def planned(architecture: dict[str, Any], sequences: int, mode: str, micro_batch
 
 
 def measured(architecture: dict[str, Any], sequences: int, mode: str, micro_batches: int) -> int:
-    """Peak of a second step: all state is there."""
+    """Return the peak of a second step, when all state exists."""
     gc.collect()  # earlier engines, whose hooks refer to each other
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() < 2**28  # workspaces of cuBLAS

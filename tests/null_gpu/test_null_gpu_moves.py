@@ -1,4 +1,4 @@
-"""Weights move from every engine to the native one with all tensors where they belong."""
+"""Weights move from every engine to the native one with all tensors on the right device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels for key-value caches in pages compile for a GPU, and generation launches few of them."""
+"""Kernels for paged key-value caches compile for a GPU, and generation launches few of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_paged_kernels_compile_and_fit(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, trusted: None
 ) -> None:
-    """One launch for rows that are not split, two for rows that are; nothing waits."""
+    """Rows take one launch, split rows two. The host never waits."""
     sizes = Sizes(torch.device("cuda", 0), dtype, heads, kv_heads, size, 16)
     for longest, chunk, window, launches in (
         (paged_kernels.LONG, 1, None, 2),
@@ -76,10 +76,8 @@ def ranks() -> Iterator[None]:
 def test_token_of_a_whole_batch_makes_the_expected_gpu_calls(
     trusted: None, ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole batches on a GPU are served as requests.
-
-    Without graphs, each call launches a few kernels for each layer, and the host waits for what the
-    call before has drawn.
+    """On a GPU, whole batches are served as requests. Without CUDA graphs, each call launches a few
+    kernels per layer, and the host waits for the tokens of the previous call.
     """
     made: list[ContinuousBatch] = []
 

@@ -1,4 +1,6 @@
-"""Tests of a worker and its GPU outside training: choice, memory, NCCL's record."""
+"""Tests of a worker and its GPU outside training: choice of the device, memory, NCCL's flight
+recorder.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def test_memory_held_by_another_process_is_detected(monkeypatch: pytest.MonkeyPa
 
 
 def test_waiting_nccl_collective_is_explained_and_its_end_recorded() -> None:
-    """torch's watchdog looks for its end every 100 ms: until then it counts as pending."""
+    """torch's watchdog checks every 100 ms, so an ended collective may still count as pending."""
     with cases.first_of(4):
         group = dist.new_group([0, 1, 2, 3])
         collectives = Collectives()

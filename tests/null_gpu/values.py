@@ -1,6 +1,6 @@
-"""Values on the null GPU, where kernels compute nothing: `SmallValues` computes small tensors on
-the host, in the memory that their kernels would have written. Lengths, masks and indices are
-therefore real, and so are shapes that depend on them.
+"""Values on the null GPU, whose kernels compute nothing. `SmallValues` computes small tensors on
+the host, in the memory of the kernels' results. Lengths, masks, indices and the shapes that depend
+on them are therefore real.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ aten = torch.ops.aten
 
 
 class SmallValues(TorchDispatchMode):
-    """Every operation runs on the null GPU, with its allocations, launches and waits.
-
-    What is small is then computed on the host.
+    """Runs every operation on the null GPU, with its allocations, launches and waits, and then
+    computes small results on the host.
     """
 
     def __torch_dispatch__(
@@ -59,7 +58,7 @@ class SmallValues(TorchDispatchMode):
         return _with_values(func, args, kwargs, result)
 
     def _integers(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Masks as the indices that the operation makes of them itself, from zeros."""
+        """Return masks as the indices that the operation would compute, from zeros."""
         found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -83,7 +82,7 @@ def _with_output_size(repeats: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """The result of a call on the null GPU, with its values where it is small."""
+    """Return the result of a call on the null GPU. Small results have their values."""
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     mutable = func._schema.is_mutable
@@ -113,9 +112,8 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on the host; None if there is none.
-
-    One that writes to its arguments writes to device memory, which the host can reach here.
+    """Run the operation on the host; return None if the host has no such operation. Operations that
+    write to their arguments write to device memory, which the host can access here.
     """
     if func.namespace != "aten" or func.__name__.lstrip("_").startswith(WITH_ZEROS):
         return None
@@ -126,7 +124,7 @@ def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def host(value: Any) -> Any:
-    """A tensor of the CPU over the same memory; devices become the CPU."""
+    """Return a CPU tensor over the same memory. Device arguments become the CPU."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if not isinstance(value, Tensor) or not value.is_cuda:
@@ -140,7 +138,9 @@ def host(value: Any) -> Any:
 
 
 def _placed(result: Any, values: Any) -> Any:
-    """``values`` in the memory of ``result``, or in new memory if the shape depends on values."""
+    """Return ``values`` in the memory of ``result``, or in new memory if the shape depends on
+    values.
+    """
     if isinstance(result, tuple | list):
         return type(result)(map(_placed, result, values))
     if not isinstance(result, Tensor):

@@ -32,7 +32,7 @@ def _slurm_conf(slurm_bed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bed(slurm_bed: Path) -> Iterator[Path]:
-    """The lane's bed, without running jobs."""
+    """Return the test bed of this folder, without running jobs."""
     yield slurm_bed
     slurm("scancel", "--user", str(os.getuid()))
     wait_for_empty_queue()
@@ -45,7 +45,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture(scope="session")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The undisturbed trial of `paced`, on one host without Slurm."""
+    """Run the trial of `paced` without disturbances on one host without Slurm."""
     folder = tmp_path_factory.mktemp("calm")
     trial = paced.start(folder, "local", cluster={**paced.cluster(folder), "workers_per_host": 2})
     paced.hurry(trial)

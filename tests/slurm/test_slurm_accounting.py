@@ -1,5 +1,5 @@
-"""A Slurm with slurmdbd: sacct's answers about jobs that the queue has forgotten, and limits on how
-many jobs a user may submit.
+"""Tests with slurmdbd: sacct's answers about jobs that left the queue, and limits on the number of
+a user's jobs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def test_accounting_distinguishes_cancelled_preempted_and_lost_jobs(tmp_path: Pa
 def test_chain_length_respects_the_users_job_limit(
     tmp_path: Path, client: SlurmClient, links: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A limit that can be queried is respected before submission; others are found by halving."""
+    """slurmrl reads a limit before submission if it can be queried. Otherwise it halves the chain
+    until Slurm accepts it.
+    """
     who = ("where", f"name={user_name()}", "account=poor")
     subprocess.run(["sacctmgr", "-i", "modify", "user", *who, "set", "maxsubmitjobs=3"], check=True)
     scheduler = SlurmScheduler(client)

@@ -1,4 +1,6 @@
-"""Workers in containers of the real Apptainer, if it is installed, and Slurm's signals to them."""
+"""Workers in containers of the real Apptainer get Slurm's signals. Skipped if Apptainer is not
+installed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Trials on a real Slurm that lose processes and jobs: whatever ends them, their result equals that
-of an undisturbed trial. One test for each cause, through the command line only.
+"""Trials on a real Slurm whose processes and jobs are ended have the result of an undisturbed
+trial. One test for each cause, only through the command line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ soak = pytest.mark.soak
 def test_killed_process_is_reported_as_the_cause(
     tmp_path: Path, bed: Path, calm: Outcome, causes: list[tuple[str, float]], how: str
 ) -> None:
-    """Several causes, one after the other, in one trial."""
+    """Covers several causes in one trial."""
     trial = paced.start(tmp_path)
     run = trial.witness.paths.run
     for name, choice in causes:
@@ -50,7 +50,7 @@ def test_killed_process_is_reported_as_the_cause(
 
 
 def failures(trial: Watched) -> list[tuple[str, str]]:
-    """Cause and reason of each failure, as agents and master reported them."""
+    """Return the cause and reason of each failure from the reports of agents and master."""
     return [
         (event.get("cause", ""), event["reason"])
         for event in events.read_all(trial.witness.paths)
@@ -110,8 +110,8 @@ def test_hanging_rank_is_reported_as_the_cause(tmp_path: Path, bed: Path, calm: 
 
 @long
 def test_time_limit_is_reported_as_the_cause(tmp_path: Path, bed: Path, calm: Outcome) -> None:
-    """The warning comes 75 to 105 seconds into a link of two minutes; the next link resumes from
-    the very step that was reached.
+    """The warning comes 75 to 105 seconds after the start of a link of two minutes. The next link
+    resumes from the last step.
     """
     limit = paced.cluster(tmp_path, time="2", signal_lead_s=15)
     seldom = {"every_steps": 1000, "keep_last": 9}

@@ -1,4 +1,4 @@
-"""A chain on a real Slurm: several arrays of one group, requeues, elastic groups."""
+"""Tests of a chain on a real Slurm: several arrays of one group, requeues, elastic groups."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_job_requeues_itself(scheduler: SlurmScheduler, tmp_path: Path) -> None:
 
 
 def test_cancelled_chain_gets_no_more_jobs(scheduler: SlurmScheduler, tmp_path: Path) -> None:
-    """The link commits when it is told to end, as a trial does."""
+    """The link commits when it gets the warning signal, as a trial does."""
     code = (
         "from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
         "from slurmrl.run.history.slots import History, Kind\n"
@@ -252,7 +252,7 @@ def test_exit_code_and_remaining_time_of_an_element_are_reported(
 def test_lost_task_of_an_elastic_group_is_replaced(
     scheduler: SlurmScheduler, tmp_path: Path, elements: int
 ) -> None:
-    """A queued spare replaces it, or one that the trainers' link submits."""
+    """A queued spare task replaces it, or a task that the trainers' link submits."""
     request = chain(tmp_path, STAY, elements, hosts=3, elastic=True)
     group = ElasticGroup(request.run, 1, "trainer", by="me")
     with everything_gone(scheduler, request):
@@ -268,7 +268,7 @@ def test_lost_task_of_an_elastic_group_is_replaced(
 
 
 def test_trainers_job_maintains_an_elastic_group(scheduler: SlurmScheduler, tmp_path: Path) -> None:
-    """A running link keeps the group from its compute node; the end of the trial cancels the
+    """A running link maintains the group from its compute node. The end of the trial cancels the
     group.
     """
     code = (
@@ -311,7 +311,7 @@ def test_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path: Pa
 
 
 def test_elastic_group_can_be_paused(scheduler: SlurmScheduler, tmp_path: Path) -> None:
-    """While its array is held, no queued task replaces a task that ends."""
+    """While the group's array is held, no queued task replaces a task that ends."""
     request = chain(tmp_path, STAY, 4, hosts=2, elastic=True)
     group = ElasticGroup(request.run, 1, "trainer", by="me")
 

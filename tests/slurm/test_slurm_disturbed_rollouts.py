@@ -1,4 +1,4 @@
-"""Trials with rollout tasks end by themselves and train each item once, whatever happens."""
+"""Disturbed trials with rollout tasks complete by themselves and train each item once."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_doctor_counts_gpus_given_by_slurm(site: Site) -> None:
 
 
 def test_doctor_checks_the_container_on_every_node(site: Site, tmp_path: Path) -> None:
-    """A stand-in that set-up lines put on PATH."""
+    """Set-up lines put a stand-in for the container program on PATH."""
     program = tmp_path / "bin" / "stand-in"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\nshift 2\nexec env -i PATH=/usr/bin:/bin "$@"\n')

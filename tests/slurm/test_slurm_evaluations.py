@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints in jobs of their own, which the job of the trainers submits."""
+"""Separate jobs, which the trainers' job submits, evaluate checkpoints."""
 
 from __future__ import annotations
 

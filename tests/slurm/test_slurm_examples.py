@@ -28,7 +28,7 @@ ONE_MACHINE = ("cluster.interface=lo", "cluster.lease_ttl_s=20")
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    """A site with the start model of the examples after two steps."""
+    """Return a site with the start model of the examples, trained for two steps."""
     site = Site(tmp_path)
     start = ("--scheduler", "local", "--wait", "total_steps=2", "stop_when=null", *START)
     site.slurmrl("submit", str(EXAMPLES / "sft.yaml"), *start)
@@ -37,7 +37,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture
 def bed() -> Iterator[Path]:
-    """A private bed, whose nodes may be lost."""
+    """Start a private test bed whose nodes a test may kill."""
     with private_bed() as directory:
         yield directory
 
@@ -64,7 +64,7 @@ def test_asynchronous_example_continues_while_its_tasks_are_preempted(
     site: Site, bed: Path
 ) -> None:
     """A job of a higher tier takes the nodes of both tasks. They exit within the grace time, and
-    two other tasks of the array replace them; the trainers keep their incarnation.
+    two other tasks of the array replace them. The trainers keep their incarnation.
     """
     trial = "addition-grpo-async/1"
     apart = ("cluster.slurm.nodelist=n0", 'rollout.slurm.nodelist=""', "rollout.slurm.exclude=n0")

@@ -51,7 +51,7 @@ def test_setup_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, bed:
 
 @pytest.mark.soak
 def test_only_one_of_several_running_jobs_trains(tmp_path: Path, bed: Path) -> None:
-    """Only the first link continues."""
+    """Other links exit, and only the first one trains."""
     trial = start_throttled(tmp_path)
     submit_by_hand(trial)
     lift_throttle(trial)
@@ -70,8 +70,8 @@ def test_only_one_of_several_running_jobs_trains(tmp_path: Path, bed: Path) -> N
 def test_host_with_a_failed_gpu_is_replaced_by_a_spare(
     tmp_path: Path, bed: Path, of_batch: bool
 ) -> None:
-    """The trial ends as if undisturbed, in the same job; the host is named, with its GPU, and
-    later jobs avoid it.
+    """The trial has the result of an undisturbed one, in the same job. The message names the host
+    and its GPU, and later jobs avoid the host.
     """
     config = paced.config(tmp_path, "Faulty")
     cluster = paced.cluster(tmp_path, spares=1)
@@ -101,8 +101,8 @@ def test_host_with_a_failed_gpu_is_replaced_by_a_spare(
 def test_job_with_spares_is_requeued_if_the_masters_host_is_lost(
     tmp_path: Path, hosts: int
 ) -> None:
-    """Slurm keeps the job without a batch process, and no other link has room to start: a remaining
-    agent requeues it, or with trainers on one host a watcher on a spare.
+    """Slurm keeps the job without a batch process, and no other link can start. A remaining agent
+    requeues the job. If trainers are on one host, a watcher on a spare host does.
     """
     with private_bed() as directory:
         spares = paced.cluster(tmp_path, spares=3 - hosts, extra_lines=["--exclusive"])
@@ -125,7 +125,7 @@ def test_job_with_spares_is_requeued_if_the_masters_host_is_lost(
 
 
 def submit_to_broken(site: Site, broken: dict[str, str]) -> None:
-    """SFT on one host, as ``sft/1``. ``broken``: how a node is broken."""
+    """Submit SFT on one host as ``sft/1``. ``broken``: the way in which a node is broken."""
     cases = " ".join(f"{node}) {how};;" for node, how in broken.items())
     setup = [f"case $SLURMD_NODENAME in {cases} esac"]
     cluster: dict[str, Any] = {
@@ -138,7 +138,7 @@ def submit_to_broken(site: Site, broken: dict[str, str]) -> None:
 
 
 def start_throttled(folder: Path) -> Watched:
-    """A trial that has trained a step, with two further links."""
+    """Start a trial with two further links, which has trained a step."""
     slow = paced.config(folder, pause_s=20.0)  # it must not end before it may hurry
     config = {**slow, "cluster": paced.cluster(folder, links=3)}
     trial = Watched(Site(folder), config, "slurm")
@@ -169,11 +169,11 @@ def submit_by_hand(trial: Watched) -> None:
 
 
 def array(paths: RunPaths) -> str:
-    """The first submission's job id."""
+    """Return the job id of the first submission."""
     return str(json.loads(paths.submission_jobs(1).read_text())["trainer"])
 
 
 def states(job: str) -> dict[str, str]:
-    """The states of all elements of an array."""
+    """Return the states of all elements of an array."""
     lines = slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", job).splitlines()
     return {line.split()[0]: line.split()[1] for line in lines}

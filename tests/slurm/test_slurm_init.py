@@ -1,4 +1,4 @@
-"""Tests of facts that a real Slurm reports about itself."""
+"""Tests of the properties that slurmrl reads from a real Slurm."""
 
 from __future__ import annotations
 

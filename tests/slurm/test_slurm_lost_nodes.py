@@ -1,5 +1,5 @@
-"""Trials that lose nodes of a real Slurm, or are preempted: their result equals that of an
-undisturbed trial. Through the command line only.
+"""Trials on a real Slurm that lose nodes or are preempted have the result of an undisturbed trial.
+Tests use only the command line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ soak = pytest.mark.soak
 
 @pytest.fixture
 def breakable() -> Iterator[Path]:
-    """A private bed, whose nodes may be lost."""
+    """Start a private test bed whose nodes a test may kill."""
     with private_bed() as directory:
         yield directory
 
@@ -53,9 +53,8 @@ def low(folder: Path) -> dict[str, Any]:
 def test_preempted_trial_commits_within_the_grace_time(
     tmp_path: Path, calm: Outcome, options: tuple[str, ...]
 ) -> None:
-    """With the user's signal, the batch process gets the warning.
-
-    Without it, only the tasks get TERM and CONT.
+    """If the configuration sets a signal, the batch process gets it as a warning. Otherwise only
+    the tasks get TERM and CONT.
     """
     with private_bed(*options):
         trial = paced.start(
@@ -103,8 +102,8 @@ def test_trial_continues_after_a_node_is_set_down(
 def test_trial_continues_after_a_node_is_lost(
     tmp_path: Path, breakable: Path, calm: Outcome, first: bool
 ) -> None:
-    """slurmd and all processes of one node disappear at once: of the batch host, or of the
-    other.
+    """slurmd and all processes of one node end at the same moment. The node is the batch host or
+    the other host.
     """
     trial = paced.start(tmp_path)
 
@@ -123,10 +122,8 @@ def test_trial_continues_after_a_node_is_lost(
 def test_nodes_marked_dead_by_slurm_commit_nothing(
     tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
 ) -> None:
-    """The slurmd of each node dies.
-
-    The processes of the incarnation continue to train, or are stopped as well and wake up when
-    another incarnation trains elsewhere. They exit, and commit nothing from then on.
+    """The slurmd of each node is killed. The processes of the incarnation continue to train, or are
+    stopped until another incarnation trains elsewhere. Afterwards they exit and commit nothing.
     """
     trial = paced.start(tmp_path)
     run = trial.witness.paths.run
@@ -149,8 +146,8 @@ def test_nodes_marked_dead_by_slurm_commit_nothing(
 
 @soak
 def test_spare_replaces_a_lost_node(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
-    """Nodes are not shared: Slurm (22.05) lets the next element of the array start when it takes a
-    lost node from one with --no-kill, if there is room for it.
+    """The job has its nodes exclusively: Slurm 22.05 would start the next element of the array when it
+    removes a lost node from an element with --no-kill, if there is room.
     """
     spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
     trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})

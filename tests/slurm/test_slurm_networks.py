@@ -1,6 +1,5 @@
-"""Nodes with their own host names, addresses and ports: a cut network, wrong host names.
-
-Needs root; skipped with the reason elsewhere.
+"""Tests of a cut network and of wrong host names, on nodes with their own host names, addresses and
+ports. Skipped without root.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def test_job_of_a_disconnected_node_continues_elsewhere(network_bed: Path, tmp_p
 
 @pytest.mark.soak
 def test_trial_survives_a_network_loss_of_one_host(network_bed: Path, tmp_path: Path) -> None:
-    """Two of three nodes train over their own addresses; one is cut off, the third takes over."""
+    """Two of three nodes train. One loses its network, and the third node replaces it."""
     site = Site(tmp_path, {"SLURM_CONF": str(network_bed / "slurm.conf")})
     start(site, "sft/1")
     hosts = [task["host"] for group in site.status("sft/1")["groups"] for task in group["tasks"]]

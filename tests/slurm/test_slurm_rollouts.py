@@ -28,10 +28,8 @@ def different(prompts, completions, rows):
 
 @pytest.mark.long
 def test_rollout_tasks_follow_the_requested_number(tmp_path: Path) -> None:
-    """One task, two, none, and one again.
-
-    While there is none, the trainers wait. Then the trainers' job is cancelled, and `resume`
-    replaces the task that is left.
+    """The requested number is one, two, zero, and one again. With zero tasks, the trainers wait.
+    Then the trainers' job is cancelled, and `resume` replaces the remaining task.
     """
     site = site_in(tmp_path, {})
     go = tmp_path / "go"
@@ -80,9 +78,8 @@ def waits_for(site: Site, trial: str) -> str:
 
 @pytest.mark.long
 def test_tasks_in_the_trainers_job_are_slurm_steps(tmp_path: Path) -> None:
-    """Each of two hosts has a rank and a task.
-
-    An agent of a task is killed, then the job: the next link has tasks of its own.
+    """Each of two hosts has a rank and a task. A task's agent is killed, then the job. The next
+    link starts new tasks.
     """
     site = site_in(tmp_path, {}, pause_s=0.6)
     options = {"partition": "main", "time": "30", "links": 2}

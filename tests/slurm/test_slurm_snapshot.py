@@ -1,4 +1,4 @@
-"""Code that is edited while a job pends."""
+"""Tests of code that is edited while a job is pending."""
 
 from __future__ import annotations
 

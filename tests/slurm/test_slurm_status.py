@@ -1,5 +1,5 @@
-"""``slurmrl status`` of a trial on a real Slurm: why it waits, what is left of its chain, how its
-jobs ended.
+"""Tests of ``slurmrl status`` of a trial on a real Slurm: the reason for waiting, the remaining
+chain, and the ends of its jobs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("bed")
 
 
 def submit(site: Site, **slurm: Any) -> None:
-    """A trial on two hosts with one worker each, which outlasts every test."""
+    """Submit a trial on two hosts with one worker each, which runs longer than every test."""
     cluster = {
         "workers_per_host": 1,
         "gpus_per_worker": 0,

@@ -1,4 +1,4 @@
-"""The test bed itself: a second one can run at the same time, and leaves no trace."""
+"""Tests of the test bed: a second bed can run at the same time and leaves no files or processes."""
 
 from __future__ import annotations
 

@@ -53,14 +53,16 @@ def tasks(site: Site, trial: str) -> list[dict[str, Any]]:
 
 
 def gpus(site: Site, trial: str) -> dict[str, list[str]]:
-    """The CUDA_VISIBLE_DEVICES of each worker on each host, from the agents' events."""
+    """Return CUDA_VISIBLE_DEVICES of each worker on each host, from the agents' events."""
     told = events.read_all(site.paths(trial))
     host_of = {event["writer"]: event["host"] for event in told if "host" in event}
     return {host_of[e["writer"]]: e["gpus"] for e in told if e["kind"] == "join"}
 
 
 def visible_devices(run: Path) -> list[str]:
-    """CUDA_VISIBLE_DEVICES in the initial environment of each worker process, from the kernel."""
+    """Return CUDA_VISIBLE_DEVICES in the initial environment of each worker process, from the
+    kernel.
+    """
     found = []
     for pid in processes(run)["worker"]:
         words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
@@ -76,7 +78,7 @@ def batch_pid(trial_run: Path) -> int:
 
 
 def submit_example(site: Site, name: str, *overrides: str) -> None:
-    """An example of this repository on two nodes with one fake GPU and one worker each."""
+    """Submit an example of this repository on two nodes with one fake GPU and one worker each."""
     cluster = (
         *("workers_per_host=1", "gpus_per_worker=1", "interface=lo", "slurm.partition=main"),
         f"slurm.setup=['{USE_FAKE_GPUS}']",
@@ -115,7 +117,7 @@ def test_ppo_example_on_two_nodes_shows_status_and_logs(site: Site) -> None:
 
 @pytest.mark.long
 def test_two_trials_share_nodes(site: Site) -> None:
-    """Both trials run on the same two nodes at once, on different devices."""
+    """Both trials run at the same time on the same two nodes, with different devices."""
     site = with_fake_gpus(site)
     nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]", "setup": [USE_FAKE_GPUS]}
     hold = Hold(site)

@@ -1,4 +1,4 @@
-"""Steps of DPO, KTO and reward models on several ranks report and do what they do on one."""
+"""Steps of DPO, KTO and reward models on several ranks have the metrics and updates of one rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def batch(name: str) -> SequenceSample:
 
 
 def train(size: int, name: str, engine: str) -> tuple[dict[str, float], dict[str, float], Any]:
-    """Metrics of an evaluation and of a step after it, and what the model says afterwards."""
+    """Return the metrics of an evaluation and of a step after it, and the model's outputs
+    afterwards.
+    """
     if engine == "megatron":
         megatron_cpu.install()
     algorithm, interface = ALGORITHMS[name]

@@ -1,4 +1,4 @@
-"""A PPO step on two ranks reports and does what it does on one."""
+"""A PPO step on two ranks has the metrics and updates of one rank."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def pairs() -> SequenceSample:
 def train(
     size: int, engine: str = "fsdp", *, grouped: bool = False, **options: Any
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """Statistics of one actor and one critic step, and what the actor says afterwards."""
+    """Return the statistics of one actor and one critic step, and the actor's outputs
+    afterwards.
+    """
     whole, parts = (pairs(), PAIRS) if grouped else (rollout(), PARTS)
     if engine == "megatron":
         megatron_cpu.install()
@@ -174,7 +176,9 @@ def recompute(engine: TrainEngine, own: SequenceSample, context: CallContext) ->
 def test_step_on_several_ranks_equals_step_on_one(
     ranks: RankPool, size: int, engine: str, options: dict[str, Any]
 ) -> None:
-    """A minibatch has the same items on any number of ranks: here some have none of one."""
+    """A minibatch has the same items on any number of ranks. Here, some ranks have no
+    item of one.
+    """
     (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1, engine, **options)
     results = ranks(size, f"{HERE}:train", size, engine, **options)
     for stats, after in results:

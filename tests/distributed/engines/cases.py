@@ -114,7 +114,7 @@ def make(setup: Setup) -> TrainEngine:
 
 
 def batch(step: int = 0) -> SequenceSample:
-    """Random tokens, weights of the loss and returns; another batch for each step."""
+    """Return random tokens, loss weights and returns. Each step has another batch."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = sum(LENGTHS)
     vocabulary = int(ARCHITECTURE["vocab_size"])  # type: ignore[call-overload]
@@ -186,7 +186,9 @@ def frozen(setup: Setup, folder: Path) -> tuple[list[Any], str]:
 
 
 def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
-    """Outputs before and after a training step, and of an engine that only trained."""
+    """Return outputs before and after a training step, and outputs of an engine that only
+    trained.
+    """
     engine, fresh = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
     before = engine.forward(sample)
@@ -199,8 +201,8 @@ def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
 
 
 def offloaded(setup: Setup) -> tuple[int, int, list[dict[str, float]], list[dict[str, float]]]:
-    """Bytes of this rank's weights and moments before and while offloaded; statistics of steps
-    with offloading between them and without.
+    """Return the bytes of this rank's weights and moments before and during offloading, and the
+    statistics of steps with and without offloading between them.
     """
     engine, kept = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
@@ -281,8 +283,9 @@ def completed(
 
 
 def saved_after_failed_training(setup: Setup, folder: Path) -> tuple[str, bool, str, str]:
-    """The error of a loss that fails in the last of several rounds, whether all weights are sharded
-    after it, and the checksums of what is saved after another step and by a fresh engine's.
+    """Let a loss fail in the last of several rounds. Return its error, whether all weights are
+    sharded afterwards, and the checksums of two checkpoints after one more step: of this engine and
+    of a new one.
     """
     engine, fresh = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
@@ -311,7 +314,7 @@ def saved_after_failed_training(setup: Setup, folder: Path) -> tuple[str, bool, 
 
 
 def refused_after_failed_training(setup: Setup) -> str:
-    """The error of a step after one that failed, with a torch that cannot reset FSDP."""
+    """Return the error of a step after a failed step, with a torch that cannot reset FSDP."""
     engine, sample = make(setup), batch().take(setup.split[0])
 
     def failing(outputs: Outputs, part: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
@@ -329,7 +332,7 @@ def refused_after_failed_training(setup: Setup) -> str:
 
 
 def saved_after_failed_generation(setup: Setup, folder: Path) -> tuple[str, str, str]:
-    """The error, and the checksums of what is saved right after it and by a fresh engine."""
+    """Return the error, the checksums of a checkpoint right after it, and those of a new engine."""
     engine, fresh = make(setup), make(setup)
     sample = prompts(batch().take(setup.split[engine.context.dp_rank]))
     keys = torch.zeros(sample.bs, dtype=torch.int64)

@@ -17,7 +17,7 @@ from tests.pool import RankPool
 
 
 def train(ranks: RankPool, setup: Setup, folder: Path) -> None:
-    """A step on two ranks, and a checkpoint in ``folder``."""
+    """Train one step on two ranks, and save a checkpoint in ``folder``."""
     results = ranks(2, "tests.distributed.engines.cases:train", setup, save=folder)
     files: Sequence[Any] = [file for _, saved in results for file in saved]
     write_manifest(folder, step=1, files=files, state={})
@@ -26,7 +26,9 @@ def train(ranks: RankPool, setup: Setup, folder: Path) -> None:
 def train_and_export(
     ranks: RankPool, setup: Setup, folder: Path, implementation: str
 ) -> tuple[Path, PreTrainedModel]:
-    """The export after that, and what transformers loads of it: all, and nothing else."""
+    """Return the export after one step, and the model that transformers loads from it without
+    missing or unexpected tensors.
+    """
     train(ranks, setup, folder)
     values, storage = file_form(setup.model["architecture"], implementation, "lm")
     weights = RoleCheckpoint(folder, "actor")

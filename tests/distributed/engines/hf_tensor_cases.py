@@ -30,7 +30,7 @@ def made(family: str) -> HFModel:
 
 
 def computed(model: HFModel) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of a batch, and the gradients of a sum of them."""
+    """Return the log-probabilities of a batch, and the gradients of their weighted sum."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(32, (sum(LENGTHS),), generator=generator)
     cu_seqlens = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -42,9 +42,8 @@ def computed(model: HFModel) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def differences(families: Sequence[str]) -> list[tuple[str, float, float, bool]]:
-    """The largest difference to the whole model of log-probabilities and, relatively, gradients.
-
-    The last value is whether the ranks share attention.
+    """Return the largest absolute difference of log-probabilities from the whole model, the largest
+    relative difference of gradients, and whether the ranks share attention.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     axis = Axis(rank, size, dist.new_group(list(range(size))))
@@ -73,7 +72,9 @@ def differences(families: Sequence[str]) -> list[tuple[str, float, float, bool]]
 
 
 def copies_after_training(setup: Setup, *, deterministic: bool) -> dict[str, Tensor]:
-    """The whole weights of this rank after a step in which each rank's gradients differ a bit."""
+    """Return the replicated weights of this rank after a step in which each rank's gradients differ
+    slightly.
+    """
     engine: Any = make(setup)
     shards, split = engine._shards, engine._placing.tensor
     exact = shards.take_gradients

@@ -38,8 +38,8 @@ def decaying(setup: Setup) -> set[str]:
 
 
 def load_from_few_files(setup: Setup, folder: Path, needed: Sequence[Sequence[int]]) -> int:
-    """Load a checkpoint of which each rank sees the files of its ``needed`` ranks only; return the
-    most bytes allocated meanwhile beside the engine's tensors, with blocks of 64 KiB.
+    """Load a checkpoint of which each rank sees only the files of its ``needed`` ranks. Return the
+    peak of allocated bytes in addition to the engine's tensors, with blocks of 64 KiB.
     """
     engine = make(setup)
     rank = dist.get_rank()
@@ -63,7 +63,9 @@ def forward(setup: Setup) -> dict[str, Tensor]:
 
 
 def shared(setup: Setup) -> list[Any]:
-    """The sample of each rank after the first of those with the same samples sent its own."""
+    """Return the sample of each rank after the first rank of each group has sent its sample to the
+    others.
+    """
     place = context(setup)
     rank = dist.get_rank()
     sample = SequenceSample.from_default(

@@ -16,10 +16,8 @@ BLOCK_BYTES = 1 << 16
 
 
 def loaded(sides: list[Side], architecture: dict[str, Any], directory: Path) -> tuple[int, int]:
-    """Save the first side's model and load it as the second side's.
-
-    Returns the bytes that loading holds at most beside the model (torch's and Python's), and those
-    of this rank's weights.
+    """Save the first side's model and load it in the second side's layout. Return the peak of bytes
+    that loading allocates (by torch and Python), and the bytes of this rank's weights.
     """
     source, target = (engine for engine in engines(sides, architecture) if engine is not None)
     source.save(directory)

@@ -15,7 +15,7 @@ Chunk = tuple[str, tuple[int, ...], Tensor]
 
 
 def loaded(setup: Setup, folder: Path) -> tuple[Outputs, Outputs, list[Chunk]]:
-    """Outputs with the adapters of a checkpoint and without them, and this rank's chunks of the
+    """Return outputs with and without the adapters of a checkpoint, and this rank's chunks of the
     merged weights: name, start of the box, values.
     """
     engine = make(setup)
@@ -30,8 +30,8 @@ def loaded(setup: Setup, folder: Path) -> tuple[Outputs, Outputs, list[Chunk]]:
 
 
 def stored(setup: Setup) -> tuple[dict[str, torch.dtype], bool, float]:
-    """The type of each parameter, whether a training step left the frozen ones as they were, and
-    the step's loss.
+    """Return the dtype of each parameter, whether a training step left the frozen parameters
+    unchanged, and the step's loss.
     """
     engine = make(setup)
     local = engine._shards.local()  # type: ignore[attr-defined]
@@ -44,8 +44,8 @@ def stored(setup: Setup) -> tuple[dict[str, torch.dtype], bool, float]:
 
 
 def offloaded(setup: Setup) -> tuple[int, list[float], list[float]]:
-    """Bytes of all parameters while offloaded; losses of steps with offloading between them and
-    without.
+    """Return the bytes of all parameters during offloading, and the losses of steps with and
+    without offloading between them.
     """
     engine, kept = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])

@@ -78,7 +78,9 @@ def make(case: Case) -> TrainEngine:
 
 
 def share(engine: TrainEngine) -> list[int]:
-    """Item indices of this rank: unequal shares, the last data-parallel rank has most."""
+    """Return the item indices of this rank. Shares are unequal: the last data-parallel rank has
+    most.
+    """
     rank, size = engine.context.dp_rank, engine.context.dp_size
     return [index for index in range(10) if min(index // 2, size - 1) == rank]
 
@@ -91,7 +93,7 @@ def step(engine: TrainEngine, number: int) -> dict[str, float]:
 def train(
     case: Case, steps: range = range(1), save: Path | None = None, load: Path | None = None
 ) -> list[dict[str, float]]:
-    """Train; the statistics of each step. Saves after each step under its number."""
+    """Train, and save each step under its number. Return the statistics of each step."""
     engine = make(case)
     torch.manual_seed(dist.get_rank() if load is None else 99)
     if load is not None:
@@ -121,8 +123,8 @@ def held(case: Case) -> tuple[Layout, dict[str, Tensor]]:
 
 
 def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[str, float]]]:
-    """Bytes of weights, moments and gradients before and while offloaded; statistics of steps with
-    and without.
+    """Return the bytes of weights, moments and gradients before and during offloading, and the
+    statistics of steps with and without offloading.
     """
     engine: Any = make(case)
     kept = make(case)
@@ -137,7 +139,7 @@ def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[s
 
 
 def kept(case: Case) -> tuple[bool, float]:
-    """Whether the weights that are compared are float32 ones, and the share of a step's update that
+    """Return whether the compared weights are float32, and the share of a step's update that
     remains in bfloat16.
     """
     engine, measure = make(case), UpdateKept("bfloat16")

@@ -1,5 +1,5 @@
-"""Functions of the test of several models with separate layouts: the ranks, and one process for
-comparison.
+"""Functions that ranks, and one process for comparison, run in the test of several models with
+separate layouts.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ ROLES = (
 
 
 def context(step: int, batch: tuple[str, ...]) -> CallContext:
-    """The context of PPO's calls: one update per step, counted from 0 here, with all terms of
-    the losses.
+    """Return the context of PPO's calls: one update per step, with all terms of the losses. Steps
+    count from 0.
     """
     ppo = PolicyGradient(
         batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01
@@ -98,9 +98,8 @@ def replay(
     rollouts: Sequence[SequenceSample],
     trained: Callable[[str, int], None] = lambda role, number: None,
 ) -> list[Step]:
-    """PPO's calls on each of the rollouts: what the models say of one reaches the losses.
-
-    All models but the one that computes are offloaded; ``trained`` is called after each update.
+    """Run PPO's calls on each rollout, so that the outputs of all models reach the losses. All
+    models but the one that computes are offloaded; ``trained`` is called after each update.
     """
     found = []
     for engine in engines.values():
@@ -131,9 +130,8 @@ def share(engine: Any) -> list[int]:
 
 
 def everyone(engine: Any, own: SequenceSample) -> SequenceSample:
-    """The results of all ranks of a model, each item once.
-
-    Other layouts of this worker have the items on other ranks.
+    """Collect the results of all ranks of a model, each item once. Other models of this worker have
+    the items on other ranks.
     """
     if not dist.is_initialized():
         return own

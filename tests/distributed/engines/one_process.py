@@ -1,5 +1,5 @@
-"""Models in one process, from the folders that engines start from, and comparing engines with
-them.
+"""Models in one process, loaded from the folders of engines, and comparisons of engines
+with them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.support.decoder_folders import to_hf
 def random_model(
     folder: Path, architecture: dict[str, Any], head: Any = "lm", seed: int = 7
 ) -> Decoder:
-    """A model in which every tensor has different values, also the biases and norms that begin
-    as zeros and ones; and its folder.
+    """Make a model whose tensors, including biases and norms, all have random values. Return the
+    model and its folder.
     """
     folder.mkdir(exist_ok=True)
     config = ModelConfig.from_hf(architecture)
@@ -52,7 +52,9 @@ def of_folder(setup: Setup, folder: Path) -> Setup:
 def assert_as_one_process(
     ranks: RankPool, folder: Path, setup: Setup, architecture: dict[str, Any]
 ) -> None:
-    """Loss, gradient norm and every gradient of a step, at the bounds of the contract."""
+    """Compare the loss, gradient norm and every gradient of a step within the bounds of the
+    contract.
+    """
     decoder = random_model(folder / "model", architecture, setup.head).double()
     setup = of_folder(setup, folder / "model")
     results = ranks(setup.ranks, "tests.distributed.engines.cases:train", setup, save=folder)
@@ -77,7 +79,9 @@ def assert_gradients(
     bound: float = 2e-6,
     constants: dict[str, Tensor] | None = None,
 ) -> None:
-    """The first moments after one step are the gradients; constants are as they were."""
+    """Compare the first moments after one step, which are the gradients. Constants are
+    unchanged.
+    """
     saved, constants = RoleCheckpoint(checkpoint, "actor"), constants or {}
     assert {name for name, _ in saved.weights()} == set(expected) | set(constants)
     for name, values in constants.items():

@@ -48,8 +48,8 @@ def group_batch() -> SequenceSample:
 def train_groups(
     setup: Setup, separate: bool, save: Path | None = None
 ) -> tuple[Outputs, dict[str, float], list[int]]:
-    """Outputs, the statistics of a step after them, and the tokens that the layers read in each
-    forward pass of both. With ``separate``, each sequence is an item.
+    """Return outputs, the statistics of a step, and the tokens that the layers read in each forward
+    pass. With ``separate``, each sequence is an item.
     """
     engine = make(setup)
     sample = group_batch().take(setup.split[engine.context.dp_rank])

@@ -28,8 +28,8 @@ from tests.support import megatron_cpu
 
 
 def supported() -> SequenceSample:
-    """A batch in which every fourth token, and the first of each sequence, was drawn from all
-    tokens, and the others from up to nine.
+    """Return a batch with sampling masks: every fourth token and the first of each sequence was
+    drawn from all tokens, the others from up to nine tokens.
     """
     sample, masks = batch(), SampledMasks()
     generator = torch.Generator().manual_seed(3)
@@ -84,7 +84,7 @@ class Recorded:
 
 
 def recorded(case: Setup | Case, blocks: int, experts: int, folder: Path) -> Recorded:
-    """Outputs of this rank's items, and a step with them, whose result is saved."""
+    """Return outputs of this rank's items, and train one step on them, whose result is saved."""
     of: Any = megatron_cases.make if isinstance(case, Case) else make
     actor, reference = of(case), of(replace(case, trained=False))
     items = share(actor)

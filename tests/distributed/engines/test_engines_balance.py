@@ -1,5 +1,5 @@
-"""The load-balancing loss of experts is that of an optimizer step's whole batch, however the batch
-is cut into micro-batches and spread over ranks.
+"""The load-balancing loss of experts covers the whole batch of an optimizer step, for any
+micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 
 
 def reference(decoder: Decoder) -> dict[str, Tensor]:
-    """Gradients in float64 of one process that has all router logits of the batch at once."""
+    """Return gradients in float64 from one process that has all router logits of the
+    batch at once.
+    """
     logits: dict[SparseMLP, list[Tensor]] = defaultdict(list)
     for block in decoder.modules():
         if isinstance(block, SparseMLP):
@@ -115,7 +117,7 @@ def test_balance_loss_gradients_equal_the_whole_batch(
 def test_megatron_balance_loss_gradients_equal_the_whole_batch(
     ranks: RankPool, tmp_path: Path, where: Placed, options: dict[str, Any]
 ) -> None:
-    """megatron has pipelines, and padded parts of sequences."""
+    """Covers pipelines and padded parts of sequences."""
     for name, architecture in (("model", {**MOE, **BALANCED}), ("plain", MOE)):
         (tmp_path / name).mkdir()
         decoder = start(tmp_path / name, architecture, "lm")

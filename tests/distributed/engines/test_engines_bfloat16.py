@@ -1,4 +1,4 @@
-"""Computing in bfloat16: what is summed up is summed in float32."""
+"""In bfloat16, sums over tokens, micro-batches and ranks are computed in float32."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ KINDS = [
 
 
 def sum_of_unequal_parts(setup: Setup, folder: Path) -> None:
-    """A step on items of the same tokens, each a micro-batch of its own; the first one's loss
-    counts ``LARGE`` times. Powers of two scale gradients exactly, in any type.
+    """Train one step on equal items, each in its own micro-batch. The loss of the first item has
+    the weight ``LARGE``. Powers of two scale gradients exactly in any dtype.
     """
     engine = make(setup)
     tokens = torch.randint(33, (12,), generator=torch.Generator().manual_seed(3))

@@ -1,5 +1,5 @@
-"""Models of transformers with tensors that are no parameters and belong to the model all the
-same: what balances the experts of deepseek_v3, and the experts of each token in deepseek_v4.
+"""Models of transformers with constant tensors: biases that balance the experts of deepseek_v3, and
+the experts of each token in deepseek_v4.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_export_keeps_integer_constants(ranks: RankPool, tmp_path: Path, hashed:
 def test_export_keeps_constant_tensors(
     ranks: RankPool, tmp_path: Path, source: Path, layers: bool
 ) -> None:
-    """An export of a model that was trained with a rate of 0 is the model that it began as."""
+    """After training with a learning rate of 0, the export equals the initial model."""
     settings = model(
         architecture=ARCHITECTURE,
         implementation="hf",

@@ -1,4 +1,4 @@
-"""The contract of engines, the same for each of them, against one plain process."""
+"""The contract of every engine, compared with one plain process."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ HEADS = [("lm", False), ("lm", True), ("value", False)]
 def test_loss_and_gradients_equal_one_process(
     ranks: RankPool, tmp_path: Path, engine: str, units: str, split: str, head: str, tied: bool
 ) -> None:
-    """Every pair of engine with units, split and head comes once at least."""
+    """Covers each pair of engine (with its units), layout and head at least once."""
     small = {"tie_word_embeddings": tied, "initializer_range": 0.1}
     setup = Setup(
         engine=engine,

@@ -1,6 +1,4 @@
-"""Every family through the fsdp engine, and transformers' models in the built-in decoder's
-place.
-"""
+"""Every family on the fsdp engine, and transformers' models in place of the built-in decoder."""
 
 from __future__ import annotations
 
@@ -238,7 +236,7 @@ def test_export_of_a_transformers_model_can_be_loaded(ranks: RankPool, tmp_path:
 def test_transformers_model_generates_like_the_built_in_one(
     ranks: RankPool, tmp_path: Path, units: str
 ) -> None:
-    """Ranks make different numbers of steps, before any other call."""
+    """Generation is the first call of the engine, and ranks make different numbers of steps."""
     to_hf(plain_decoder(WINDOWED), tmp_path)
     options = GenerationOptions(max_new_tokens=12, stop_token_ids=(3, 4, 5, 6))
     found = []

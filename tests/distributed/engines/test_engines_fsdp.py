@@ -164,8 +164,8 @@ def test_missing_rank_file_is_rejected(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def gathered_before_backward(setup: Setup) -> dict[str, bool]:
-    """Return the ends of the decoder that are gathered between forward and backward, and after a
-    step.
+    """Return whether the embedding and the output projection are gathered between the forward and
+    backward pass, and after a step.
     """
     engine = make(setup)
     assert isinstance(engine, FSDPEngine)

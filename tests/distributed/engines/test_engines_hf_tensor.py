@@ -58,9 +58,9 @@ def saved_tensors(folder: Path) -> dict[str, Any]:
 def assert_trains_alike(
     ranks: RankPool, folder: Path, one: Setup, split: Setup, bound: float
 ) -> Path:
-    """Compare two steps of one rank and of a split model, and a third one from the other's files.
-
-    ``bound`` is that of saved tensors. Return the checkpoint of the split model.
+    """Compare two steps on one rank and on a split model, and a third step of each from the
+    checkpoint of the other. ``bound`` is the bound of saved tensors. Return the checkpoint of the
+    split model.
     """
     folders = folder / "one", folder / "split"
     for each in folders:
@@ -136,7 +136,9 @@ def test_listed_families_compute_the_same_on_two_tensor_ranks(
 
 
 def test_replicated_weights_stay_equal_if_kernels_round_differently(ranks: RankPool) -> None:
-    """GPUs do so unless they are to be deterministic. olmo2's attention is whole on each rank."""
+    """GPU kernels may round differently if ``deterministic`` is false. Each rank has olmo2's whole
+    attention.
+    """
     case, split = f"{CASES_OF_TENSOR}:copies_after_training", setup("olmo2", {"tp": 2})
     first, second = ranks(2, case, split, deterministic=False)
     assert any(".q_proj." in name for name in first)

@@ -65,7 +65,7 @@ def test_tensor_ranks_generate_the_same_tokens_as_one_rank(
 
 
 async def everything(engine: RolloutEngine) -> dict[str, tuple[Completion, ...]]:
-    """Requests that come and go, with all kinds of options."""
+    """Serve requests with all options, which start and end at different times."""
     futures = {
         one.request_id: engine.submit(one)
         for one in (
@@ -90,7 +90,9 @@ async def everything(engine: RolloutEngine) -> dict[str, tuple[Completion, ...]]
 
 
 def served(setup: Setup) -> dict[str, tuple[Completion, ...]] | None:
-    """The answers of the leader; twice, so that each rank is let go and asked again."""
+    """Return the leader's answers to the same requests twice, so that the ranks serve two
+    rounds.
+    """
     engine: Any = make(setup)
     results = []
     for _ in range(2):
@@ -119,7 +121,7 @@ def test_tensor_ranks_serve_requests_of_their_leader(ranks: RankPool, family: st
 
 
 def disagreeing(setup: Setup) -> None:
-    """A whole batch, of which the second rank samples another token at one place."""
+    """Generate a batch in which the second rank samples another token at one position."""
     engine: Any = make(setup)
     sample, calls = hf_batch.sample, count()
 

@@ -99,8 +99,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any) -> Setup:
-    """One unit a layer where the setup says ``layers``, and sequence parallelism with
-    ``sequence``.
+    """Return a setup. ``layers`` makes each layer a unit, and ``sequence`` adds sequence
+    parallelism.
     """
     options = {"small_bytes": 0} if changes.pop("layers", False) else {}
     parallel = {"sequence_parallel": changes.pop("sequence", False)}
@@ -202,8 +202,8 @@ PAIRS = [
 def test_family_trains_as_in_one_process_in_each_layout(
     ranks: RankPool, tmp_path: Path, family: str, layout: str
 ) -> None:
-    """Layouts of tensor and other ranks have sequence parallelism. Every other pair has a unit a
-    layer: each family and each layout has both kinds of units.
+    """Layouts that combine tensor parallelism with other axes use sequence parallelism. Half of the
+    pairs have one unit per layer, so each family and each layout has both kinds of units.
     """
     sizes = LAYOUTS[layout]
     sequence, layers = "tp" in sizes and len(sizes) > 1, PAIRS.index((family, layout)) % 2 == 1
@@ -280,7 +280,7 @@ def test_layout_locates_every_element(
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_completions_in_each_layout_equal_one_process(ranks: RankPool, family: str) -> None:
-    """Key and value heads fewer than the tensor ranks, and rows that do not fill their parts."""
+    """Covers fewer key-value heads than tensor ranks, and rows that do not fill their parts."""
     options = GenerationOptions(max_new_tokens=6, stop_token_ids=(3, 4, 5))
     sample = batch()
     expected = generate(
@@ -310,7 +310,7 @@ def test_completions_in_each_layout_equal_one_process(ranks: RankPool, family: s
 
 
 def test_checkpoints_move_between_layouts(ranks: RankPool, tmp_path: Path) -> None:
-    """Trained in one layout, loaded and saved again in others: the same weights and moments."""
+    """A checkpoint of one layout that other layouts load and save keeps its weights and moments."""
     moving = {"optimizer": {"betas": (0.9, 0.95)}}
     order = ["d2", "d2t2", "c2t2", "t4", "d2"]
     folders = [tmp_path / str(index) for index in range(len(order))]

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto another layout: the memory of a rank."""
+"""A rank's memory during loading of a checkpoint of another layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FSDP = Side({"dp": 4}, trained=True)
 def test_loading_keeps_at_most_a_ranks_part_and_one_block(
     ranks: RankPool, tmp_path: Path, sides: tuple[Side, Side]
 ) -> None:
-    """No rank ever holds the model, nor a tensor, that it does not own."""
+    """A rank never holds the whole model, or a whole tensor of other ranks."""
     job = "tests.distributed.engines.loading_cases:loaded"
     for peak, own in ranks(4, job, [*sides], LARGE, tmp_path):
         assert peak < 12 * BLOCK_BYTES < own // 4

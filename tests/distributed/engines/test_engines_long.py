@@ -44,8 +44,8 @@ def trained(
 
 
 def assert_near(found: RoleCheckpoint, expected: RoleCheckpoint, share: float) -> None:
-    """The first moments after one step are the gradients, of which small ones are sums that cancel
-    nearly.
+    """Compare the first moments after one step, which are the gradients. Small gradients are sums
+    whose terms nearly cancel.
     """
     names = [name for name, _ in expected.weights()]
     gradients = {name: expected.read(f"exp_avg/{name}") for name in names}
@@ -78,7 +78,7 @@ def test_sequence_of_8192_tokens_trains_as_in_one_process(
 
 
 def test_resumed_ring_training_is_bit_identical(ranks: RankPool, tmp_path: Path) -> None:
-    """Two steps, and one step in new engines after a checkpoint of the first."""
+    """Two steps equal one step, a checkpoint, and one step of new engines."""
     folders = [tmp_path / name for name in ("whole", "first", "second")]
     for folder in folders:
         folder.mkdir()

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint of adapters after one step, and what PEFT computes with them."""
+    """A checkpoint of adapters after one step, and PEFT's results with the same adapters."""
 
     folder: Path
     lora: Lora
@@ -77,7 +77,7 @@ class Reference:
 
 
 def made(ranks: RankPool, folder: Path, head: Any, lora: Lora, family: str = "qwen3") -> Reference:
-    """Adapters that one process trained for a step, loaded by PEFT from their export."""
+    """Train adapters for one step in one process, and load their export with PEFT."""
     random_model(folder / "model", MODELS[family], head)
     (folder / "checkpoint").mkdir()
     empty = Reference(folder, lora, head, {}, {}, 0.0, {}, family)
@@ -141,8 +141,8 @@ def leaders(setup: Setup) -> Iterator[tuple[int, list[int]]]:
 def test_adapter_step_equals_peft(
     ranks: RankPool, reference: Reference, tmp_path: Path, layout: str
 ) -> None:
-    """Outputs with and without adapters, loss, and every gradient, from a checkpoint of one rank,
-    which every layout can load.
+    """Covers outputs with and without adapters, the loss and every gradient. All layouts load the
+    same checkpoint.
     """
     assert_step(ranks, reference, tmp_path, layout)
 
@@ -159,7 +159,7 @@ def test_critic_with_adapters_also_trains_its_value_head(
 def test_adapters_of_latent_attention_equal_peft(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """Tensor ranks have whole adapters of latent vectors, and a part of their gradients each."""
+    """Each tensor rank has the whole adapters of latent vectors and a part of their gradients."""
     targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     lora = Lora(rank=3, alpha=5.0, targets=targets)
     latent = made(ranks, tmp_path_factory.mktemp("latent"), "lm", lora, "deepseek_v3")
@@ -193,8 +193,8 @@ def assert_step(ranks: RankPool, reference: Reference, folder: Path, layout: str
 
 
 def test_merged_weights_equal_peft(ranks: RankPool, reference: Reference, tmp_path: Path) -> None:
-    """The engine's weights for moves, which are bit for bit the export's, and transformers' logits
-    on the export.
+    """The weights that the engine moves equal the export bit for bit. transformers computes PEFT's
+    logits from the export.
     """
     config = ModelConfig.from_hf(MODELS["qwen3"])
     trained = RoleCheckpoint(reference.checkpoint, "actor")
@@ -264,8 +264,8 @@ def test_offload_includes_frozen_weights(ranks: RankPool, reference: Reference) 
 def test_dropout_does_not_depend_on_the_layout(
     ranks: RankPool, reference: Reference, tmp_path: Path
 ) -> None:
-    """Losses of several steps are equal in all layouts and after a restart, and other ones than
-    without dropout. Outputs without gradients have none.
+    """Losses of several steps are equal in all layouts and after a restart, and differ from losses
+    without dropout. Outputs without gradients have no dropout.
     """
     lora = reference.lora.model_copy(update={"dropout": 0.4})
     dropping = replace(reference, lora=lora)

@@ -239,7 +239,7 @@ def outputs_of(decoder: Decoder, sample: SequenceSample) -> Outputs:
 
 
 def choosing(router: SparseMLP, logits: Tensor) -> Tensor:
-    """The values whose largest choose the experts of a token."""
+    """Return the router values whose largest select the experts of a token."""
     if not router.moe.exact:
         return logits
     values = scores_of(router.moe, logits, router.gate.correction)[1]
@@ -248,7 +248,7 @@ def choosing(router: SparseMLP, logits: Tensor) -> Tensor:
 
 @contextmanager
 def margins(decoder: Decoder) -> Iterator[list[float]]:
-    """The least margin of each call of each router."""
+    """Return the smallest margin between chosen and other experts in each router call."""
     found: list[float] = []
 
     def note(router: SparseMLP, logits: Tensor) -> None:
@@ -281,8 +281,9 @@ def compared(
     more: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Loss and gradient norm of each step, every gradient of the first where the optimizer keeps
-    it, and the weights after the last. ``more`` settings of the model, and its optimizer's.
+    """Compare the loss and gradient norm of each step, the gradients of the first step if the
+    optimizer keeps them, and the last weights. ``more`` are settings of the model and its
+    optimizer.
     """
     settings = model(architecture=None, optimizer=options, **BUDGET, **more or {})
     case = Case(where, settings, head, source=tmp_path)
@@ -354,6 +355,6 @@ DESCENDED = (
 def test_plain_gradient_descent_equals_one_process(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
-    """Steps in proportion to the gradient, where AdamW's hardly depend on its size."""
+    """Plain gradient descent shows wrong gradient scales, on which AdamW's steps hardly depend."""
     where, architecture, head = {**FAST, **LONG}[name]
     compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head), **DESCENT)

@@ -247,7 +247,9 @@ def test_layouts_that_do_not_fit_are_rejected(
 
 @pytest.mark.long
 def test_sequences_beyond_all_positions_are_rejected(ranks: RankPool) -> None:
-    """Dynamic rotations would depend on the length of the sequence there."""
+    """Beyond these positions, dynamic rotary embeddings would depend on the length of the
+    sequence.
+    """
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
     architecture = {**EVEN, "rope_scaling": rope, "max_position_embeddings": 10}
     case = Case(placed(), model(architecture=architecture, **BUDGET))
@@ -256,7 +258,9 @@ def test_sequences_beyond_all_positions_are_rejected(ranks: RankPool) -> None:
 
 
 def test_kept_update_share_uses_the_float32_weights(ranks: RankPool) -> None:
-    """The optimizer's, of which each rank updates a part; the model's own are rounded."""
+    """Each rank updates a part of the optimizer's float32 weights. The model's own weights are
+    rounded.
+    """
     settings = model(architecture=EVEN, dtype="bfloat16", **BUDGET)
     for wide, share in ranks(2, f"{HERE}:kept", Case(placed(dp=2), settings)):
         assert wide

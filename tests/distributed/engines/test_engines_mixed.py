@@ -1,4 +1,4 @@
-"""Several models with layouts and engines of their own in one worker, replaying rollouts."""
+"""Several models with separate layouts and engines in one worker, trained on recorded rollouts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class OneProcess:
 
 
 def recorded(engine: Any, number: int) -> SequenceSample:
-    """Completions by the actor before it learns, with the log-probabilities of their tokens."""
+    """Return completions of the initial actor, with the log-probabilities of their tokens."""
     sample = prompts(batch(number))
     rollout = RolloutInterface().generate(engine, sample, context(number, sample.ids)).sample
     assert rollout is not None
@@ -90,7 +90,7 @@ def recorded(engine: Any, number: int) -> SequenceSample:
 
 
 def assert_same(ours: Step, theirs: Step) -> None:
-    """The results of inference for a rank's items, and the statistics of training."""
+    """Compare a rank's inference results and training statistics with those of one process."""
     for role, made in ours.made.items():
         whole = theirs.made[role]
         wanted = whole.take([whole.ids.index(name) for name in made.ids])
@@ -103,7 +103,7 @@ def assert_same(ours: Step, theirs: Step) -> None:
 
 
 def assert_same_state(checkpoint: RoleCheckpoint, alone: OneProcess, number: int) -> None:
-    """The gradient of a step, which is its first moment, and the weights after it."""
+    """Compare the gradients of a step, which are the first moments, and the weights after it."""
     gradients = alone.gradients[number]
     whole = norm_of(gradients)
     for name, gradient in gradients.items():

@@ -1,5 +1,5 @@
-"""Megatron models with virtual stages, experts and context parallelism side by side in one worker:
-bit by bit what each gives when it is alone.
+"""Megatron models with virtual stages, experts and context parallelism in one worker give the same
+bits as each model alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Role:
 
 
 def roles(folder: Path) -> dict[str, Role]:
-    """``folder`` holds the model whose values are not all zero."""
+    """Return the roles. ``folder`` holds the critic, whose values are not all zero."""
     found = {
         "virtual": Role(placed(tp=2, sp=True, pp=2, v=2), model(architecture=TIED, **BUDGET)),
         "experts": Role(

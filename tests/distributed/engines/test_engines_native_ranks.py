@@ -59,7 +59,7 @@ Work = Callable[[NativeRollout], Awaitable[Any]]
 
 @dataclass
 class Counted:
-    """Counts of one rank."""
+    """Counts of the model calls and broadcasts of one rank."""
 
     steps: int = 0
     preempted: int = 0
@@ -74,7 +74,9 @@ class Counted:
 def served(
     setup: Setup, *, overlap: bool, timeout_s: float | None = None, stale_cache: bool = False
 ) -> Any:
-    """A rank's engine, and its counts. With a time-out, messages have a group of their own."""
+    """Return a rank's engine and its counts. With a timeout, the ranks use a separate process group
+    for messages.
+    """
     engine: Any = make(setup)
     peers: SplitRanks | None = engine._peers()
     if timeout_s is not None:
@@ -130,7 +132,9 @@ async def turns(count: int) -> None:
 async def everything(
     rollout: NativeRollout, weights: Path, other: Path
 ) -> dict[str, tuple[Completion, ...]]:
-    """Requests that come and go, with all kinds of options, while weights change."""
+    """Serve requests with all options, which start and end at different times, while weights
+    change.
+    """
     futures = {
         name: rollout.submit(one)
         for name, one in {
@@ -176,7 +180,7 @@ def alike(found: Completion, wanted: Completion) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """New weights, and those of another architecture."""
+    """Return folders with new weights, and with weights of another architecture."""
     made = []
     for layers in (3, 1):
         folder = tmp_path_factory.mktemp("weights")
@@ -198,8 +202,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_tensor_parallel_models_serve_like_one_rank(
     ranks: RankPool, layout: str, overlap: bool, stale_cache: bool, folders: tuple[Path, Path]
 ) -> None:
-    """Groups, stops, aborts, refusals, preemption, pauses and new weights in the middle: the same
-    completions, and on all ranks the same steps; each step costs one broadcast.
+    """Covers groups, stops, aborts, rejections, preemption, pauses, and new weights during
+    completions. All ranks make the same steps, each with one broadcast.
     """
     setup = LAYOUTS[layout]
     whole = Setup(model=model(), split=[range(5)])
@@ -222,7 +226,9 @@ def test_tensor_parallel_models_serve_like_one_rank(
 
 
 async def in_company(rollout: NativeRollout) -> dict[str, set[tuple[float, ...]]]:
-    """Log-probabilities of completions that are drawn again beside any number of others."""
+    """Return log-probabilities of the same completions, sampled again in batches of different
+    sizes.
+    """
     found: dict[str, set[tuple[float, ...]]] = {}
     for company in range(6):
         requests = [request(f"one {n}", 5 + n, n) for n in range(company, 6)]
@@ -236,9 +242,7 @@ async def in_company(rollout: NativeRollout) -> dict[str, set[tuple[float, ...]]
 @pytest.mark.skipif(not packable(torch.zeros(8, 8)), reason="no compiled products here")
 @pytest.mark.parametrize("layout", ["t2", "c2"])
 def test_logprobs_of_split_models_do_not_depend_on_the_batch(ranks: RankPool, layout: str) -> None:
-    """Else a trial of episodes, whose requests come when they come, would end with other bits each
-    time.
-    """
+    """Requests of episodes arrive at random times, so otherwise no trial would be reproducible."""
     leader, _ = ranks(2, f"{HERE}:work", LAYOUTS[layout], "in_company")
     assert {name: len(bits) for name, bits in leader.result.items()} == {
         f"one {n}": 1 for n in range(6)
@@ -246,7 +250,7 @@ def test_logprobs_of_split_models_do_not_depend_on_the_batch(ranks: RankPool, la
 
 
 def memory_of_all(setup: Setup) -> int:
-    """The memory that a cache is made for, where rank r has 100 - r bytes."""
+    """Return the memory limit of the cache if rank r has 100 - r free bytes."""
     engine: Any = make(setup)
     split = engine._shards.decoder.split
     return batch_module._least(100 - dist.get_rank(), split, torch.device("cpu"))
@@ -256,7 +260,7 @@ def memory_of_all(setup: Setup) -> int:
 def test_cache_size_of_all_ranks_follows_the_least_free_memory(
     ranks: RankPool, layout: str
 ) -> None:
-    """Otherwise they would preempt different rows."""
+    """With different cache sizes, ranks would preempt different rows."""
     assert ranks(2, f"{HERE}:memory_of_all", LAYOUTS[layout]) == [99, 99]
 
 
@@ -270,7 +274,7 @@ async def idle(rollout: NativeRollout, seconds: float) -> None:
 def test_idle_leader_does_not_cause_a_collective_timeout(
     ranks: RankPool,
 ) -> None:
-    """The other ranks wait for it, before its first request and between two."""
+    """The other ranks wait for the leader before its first request and between requests."""
     leader, other = ranks(2, f"{HERE}:work", LAYOUTS["t2"], "idle", 6.0, timeout_s=5.0)
     assert leader.drawn == other.drawn == 40
 
@@ -280,7 +284,7 @@ async def one_request(rollout: NativeRollout) -> None:
 
 
 def breaking(setup: Setup, how: str, weights: Path) -> None:
-    """``one_request``, and a rank that breaks in the middle of it."""
+    """Serve ``one_request``, during which one rank fails."""
     with served(setup, overlap=False) as (rollout, _):
         batch, sample = rollout._batch, runner_module.sample
         leads = rollout._peers.is_leader
@@ -333,9 +337,7 @@ READ_WEIGHTS = rollout_module.read_weights
 def test_failed_rank_ends_the_other_ranks(
     ranks: RankPool, how: str, messages: list[str], folders: tuple[Path, Path]
 ) -> None:
-    """No rank waits for a timeout, and none computes with other tokens or weights than its
-    peers.
-    """
+    """No rank waits for a timeout or continues with other tokens or weights than the others."""
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:breaking", LAYOUTS["t2"], how, folders[0], deadline_s=120)
     for message in messages:
@@ -343,7 +345,7 @@ def test_failed_rank_ends_the_other_ranks(
 
 
 def leaving(setup: Setup) -> str:
-    """A leader that raises while it serves, and then computes with the others."""
+    """Let the leader raise an error while it serves, and then compute with the other ranks."""
     engine: Any = make(setup)
     caught = ""
     try:
@@ -361,7 +363,7 @@ def test_leader_that_raises_releases_the_other_ranks(ranks: RankPool) -> None:
 
 
 def whole_batch(setup: Setup) -> tuple[list[Any], list[Any]]:
-    """A batch is generated twice: each time the tokens that each call of the model read, the
+    """Generate a batch twice. Return each time the number of tokens in each model call, the
     completions and their log-probabilities.
     """
     engine: Any = make(setup)
@@ -385,7 +387,7 @@ def whole_batch(setup: Setup) -> tuple[list[Any], list[Any]]:
 
 
 def disagreeing(setup: Setup, token: int) -> None:
-    """A whole batch, of which the second rank samples another token at one place."""
+    """Generate a batch in which the second rank samples another token at one position."""
     engine: Any = make(setup)
     sample, draws = decode_module.sample, count()
 
@@ -408,7 +410,7 @@ def disagreeing(setup: Setup, token: int) -> None:
 def test_ranks_end_if_they_sample_different_tokens(
     ranks: RankPool, layout: str, token: int
 ) -> None:
-    """All ranks end before one computes with fewer rows than another, which would hang."""
+    """All ranks end before one of them continues with fewer rows, which would hang the others."""
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], token)
     message = "RunFailedError: rank 1 of a split model has sampled other tokens"
@@ -419,8 +421,8 @@ def test_ranks_end_if_they_sample_different_tokens(
 def test_whole_batches_of_tensor_parallel_models_become_requests(
     ranks: RankPool, layout: str
 ) -> None:
-    """Three completions of each prompt read it once, as on one rank; all ranks get the same bits,
-    each time.
+    """Three completions of a prompt share one prefill, as on one rank. All ranks get the same bits
+    in both runs.
     """
     whole = Setup(model=model(), split=[range(10)])
     ((alone, _),) = ranks(1, f"{HERE}:whole_batch", whole)

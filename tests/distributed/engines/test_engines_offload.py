@@ -1,4 +1,4 @@
-"""Tests of an engine whose memory is released."""
+"""Tests of offloaded engines."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def held_bytes(engine: Any) -> int:
 
 
 def away_and_back(case: Setup | Case) -> tuple[int, int, bool]:
-    """Bytes of this rank's weights before and while offloaded; whether outputs are the same
-    afterwards.
+    """Return the bytes of this rank's weights before and during offloading, and whether outputs are
+    equal afterwards.
     """
     engine = made(case)
     first = engine.forward(batch())

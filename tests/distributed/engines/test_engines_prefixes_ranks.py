@@ -1,4 +1,4 @@
-"""Prefixes that sequences share are read once, and change no output and no gradient."""
+"""Shared prefixes of sequences are computed once, without a change of outputs and gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_results_with_shared_prefixes_equal_whole_sequences(
     settings: dict[str, Any],
     separate: bool,
 ) -> None:
-    """Against one process in float64 that reads one sequence after the other."""
+    """The reference is one process in float64 that computes each sequence separately."""
     decoder = random_model(tmp_path / "model", MODELS[family], head).double()
     setup = Setup(model=model(architecture=MODELS[family], **settings), head=head, split=split)
     setup = of_folder(setup, tmp_path / "model")
@@ -99,7 +99,7 @@ def test_prefixes_are_shared_only_if_results_stay_exact(
 
 
 def test_token_budget_counts_a_shared_prefix_once(ranks: RankPool) -> None:
-    """The largest prompt has 52 tokens with its completions, of 145 in its sequences."""
+    """The largest group has 52 distinct tokens. Its sequences have 145 tokens together."""
     settings = model(architecture=MODELS["qwen3"], max_tokens_per_microbatch=52)
     ((few, _, read),) = ranks(1, TRAIN, Setup(model=settings, split=ALL), True)
     half = len(read) // 2

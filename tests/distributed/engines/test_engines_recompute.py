@@ -35,7 +35,7 @@ COMPILED = {
 
 
 class Traced(TorchDispatchMode):
-    """Number of calls of each operator, and the bytes of live results when the backward pass first
+    """The number of calls of each operator, and the bytes of live results when the backward pass
     reaches attention.
     """
 
@@ -96,8 +96,8 @@ LAYOUTS = (
 def test_recomputation_repeats_expected_operations_with_equal_results(
     ranks: RankPool, tmp_path: Path, name: str, dtype: str
 ) -> None:
-    """``selective`` repeats first products of feed-forward blocks, but no product and no attention
-    of the attention halves; the results of all modes are the same to the bit.
+    """``selective`` repeats the first products of feed-forward blocks, but no product and no
+    attention of the attention part. All modes give the same bits.
     """
     where, architecture, head = {**FAST, **LONG}[name]
     case = Case(where, model(architecture=architecture, dtype=dtype, **BUDGET), head)
@@ -121,8 +121,8 @@ def test_recomputation_repeats_expected_operations_with_equal_results(
 
 
 def test_fsdp_and_megatron_keep_the_same_activations(ranks: RankPool) -> None:
-    """The difference of ``selective`` and ``full`` is the same in both engines, and much smaller
-    than ``off``.
+    """The difference between ``selective`` and ``full`` is the same in both engines, and much
+    smaller than the activations of ``off``.
     """
     architecture = {**EVEN, "intermediate_size": 960, "num_key_value_heads": 4}
     more: dict[str, list[int]] = {"off": [], "selective": []}

@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[Placed, dict[str, Any], str]] = {
 def test_ranks_replay_experts_like_one_process(
     sequence: bool, sizes: dict[str, int], ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Tokens are split in other ways than sequences."""
+    """Covers layouts in which ranks have parts of sequences."""
     random_model(tmp_path / "model", MOE)
     settings = model(architecture=MOE, max_tokens_per_microbatch=16)
     alone = of_folder(Setup(model=settings, sizes={"dp": 1}), tmp_path / "model")
@@ -73,8 +73,8 @@ def test_ranks_replay_experts_like_one_process(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_megatron_replays_experts_like_fsdp(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Outputs, and the gradients, the statistics and the weights of a step with several
-    micro-batches. Beside it a model without a record routes as before.
+    """Compares outputs, gradients, statistics and weights of a step with several micro-batches. A
+    second model without recorded experts uses its router as before.
     """
     megatron_as_fsdp(*LAYOUTS[name], ranks, tmp_path)
 
@@ -87,7 +87,7 @@ def megatron_as_fsdp(
     folder: Path,
     **more: bool,
 ) -> None:
-    """``more`` settings of the model on megatron."""
+    """Compare megatron with fsdp; ``more`` are further settings of megatron's model."""
     decoder = random_model(folder / "model", architecture)
     blocks, experts = len(decoder._sparse_blocks), 4
     assert free_margin(decoder.double(), blocks, experts) > MARGIN
@@ -118,7 +118,9 @@ def megatron_as_fsdp(
 
 
 def test_megatron_router_chooses_experts_for_incomplete_records(ranks: RankPool) -> None:
-    """Two experts of three in each of two blocks; a damaged record must not make them fewer."""
+    """Two of three experts are chosen in each of two blocks. A damaged record must not lower this
+    number.
+    """
     rows = [[[0, 2], [2, 1]], [[UNKNOWN, UNKNOWN], [1, 0]], [[1, 1], [UNKNOWN, 2]]]
     (found,) = ranks(1, "tests.distributed.engines.replay_cases:marked", rows, 3)
     free = [1, 1, 1]
@@ -130,7 +132,9 @@ def of_step(checkpoint: RoleCheckpoint, name: str) -> Tensor:
 
 
 def free_margin(decoder: Decoder, blocks: int, experts: int) -> float:
-    """The least margin of a router for a token without a record: rounding must not move it."""
+    """Return the smallest router margin of tokens without a record. Rounding must not change their
+    experts.
+    """
     sample, found = with_experts(batch(), blocks, experts), []
 
     def note(block: SparseMLP, _: Any, logits: Tensor) -> None:
@@ -157,7 +161,7 @@ def free_margin(decoder: Decoder, blocks: int, experts: int) -> float:
 def test_ranks_replay_sampling_masks_like_one_process(
     engine: str, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Outputs, and the loss and gradient of a step, with several micro-batches."""
+    """Compares outputs, and the loss and gradients of a step with several micro-batches."""
     random_model(tmp_path / "model", EVEN)
     settings = model(architecture=EVEN, max_tokens_per_microbatch=16)
     alone = of_folder(Setup(model=settings, sizes={"dp": 1}), tmp_path / "model")

@@ -1,5 +1,5 @@
-"""Engines of servers on several ranks: weights come by moves, requests go to a stand-in of SGLang
-that draws from transformers' model.
+"""Server engines on several ranks get weights by moves and send requests to a stand-in for SGLang,
+which samples from transformers' model.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def engine(
 
 
 def drawn(servers: ServerEngine, prompts: tuple[tuple[int, ...], ...], step: int) -> list[Any]:
-    """The rows of tokens with their log-probabilities, as this rank gets them."""
+    """Return this rank's completions with their log-probabilities."""
     sample = SequenceSample.from_default(
         tuple(map(len, prompts)),
         [f"item{index}" for index in range(len(prompts))],
@@ -112,8 +112,8 @@ def drawn(servers: ServerEngine, prompts: tuple[tuple[int, ...], ...], step: int
 def trained_and_served(
     sizes: dict[str, int], implementation: str, program: str, folder: Path
 ) -> list[Any]:
-    """After each of two steps of training: what this rank gets, and the log-probabilities that the
-    engine that trains gives these tokens.
+    """Train two steps. Return this rank's completions after each step, and the training engine's
+    log-probabilities of their tokens.
     """
     setup = Setup(model=MODELS[implementation], sizes={"dp": 2})
     trained: Any = cases.make(setup)
@@ -160,10 +160,9 @@ def trained_and_served(
 def test_servers_sample_with_the_weights_of_every_step(
     ranks: RankPool, tmp_path: Path, sizes: dict[str, int], implementation: str
 ) -> None:
-    """One server for two tensor ranks, of which both get its completions, or one for each
-    data-parallel rank. The log-probabilities of transformers are those of the engine that trains,
-    so every tensor arrived whole, in both steps. Between them the server sleeps, which loses its
-    weights, and nothing of them stays in the host's memory.
+    """Covers one server for two tensor ranks, and one server per data-parallel rank.
+    Log-probabilities of server and trainer agree in both steps, so every tensor arrived. Between
+    the steps, the server sleeps and loses its weights, and no copy stays in host memory.
     """
     record = tmp_path / "record"
     results = ranks(
@@ -189,7 +188,7 @@ def test_servers_sample_with_the_weights_of_every_step(
 
 
 def killed_by_requests(program: str, log: Path) -> None:
-    """Have a server of this rank draw with weights."""
+    """Let a server of this rank sample with weights, so that its requests end it."""
     serving = Serving(python=program, arguments=(), tokenizer=None, patience=PATIENCE, log=log)
     servers = engine({"dp": 1}, serving)
     try:
@@ -201,10 +200,8 @@ def killed_by_requests(program: str, log: Path) -> None:
 
 
 def test_server_that_repeats_one_error_ends_the_trial(ranks: RankPool, tmp_path: Path) -> None:
-    """Each of its starts installs the weights and dies of the first request.
-
-    The error of the rank is a user error, after which no incarnation is tried, and says which
-    server ended how and of what, and where its log is.
+    """Each start of the server loads the weights and ends at the first request. The rank raises a
+    user error, which ends the trial, with the server, its error and its log file.
     """
     program = python(tmp_path / "bin", options="--dies-of 'no kernel for heads of 4'")
     log = tmp_path / "server.log"
@@ -238,7 +235,9 @@ def running(addresses: Sequence[str], weights: Path, **options: Any) -> Running:
 
 
 def served(settings: Running) -> list[Any]:
-    """Return samples of external servers with two versions, the second of which is all zeros."""
+    """Return samples of running servers with two weight versions. The second version is
+    all zeros.
+    """
     servers = engine({"dp": 1}, settings)
     results = []
     for step, scale in ((1, 0.5), (2, 0.0)):
@@ -297,7 +296,7 @@ def test_unusable_external_server_is_rejected_with_the_reason(
     options: tuple[str, ...],
     message: str,
 ) -> None:
-    """Before it gets a request, or with the first weights."""
+    """Servers are rejected before the first request, or when they get the first weights."""
     started.append(Started(tmp_path, ARCHITECTURE, "one", str(tmp_path / "socket"), *options))
     refused = running([f"unix:{tmp_path / 'socket'}"], tmp_path / "weights")
     with pytest.raises(RankError, match=f"(Usage|Rejected)Error: .*{message}"):

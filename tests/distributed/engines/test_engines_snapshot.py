@@ -14,8 +14,8 @@ FOLDERS = ("before", "copied", "again", "after")
 
 
 def saved_around_training(setup: Setup, folder: Path) -> list[str]:
-    """Checksums of this rank's arrays: written before more training, of two copies taken then and
-    later and written after it, and written after it.
+    """Return checksums of this rank's arrays: saved before more training, in two copies that are
+    written after it, and saved after it.
     """
     engine = make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])

@@ -1,4 +1,4 @@
-"""Statistics of a loss, added up over ranks of which some have no micro-batch."""
+"""Statistics of a loss, summed over ranks; some ranks have no micro-batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Steps with everything an optimizer has (clipping by the norm over all ranks, decay, moments that
-add up) against torch's in one process, and steps that are left out.
+"""Optimizer steps with clipping, decay and moments against torch's optimizer in one process, and
+skipped steps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LAYOUTS = [
 
 
 def steps(case: Setup | Case, folder: Path) -> list[dict[str, float]]:
-    """Statistics of each step; what is there after the last one is saved."""
+    """Train several steps, and save the last state. Return the statistics of each step."""
     engine = made(case)
     stats = [step(engine, number) for number in range(STEPS)]
     engine.save(folder)
@@ -79,8 +79,8 @@ def steps(case: Setup | Case, folder: Path) -> list[dict[str, float]]:
 
 
 def left_out(case: Setup | Case, folders: tuple[Path, Path], why: str) -> tuple[Any, ...]:
-    """Statistics of a step that is left out, the number of steps made then, and the statistics of
-    a step after it and of a fresh engine's; both are saved.
+    """Return the statistics of a skipped step, the number of completed steps, and the statistics of
+    the next step by this engine and by a new one. Both states are saved.
     """
     engine, fresh = made(case), made(case)
     sample = batch().take(share(engine))
@@ -112,7 +112,9 @@ def one_objects(engine: TrainEngine, stats: Mapping[str, float]) -> bool:
 
 
 def one_process(decoder: Decoder) -> tuple[list[float], dict[str, Tensor]]:
-    """The norm of each step's gradient, and what a checkpoint has after the last one."""
+    """Return the gradient norm of each step, and the content of a checkpoint after the
+    last step.
+    """
     groups = [
         {"params": [p], "weight_decay": OPTIONS["weight_decay"] if p.dim() > 1 else 0.0}
         for p in decoder.parameters()

@@ -44,7 +44,9 @@ USED = {"transformer_engine": True}
 
 @pytest.fixture(scope="module")
 def te_ranks() -> Iterator[RankPool]:
-    """Ranks of their own: megatron-core asks once, when it is imported, what is installed."""
+    """Return separate ranks, because megatron-core looks for TransformerEngine only when it is
+    imported.
+    """
     with RankPool() as pool:
         yield pool
 
@@ -105,7 +107,7 @@ def test_recomputation_does_not_change_the_step(
 def test_selective_mode_repeats_norms_and_feed_forward_blocks(
     te_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Products of attention do not."""
+    """The products of attention are not repeated."""
     settings = model(architecture=EVEN, **USED, **BUDGET)
     again = {**settings, "gradient_checkpointing": "selective"}
     cases = (Case(placed(), one) for one in (settings, again))

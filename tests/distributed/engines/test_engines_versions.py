@@ -1,4 +1,4 @@
-"""The tensors of weight versions: the ranks have those of an export, each of them on one rank."""
+"""Weight versions contain the tensors of an export. Each tensor is on exactly one rank."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def check(
 def test_task_merges_adapters_to_the_same_bits_as_a_weight_move(
     ranks: RankPool, tmp_path: Path, sizes: dict[str, int], dtype: str
 ) -> None:
-    """The ranks publish adapters, and the fingerprint of frozen weights is that of the folder."""
+    """The ranks publish adapters, with the fingerprint of the model folder."""
     source, versions = tmp_path / "model", tmp_path / "versions"
     random_model(source, MODELS["qwen3"], "lm")
     lora = Lora(rank=3, alpha=5.0)

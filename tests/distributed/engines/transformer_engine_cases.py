@@ -28,7 +28,7 @@ def fp8_settings(case: Case) -> tuple[dict[str, Any], int]:
 
 
 def chosen(release: str, dtype: str) -> tuple[bool, list[str]]:
-    """Whether that release is used on a GPU that nobody has said anything about, and warnings."""
+    """Return whether TransformerEngine of this release is used by default, and the warnings."""
     transformer_engine_cpu.install()
     from megatron.core import utils
 

@@ -62,9 +62,9 @@ def of_adapters(setup: Setup, versions: Path) -> Taken:
 
 
 def _taken(engine: TrainEngine, dtype: str, folder: Path, step: Any) -> list[Taken]:
-    """The tensors that this rank owns after each of two steps, looked at after the second one, and
-    after a third one's took the place of the first one's. Each step's checkpoint is in a folder of
-    its number.
+    """Collect the tensors that this rank owns after each of two steps. Compare them after the
+    second step, and after a third step reuses the memory of the first. Each step has a checkpoint
+    in a folder with its number.
     """
     config, group = engine.config, dist.new_group(range(dist.get_world_size()))
     parts = _parts(engine.layout(), storage_of(config), dtype, group)

@@ -34,7 +34,7 @@ PADDING = {"make_vocab_size_divisible_by": 1}
 
 @dataclass(frozen=True)
 class Side:
-    """A model to place; the fields of a plan's model."""
+    """A model to place, with the fields of a plan's model."""
 
     sizes: dict[str, int]
     engine: str = "fsdp"
@@ -50,7 +50,7 @@ class Side:
 
 
 def engines(sides: list[Side], architecture: dict[str, Any]) -> list[Engine | None]:
-    """The engines that this rank holds a part of, all with the same weights."""
+    """Return the engines of which this rank holds a part. All have the same weights."""
     megatron_cpu.install()
     placed = []
     for number, side in enumerate(sides):
@@ -79,7 +79,7 @@ def engines(sides: list[Side], architecture: dict[str, Any]) -> list[Engine | No
 
 
 def placed_layouts(sides: list[Side], made: list[Engine | None]) -> list[PlacedLayout]:
-    """The layouts, which every rank needs; the first rank of each model knows its own."""
+    """Return the layouts on every rank. The first rank of each model sends its layout."""
     found = []
     for side, engine in zip(sides, made, strict=True):
         own = None if engine is None else PlacedLayout(engine.layout(), engine.context.ranks)
@@ -92,7 +92,7 @@ def placed_layouts(sides: list[Side], made: list[Engine | None]) -> list[PlacedL
 
 
 def _planned(side: Side, engine: Engine) -> Layout:
-    """The layout that ``slurmrl plan --moves`` computes without an engine."""
+    """Return the layout that ``slurmrl plan --moves`` computes without an engine."""
     config = engine.config
     assert isinstance(config, ModelConfig)
     model = Model(dtype=side.dtype, model=PADDING)
@@ -100,10 +100,8 @@ def _planned(side: Side, engine: Engine) -> Layout:
 
 
 def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int, int], int]:
-    """Move every side's weights to every other side, whose own are overwritten before.
-
-    All bits are compared with those that the target had at first. Returns the bytes that this rank
-    received.
+    """Move the weights of every side to every other side, whose weights are overwritten before.
+    Compare all bits with the target's initial weights. Return the bytes that this rank received.
     """
     made = engines(sides, architecture)
     layouts = placed_layouts(sides, made)
@@ -151,7 +149,9 @@ def _compare(
     rank: int,
     dtype: str,
 ) -> None:
-    """Elements that a tensor of the model occupies are as they were, through ``dtype``."""
+    """Check that the elements of the model's tensors are unchanged, except for rounding to
+    ``dtype``.
+    """
     if rank not in layout.ranks:
         return
     used = {name: torch.zeros(tensor.numel(), dtype=torch.bool) for name, tensor in first.items()}
@@ -164,7 +164,9 @@ def _compare(
 
 
 def allocated(sides: list[Side], architecture: dict[str, Any]) -> tuple[int, int]:
-    """The most bytes that a move holds beside both models on this rank, and its planned staging."""
+    """Return the peak of bytes that a move allocates on this rank in addition to both models, and
+    its planned staging.
+    """
     made = engines(sides, architecture)
     layouts, rank = placed_layouts(sides, made), dist.get_rank()
     held, taken = (
@@ -180,7 +182,7 @@ def allocated(sides: list[Side], architecture: dict[str, Any]) -> tuple[int, int
 
 
 class Coalesced:
-    """The operations of a batch as NCCL returns them: one for all, done when all of them are."""
+    """A batch of operations as NCCL returns it: one object, done when all operations are done."""
 
     def __init__(self, operations: list[dist.P2POp]) -> None:
         self._works = dist.batch_isend_irecv(operations)
@@ -191,7 +193,7 @@ class Coalesced:
 
 
 def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
-    """A move over a backend with one operation for each batch arrives, with interval operators."""
+    """Move weights with interval operators over a backend that returns one operation per batch."""
     made = engines(sides, architecture)
     layouts, rank = placed_layouts(sides, made), dist.get_rank()
     held, taken = (
@@ -210,8 +212,8 @@ def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
 
 
 def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) -> None:
-    """Four moves with ``eta`` into other weights, by turns with torch and with interval operators,
-    equal the average computed in float64.
+    """Check that four moves with ``eta``, alternately by torch and by interval operators, equal the
+    moving average in float64.
     """
     made = engines(sides, architecture)
     layouts, rank = placed_layouts(sides, made), dist.get_rank()
@@ -259,7 +261,7 @@ def planted(sides: list[Side], architecture: dict[str, Any], fault: str) -> str:
 
 
 def _shifted(segment: Segment, held: Holdings) -> Segment:
-    """The segment, of which the sender takes boxes one row further up, where it has them."""
+    """Return the segment with the sender's boxes one row lower, if the sender has these rows."""
     if dist.get_rank() != segment.chain[0]:
         return segment
     cargo = []

@@ -58,9 +58,9 @@ def test_weight_move_between_all_layout_pairs_is_exact(
 
 
 def test_weight_move_allocates_at_most_its_staging_buffer(ranks: RankPool) -> None:
-    """Rows of a matrix are sent from where they are and received into their place; only what lies
-    scattered on a side passes through buffers, which the plan's staging bounds. Whole models of
-    which several copies are made one after the other need none.
+    """Rows of a matrix are sent and received in place. Only scattered elements pass through
+    buffers, whose size the plan's staging limits. Consecutive copies of whole models need no
+    buffer.
     """
     whole = [Side({"dp": 1}), Side({"dp": 4}, "native")]
     for peak, _ in ranks(4, f"{HERE}:allocated", whole, EVEN):

@@ -35,7 +35,9 @@ def prompts(items: int) -> SequenceSample:
 
 
 def made(sample: SequenceSample, keys: tuple[str, ...]) -> SequenceSample:
-    """A call's outputs, which follow from the items alone. Completions are longer than prompts."""
+    """Return a call's outputs, which depend only on the items. Completions are longer
+    than prompts.
+    """
     numbers = [int(name.partition("@")[0]) for name in sample.ids]
     sizes = [lengths(number + 1)[-1] + number % 3 for number in numbers]
     data: dict[str, Any] = {}
@@ -71,9 +73,9 @@ def run(
     batches: list[int],
     minibatches: int = 1,
 ) -> list[list[str]]:
-    """Execute calls (name, number of the layout, inputs, outputs) on batches of so many items, and
-    check every input. Returns the events of this rank for each batch. The call "generate" makes
-    completions, "judge" has no model. "busy" and "meanwhile" wait for each other.
+    """Execute calls (name, number of the layout, inputs, outputs) on batches of these sizes, and
+    check every input. Return the events of this rank for each batch. The call "generate" makes
+    completions, and "judge" has no model. "busy" and "meanwhile" wait for each other.
     """
     rank, device = dist.get_rank(), torch.device("cpu")
     contexts = build(layouts, rank=rank, device=device)
@@ -119,9 +121,9 @@ def choose(
     filtered: int,
     steps: list[tuple[list[list[int]], list[int]]],
 ) -> list[list[int]]:
-    """Execute rounds of candidates, each a list of items, through the first ``filtered`` calls, and
-    chosen ones of them through the other calls; check every input. Returns the items of this rank
-    in the last call of each step.
+    """Execute the first ``filtered`` calls on rounds of candidates, each a list of items, and the
+    other calls on the chosen items. Check every input. Return the items of this rank in the last
+    call of each step.
     """
     rank, device = dist.get_rank(), torch.device("cpu")
     contexts = build(layouts, rank=rank, device=device)
@@ -173,9 +175,9 @@ def choose(
 
 
 def rebalance(sizes: list[list[int]], minibatches: int) -> tuple[list[int], list[list[int]]]:
-    """Four ranks generate completions, several per prompt, with item ``i``'s sequences of
-    ``sizes[i]`` tokens. Returns the items that this rank trains on, and the lengths of their
-    sequences; checks that every sequence has its own tokens.
+    """Let four ranks generate several completions per prompt, whose sequences have ``sizes[i]``
+    tokens for item ``i``. Check that every sequence has its own tokens. Return this rank's training
+    items and the lengths of their sequences.
     """
     rank, device = dist.get_rank(), torch.device("cpu")
     where = Where("actor", {"dp": 4}, (0, 1, 2, 3))

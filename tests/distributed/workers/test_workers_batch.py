@@ -1,4 +1,4 @@
-"""Calls with layouts of their own find their inputs, on real ranks."""
+"""Calls with separate layouts receive their inputs, on real ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_every_call_receives_its_inputs(ranks: RankPool) -> None:
 def test_items_accepted_by_a_filter_keep_their_earlier_results(
     ranks: RankPool, filtered: int
 ) -> None:
-    """Calls up to a filter see all candidates of several rounds, calls after it the chosen items
-    with what the former made of them, wherever that is: also of parts that are empty, of a round
-    without a chosen item, and after a step in which none was chosen.
+    """Calls up to the filter get all candidates of several rounds. Later calls get the chosen items
+    with their earlier results, from any rank. Covers empty parts, rounds without a chosen item, and
+    steps after such a step.
     """
     steps = [
         ([list(range(9)), list(range(20, 27))], [25, 3, 0, 21, 8, 20, 4]),
@@ -59,8 +59,8 @@ def test_items_accepted_by_a_filter_keep_their_earlier_results(
 
 
 def test_sending_rank_does_not_wait(ranks: RankPool) -> None:
-    """Ranks 0 and 1 finish a batch although rank 2 has not begun to read what they made: it waits
-    for rank 3, which waits for them.
+    """Ranks 0 and 1 finish a batch although rank 2 has not begun to read their results. Rank 2
+    waits for rank 3, which waits for ranks 0 and 1.
     """
     layouts = [
         Where("actor", {"dp": 2}, (0, 1)),
@@ -77,7 +77,9 @@ def test_sending_rank_does_not_wait(ranks: RankPool) -> None:
 
 
 def test_other_ranks_read_inputs_while_producer_is_busy(ranks: RankPool) -> None:
-    """Ranks 0 and 1 get their inputs although rank 2, which made them, is in an earlier call."""
+    """Ranks 0 and 1 get their inputs although rank 2, which made these, is still in an earlier
+    call.
+    """
     layouts = [
         Where("actor", {"dp": 1}, (2,)),
         Where("ref", {"dp": 1}, (2,)),
@@ -104,10 +106,9 @@ def test_single_rank_sends_no_data(ranks: RankPool, items: int) -> None:
 def test_training_is_balanced_by_the_tokens_of_completions(
     ranks: RankPool, items: int, minibatches: int
 ) -> None:
-    """Prompts say nothing about their completions' lengths.
-
-    After these are known, every minibatch has the same items as before, and about the same number
-    of tokens on each rank. An item may have any number of sequences, and a rank none.
+    """The lengths of completions are unknown before generation. Afterwards, every minibatch has the
+    same items as before, and about the same number of tokens on each rank. An item may have any
+    number of sequences, and a rank none.
     """
     sizes = [[1 + (item * item * 37) % 200] * (item % 3) + [7] for item in range(items)]
     parts = ranks(4, f"{HERE}:rebalance", sizes, minibatches, deadline_s=60.0)
