@@ -146,8 +146,8 @@ def test_nodes_marked_dead_by_slurm_commit_nothing(
 
 @soak
 def test_spare_replaces_a_lost_node(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
-    """The job has its nodes exclusively: Slurm 22.05 would start the next element of the array when it
-    removes a lost node from an element with --no-kill, if there is room.
+    """The job has its nodes exclusively. With shared nodes, Slurm 22.05 would start the next
+    element of the array when it removes a lost node from an element with --no-kill.
     """
     spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
     trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})

@@ -1,4 +1,4 @@
-"""Containers of the real Apptainer, which provide the Python and packages of the test."""
+"""Containers of the real Apptainer with the Python and packages of the test."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cluster(folder: Path, *options: str, packed: bool = False) -> dict[str, str]
 
 
 def above(pid: int, agent: int) -> list[int]:
-    """The processes between one in a container and its agent."""
+    """Return the processes between a process in a container and its agent."""
     found: list[int] = []
     while (pid := parent(Path(f"/proc/{pid}"))) not in (0, 1, agent):
         found.append(pid)

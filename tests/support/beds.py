@@ -24,9 +24,8 @@ def run_bed(*arguments: str) -> None:
 
 @contextmanager
 def started(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
-    """The directory of a bed, whose configuration no variable names.
-
-    Skips with the bed's message if that is one of the reasons in ``needs``.
+    """Yield the directory of a started bed without setting SLURM_CONF. Skip the test if the bed
+    fails with one of the reasons in ``needs``.
     """
     # pytest's own folders have names too long for munge's socket.
     with tempfile.TemporaryDirectory(prefix="slurm-bed-") as directory:

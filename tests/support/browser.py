@@ -30,10 +30,8 @@ TALLEST = 3000
 
 
 class Page:
-    """One tab.
-
-    ``complaints`` are the errors that the page caused: uncaught ones, and what the browser wrote to
-    its console. ``requests`` are the URLs that it requested.
+    """A browser tab. ``complaints`` are uncaught errors and the messages in the browser's console.
+    ``requests`` are the URLs that the page requested.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -71,12 +69,12 @@ class Page:
         await self.call("Emulation.setDeviceMetricsOverride", **size)
 
     async def prefer(self, scheme: str) -> None:
-        """Make the user prefer a color scheme, ``light`` or ``dark``."""
+        """Set the user's preferred color scheme, ``light`` or ``dark``."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         await self.call("Emulation.setEmulatedMedia", features=[feature])
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; of a promise, once it is settled."""
+        """Return the value of a JavaScript expression, or the result of a promise."""
         done = await self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -84,7 +82,7 @@ class Page:
         return done["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """The value of an expression once it is true."""
+        """Wait until an expression is true, and return its value."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 while not (value := await self.evaluate(expression)):
@@ -94,7 +92,7 @@ class Page:
         return value
 
     async def screenshot(self, path: Path, selector: str | None = None) -> None:
-        """Write a picture of the window, or the top ``TALLEST`` pixels of an element."""
+        """Write a picture of the window or of the top ``TALLEST`` pixels of an element."""
         clip: dict[str, Any] = {"format": path.suffix.removeprefix(".")}
         if selector is not None:
             box = f"document.querySelector({selector!r}).getBoundingClientRect()"

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def call(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
-    """The output of a command that succeeds."""
+    """Run a command that must succeed, and return its output."""
     inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command],
@@ -27,7 +27,7 @@ def call(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
 
 
 def checkout(folder: Path) -> str:
-    """Copy what belongs to the repository into one of its own; return its commit."""
+    """Copy the files of the repository into a new repository. Return its commit."""
     files = call(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT)
     for name in filter(None, files.split("\0")):
         target = folder / name

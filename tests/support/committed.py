@@ -1,4 +1,4 @@
-"""Trials with commits of given weights, as two ranks write them, without any process."""
+"""Trials with commits of given weights, in the form that two ranks write, without processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = 2
 
 
 class CommittedTrial:
-    """``sft/1`` below ``root``, whose actor has the settings ``actor``."""
+    """The trial ``sft/1`` below ``root``, whose actor has the settings ``actor``."""
 
     def __init__(self, root: Path, *, trial: str = "1", **actor: Any) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -55,9 +55,8 @@ class CommittedTrial:
         return self.run.paths
 
     def commit(self, step: int, weights: Weights, *, frozen: str | None = None) -> Path:
-        """Commit weights with moments of zeros, and a critic's file besides.
-
-        ``frozen``: the fingerprint of the weights that adapters belong to.
+        """Commit weights with zero moments, and a file of a critic. ``frozen``: the fingerprint of
+        the weights to which adapters belong.
         """
         directory = self.paths.checkpoint(step, 1)
         directory.mkdir()
@@ -68,7 +67,7 @@ class CommittedTrial:
         return directory
 
     def delete(self, step: int) -> None:
-        """Delete a commit as the run does, first from the history."""
+        """Delete a commit in the order of a run: first from the history."""
         directory = self.paths.checkpoint(step, 1)
         self.run.append(Kind.DELETE, step=step, directory=directory.name)
         shutil.rmtree(directory)
@@ -77,7 +76,7 @@ class CommittedTrial:
 def write(
     directory: Path, role: str, weights: Weights, frozen: str | None = None
 ) -> list[SavedFile]:
-    """The files of a role, each with a part of the rows of every tensor."""
+    """Write the files of a role. Each has a part of the rows of every tensor."""
     values = {**weights, **{f"exp_avg/{name}": np.zeros_like(weights[name]) for name in weights}}
     tensors = {name: TensorSpec(each.shape, str(each.dtype)) for name, each in values.items()}
     rows: list[list[Shard]] = [[] for _ in range(RANKS)]

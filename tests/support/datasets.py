@@ -1,4 +1,4 @@
-"""Files of rows, and the datasets that a run makes of them."""
+"""Files of rows, and the datasets that a run makes from them."""
 
 from __future__ import annotations
 

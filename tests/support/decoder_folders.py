@@ -1,4 +1,4 @@
-"""Whole built-in decoders in the form of Hugging Face folders."""
+"""Conversions between whole built-in decoders and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmrl.tensors.layout import Array, Box, TensorSpec
 
 
 def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder of a model folder, on the CPU. One tensor at a time is copied."""
+    """Load the decoder of a model folder on the CPU, one tensor at a time."""
     config = read_config(folder)
     with torch.device("meta"):
         decoder = build(config, head).to(dtype)

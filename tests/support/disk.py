@@ -1,8 +1,7 @@
-"""A disk in memory that simulates a crash of the server.
-
-A file's bytes are durable after fsync of the file, an entry (a name made, moved or removed) after
-fsync of its directory. Everything else may or may not survive a crash, each thing independently:
-POSIX promises no more, and most file systems do.
+"""A disk in memory that simulates a crash of the file server. A file's bytes are durable after
+fsync of the file, and an entry (a name made, moved or removed) after fsync of its directory. Each
+other change may or may not survive a crash, independently of the rest. POSIX promises no more, and
+most file systems do.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def failure(number: int, path: object) -> OSError:
 
 
 class Disk:
-    """The server's side: the true state."""
+    """The true state on the file server."""
 
     def __init__(self, root: Path = Path("/disk")) -> None:
         self.root = root
@@ -71,8 +70,8 @@ class Disk:
         return entries[path.name]
 
     def crash(self, keep: Callable[[], bool]) -> Tree:
-        """The state after a crash; ``keep`` decides for each thing that is not durable whether it
-        survives.
+        """Return the state after a crash. ``keep`` decides for each change that is not durable
+        whether it survives.
         """
         return _left(self.top, keep)
 
@@ -103,7 +102,7 @@ def some(seed: object) -> Callable[[], bool]:
 
 
 def write_out(tree: Tree, folder: Path) -> None:
-    """Copy what a crash left into a real folder, to read it with the real code."""
+    """Copy the state after a crash into a real folder, to read it with the real code."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tree.items():
         if isinstance(content, dict):
@@ -119,7 +118,7 @@ class Opened:
 
 
 class DiskCalls(SystemCalls):
-    """Operations on a disk by one client without a cache. ``after`` is called after each."""
+    """File operations on a disk by a client without a cache. ``after`` is called after each."""
 
     def __init__(self, disk: Disk, after: Callable[[str], None] = lambda name: None) -> None:
         self.disk = disk

@@ -27,7 +27,7 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Disturbed:
-    """A trial that is held, and who watches it."""
+    """A trial that waits at a step, and its observer."""
 
     forms: HeldForms
     name: str
@@ -66,7 +66,9 @@ class Disturbed:
         return wait_until(f"{what} of {self.name}", look, TIMEOUT_S)
 
     def disturb(self, kind: str) -> str:
-        """Do it while the trial trains, and wait until it trains again. Return what came of it."""
+        """Disturb the trial while it trains, and wait until it trains again. Return the observed
+        recovery.
+        """
         before = self.step()
         self.folders |= {one.folder for one in servers(self.run)}
         self.forms.allow(before + STEPS_EACH)
@@ -80,14 +82,16 @@ class Disturbed:
         self.until(f"the end of process {pid}", lambda: not alive(pid))
 
     def begins_again(self, act: Callable[[], object]) -> str:
-        """The trainers do."""
+        """Check that the trainers start again."""
         before = self.incarnation
         act()
         self.until("another incarnation", lambda: self.incarnation > before)
         return f"incarnation {before}, then {self.incarnation}"
 
     def goes_on(self, what: str, look: Callable[[], set[T]], end: Callable[[T], object]) -> str:
-        """One of ``what`` is ended. Another one comes, and the trainers are not disturbed."""
+        """End one process of the kind ``what``. Check that another one starts and the trainers
+        continue.
+        """
         before = self.incarnation
         old = self.until(what, look)
         end(max(old))
@@ -96,18 +100,18 @@ class Disturbed:
         return f"{what} {max(old)}, then {min(new)}"
 
     def process_goes_on(self, role: str) -> str:
-        """A process of a rollout task."""
+        """End a process of a rollout task."""
         return self.goes_on(
             f"{role} of a task", lambda: set(self.group(role, "rollout")), self.kill
         )
 
     def joined(self) -> set[str]:
-        """Rollout tasks that the master has met."""
+        """Return the rollout tasks that have joined."""
         told = events.read_all(self.witness.paths)
         return {one["task"] for one in told if one.get("state") == "joined"}
 
     def job(self, group: str) -> str:
-        """A running one."""
+        """Return a running job."""
         lines = slurm("squeue", "-h", "-r", "-t", "R", "-o", "%i %j").splitlines()
         (job,) = (line.split()[0] for line in lines if line.endswith(f"-{group}"))
         return job
@@ -118,7 +122,7 @@ def server(trial: Disturbed) -> str:
 
 
 def keeper(trial: Disturbed) -> str:
-    """The worker that keeps the server."""
+    """End the worker that manages the server."""
     pid = trial.until("a server", lambda: servers(trial.run))[0].pid
     for _ in ("its warden", "the worker"):
         pid = parent(Path(f"/proc/{pid}"))
@@ -127,7 +131,7 @@ def keeper(trial: Disturbed) -> str:
 
 
 def rank(trial: Disturbed) -> str:
-    """The last one."""
+    """End the last rank."""
     return trial.begins_again(lambda: trial.kill(trial.group("worker", "trainer")[-1]))
 
 
@@ -136,17 +140,17 @@ def master(trial: Disturbed) -> str:
 
 
 def agent(trial: Disturbed) -> str:
-    """Return the agent of one of the hosts."""
+    """End the agent of one of the hosts."""
     return trial.begins_again(lambda: trial.kill(trial.group("agent", "trainer")[-1]))
 
 
 def batch(trial: Disturbed) -> str:
-    """The batch process."""
+    """End the batch process."""
     return trial.begins_again(lambda: trial.kill(trial.group("supervisor", "trainer")[0]))
 
 
 def cancelled(trial: Disturbed) -> str:
-    """The job, without those behind it."""
+    """Cancel the job, without the later jobs of the chain."""
     return trial.begins_again(lambda: slurm("scancel", trial.job("trainer")))
 
 
@@ -155,7 +159,7 @@ def requeued(trial: Disturbed) -> str:
 
 
 def node(trial: Disturbed) -> str:
-    """One of the hosts loses its power."""
+    """Kill all processes of a host, as a power failure does."""
     name = node_of(trial.group("agent", "trainer")[-1])
     came = trial.begins_again(lambda: kill_node(trial.bed, trial.run, name))
     run_bed("start", name, "--dir", str(trial.bed))
@@ -171,12 +175,12 @@ def task_agent(trial: Disturbed) -> str:
 
 
 def task_batch(trial: Disturbed) -> str:
-    """The batch process of a task in an array."""
+    """End the batch process of a task in an array."""
     return trial.process_goes_on("supervisor")
 
 
 def task_cancelled(trial: Disturbed) -> str:
-    """The job of a task in an array."""
+    """Cancel the job of a task in an array."""
     return trial.goes_on("task", trial.joined, lambda _: slurm("scancel", trial.job("rollout")))
 
 

@@ -1,4 +1,4 @@
-"""Kills of a trial's processes during evaluations."""
+"""Kill processes of a trial during evaluations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MASTER_STEP, WORKER_STEP = 3, 5
 
 
 def processes_die_once() -> None:
-    """The master dies after it has written the scores of `MASTER_STEP`, before it records the
-    metrics; a worker dies after it has written a part file of `WORKER_STEP`. The folder of the test
-    then has a copy of the written file.
+    """The master is killed after it has written the scores of `MASTER_STEP`, before it records the
+    metrics. A worker is killed after it has written a part file of `WORKER_STEP`. The folder of the
+    test then has a copy of the written file.
     """
     folder = Path(os.environ[FOLDER])
     record, write_part = MetricsRecorder.write, samples.write_part

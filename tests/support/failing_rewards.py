@@ -1,4 +1,4 @@
-"""Rewards that fail in every way that a user's code can, chosen by the completion."""
+"""Rewards that fail in all ways of user code. The completion chooses the failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPES = 10
 def score(
     prompts: Sequence[str], completions: Sequence[str], rows: Rows, *, folder: str = ""
 ) -> list[Any]:
-    """The length of the only completion, unless it names a failure."""
+    """Return the length of the only completion, unless it names a failure."""
     [completion] = completions
     match completion:
         case "raise":
@@ -76,7 +76,7 @@ def _leave_a_process(folder: str) -> None:
 def once(
     prompts: Sequence[str], completions: Sequence[str], rows: Rows, *, folder: str
 ) -> list[float]:
-    """Kills its process the first time."""
+    """Kill the process at the first call."""
     path = Path(folder, "died")
     if not path.exists():
         path.touch()
@@ -97,7 +97,7 @@ async def asynchronous(
 
 
 class Careful:
-    """Has resources, statistics, and an opinion about rows."""
+    """A reward class with resources, statistics and a check of rows."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

@@ -1,4 +1,6 @@
-"""A file layer in which one operation, or all from one on, fails before or after it happened."""
+"""A file layer in which one operation, or each operation from one on, fails before or after it
+takes effect.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,14 @@ class Clock:
 
 
 class KilledError(BaseException):
-    """The process was killed."""
+    """Raised in place of a kill of the process."""
 
 
 class Faulty(SystemCalls):
-    """Counts operations; fails number ``at`` (and ``times - 1`` after it) with ``error``.
-
-    ``killed``: the process is killed at operation ``at`` instead, with half of a write done.
-
-    ``done``: the operation is done all the same, and only its reply is lost. Sleeping and, with
-    ``hang_s``, each operation advance the clock and take no time.
+    """Counts operations. Operation ``at`` and the next ``times - 1`` fail with ``error``.
+    ``killed``: the process is killed at operation ``at`` instead, halfway through a write.
+    ``done``: the operation takes effect, and only its reply is lost. Sleeping and, with ``hang_s``,
+    each operation advance the clock and take no real time.
     """
 
     def __init__(

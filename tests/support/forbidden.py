@@ -1,8 +1,7 @@
-"""Every command on a run directory of which one file or folder may not be read.
-
-``python -m tests.support.forbidden FOLDER`` builds the run directory there and prints each command
-that did not end with success or with one message. Root reads everything, so it must run without the
-capabilities that let it.
+"""Run every command on a run directory with an unreadable file or folder. ``python -m
+tests.support.forbidden FOLDER`` makes the run directory and prints each command that did not end
+with success or with one message. Root can read everything, so the program must run without the
+capabilities that allow it.
 """
 
 from __future__ import annotations

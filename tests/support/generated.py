@@ -59,7 +59,7 @@ def generated(
     keys: Tensor,
     decode: Decode | None = None,
 ) -> GenerationOutput:
-    """Completions of the prompts of ``sample``, on all ranks that have it. Collective."""
+    """Return completions of the prompts of ``sample``, on all ranks that have it. Collective."""
     ids, ends = sample.tensor("prompt_ids"), sample.cu_seqlens("prompt_ids")
     asked = requests(ids, ends, options, seed=seed, step=step, keys=keys)
     how = ServingOptions(decode=decode, turns=False, masked=options.masks)
@@ -90,7 +90,7 @@ def generate(
     limits: Limits | None = None,
     prefill_tokens: int | None = None,
 ) -> GenerationOutput:
-    """Completions by a model alone: each prompt's keys lie side by side."""
+    """Generate completions by a model alone. Completions of a prompt are next to each other."""
     asked = requests(input_ids, cu_seqlens, options, seed=seed, step=step, keys=keys)
     tokens = prefill_tokens or len(input_ids)
 
@@ -134,7 +134,7 @@ def requests(
 def request(
     name: str, length: int, *keys: int, first: int = 4, **options: Any
 ) -> GenerationRequest:
-    """A request with a prompt of this length, whose tokens start at ``first``."""
+    """Return a request with a prompt of this length. Its token ids start at ``first``."""
     return GenerationRequest(
         request_id=name,
         prompt=tuple(first + (7 * n) % 13 for n in range(length)),
@@ -146,7 +146,7 @@ def request(
 
 
 def letters(tokens: Any) -> str:
-    """Text of tokens, one to three letters for each."""
+    """Return the text of tokens, one to three letters for each."""
     return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
 
 

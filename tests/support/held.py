@@ -1,6 +1,5 @@
-"""Trials that train no further than the test allows.
-
-So no trial can end before the test has looked at it, on a machine of any speed.
+"""Trials that train only as far as the test allows. No trial can end before the test has checked
+it, on machines of any speed.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Hold:
         return {"name": f"{self._code}:{name}", "options": self._options(trial)}
 
     def settings(self, trial: str) -> dict[str, str]:
-        """Return the overrides with which ``trial`` is held by a reward: also all code in the
+        """Return the overrides with which a reward holds ``trial``, including all code in the
         folder.
         """
         self._write_code()

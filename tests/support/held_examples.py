@@ -1,4 +1,4 @@
-"""Short forms of the GRPO examples that train no further than the test allows."""
+"""Short forms of the GRPO examples that train only as far as the test allows."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def engine_of(config: str) -> str:
 
 @dataclass(frozen=True)
 class HeldForms(ShortForms):
-    """Short forms that are held."""
+    """Short forms of examples that wait at a step."""
 
     def allow(self, step: int) -> None:
         Hold(self.site).allow(step)
 
     def submit(self, config: str, trial: str, place: str, steps: int, *arguments: str) -> str:
-        """Start an example in a place, with these arguments, from the model of the example before
-        it. Return its full name.
+        """Submit an example with these arguments. It starts from the model of the previous example.
+        Return its full name.
         """
         values = settings_of(config)
         name = f"{values['experiment']}/{trial}"

@@ -24,7 +24,7 @@ FOLDER = "TEST_FOLDER"
 
 
 def hooked(site: Site, folder: Path, trial: str, module: str, function: str) -> dict[str, str]:
-    """The part of ``cluster`` with which the trial's processes call ``function`` (of this
+    """Return settings of ``cluster`` with which the trial's processes call ``function`` (of this
     repository, ``package:name``) when they import ``module``.
     """
     hook, variables = folder / f"{trial}.hook", folder / f"{trial}.variables"

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator held at a time during ``act``, beyond those before:
-    every tensor counts, those inside operators and of other threads too.
+    """Return the peak of bytes that torch's CPU allocator holds during ``act``, in addition to the
+    bytes before. All tensors count, including those inside operators and of other threads.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         act()

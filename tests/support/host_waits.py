@@ -34,8 +34,8 @@ INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 
 @contextmanager
 def host_waits(on_device: Iterable[Tensor]) -> Iterator[list[str]]:
-    """Collect the places in our code that would wait, if the tensors ``on_device`` and all that is
-    computed from them were on a GPU, where no prefixes are shared.
+    """Collect the lines of slurmrl that would wait if the tensors ``on_device``, and all results
+    computed from them, were on a GPU without shared prefixes.
     """
     waits: list[str] = []
     marked = {_address(tensor): tensor for tensor in on_device}
@@ -99,7 +99,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _place() -> str:
-    """The innermost frame of our own code."""
+    """Return the innermost frame of slurmrl's code."""
     frame: Any = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back

@@ -1,8 +1,7 @@
-"""A run directory with one damaged or foreign file, and the readers of that file.
-
-``python -m tests.support.hostile [--seed N] [--examples N]`` tests at length what
-``unit/cli/test_cli_hostile.py`` tests briefly: every reader either copes or ends with one clear
-message, without a traceback and in bounded time.
+"""A run directory with one damaged or foreign file, and the readers of that file. ``python -m
+tests.support.hostile [--seed N] [--examples N]`` makes a long test of what
+``unit/cli/test_cli_hostile.py`` tests briefly: every reader either works or ends with one clear
+message, without a traceback and in limited time.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ COMMANDS = (
 
 
 def build(folder: Path) -> RunPaths:
-    """An interrupted trial with every kind of file that a run directory can have."""
+    """Make an interrupted trial with every kind of file of a run directory."""
     run = FakeRun(folder / "runs")
     paths = run.paths
     settings = load_settings(write_config(folder), ())
@@ -216,7 +215,7 @@ def _bomb(path: Path, chance: random.Random) -> None:
 
 
 def _value(path: Path, chance: random.Random) -> None:
-    """JSON with one value of another type."""
+    """Return JSON with one value of another type."""
     text = path.read_bytes().decode(errors="replace")
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     chosen = chance.randrange(len(lines) or 1)
@@ -235,7 +234,7 @@ def _value(path: Path, chance: random.Random) -> None:
 
 
 def _changed(values: Any, chance: random.Random) -> Any:
-    """JSON with one value replaced or removed, at any depth."""
+    """Return JSON with one value replaced or removed, at any depth."""
     if not isinstance(values, dict | list) or not values or chance.random() < 0.05:
         return chance.choice(VALUES)
     keys_ = list(values) if isinstance(values, dict) else list(range(len(values)))
@@ -293,7 +292,7 @@ def mutated(paths: RunPaths, path: Path, mutation: str, chance: random.Random) -
 
 
 class HangError(Exception):
-    """A reader did not finish."""
+    """A reader did not finish in time."""
 
 
 @contextmanager
@@ -311,7 +310,7 @@ def bounded() -> Iterator[None]:
 
 
 def command(paths: RunPaths, words: tuple[str, ...]) -> None:
-    """Run a command; its output and its exit code must be consistent."""
+    """Run a command, and check that its output and its exit code are consistent."""
     out, errors = io.StringIO(), io.StringIO()
     root = paths.run.parents[2]
     target = root.parent / "exported"
@@ -366,7 +365,7 @@ def _files(paths: RunPaths) -> None:
 
 
 def _running(paths: RunPaths) -> None:
-    """The status of a trial whose second link runs."""
+    """Return the status of a trial whose second link runs."""
     fake = FakeScheduler([task(1, JobState.RUNNING, job="8", hosts=("n0",))])
     fake.jobs[paths.run, 1] = {"trainer": ("8",)}
     clock = itertools.count(step=0.05)
@@ -393,7 +392,9 @@ READERS: dict[str, Callable[[RunPaths], None]] = {
 
 
 def reader(paths: RunPaths, name: str) -> None:
-    """Everything that the processes of a run read: damage is one of our errors, with a message."""
+    """Read all files that the processes of a run read. Damage must raise one of slurmrl's errors,
+    with a message.
+    """
     said = "nothing"
     try:
         with bounded():
@@ -414,7 +415,7 @@ def attempt(paths: RunPaths, path: Path, mutation: str, seed: int) -> None:
 
 
 def soak(seed: int, examples: int) -> int:
-    """The number of examples that found something."""
+    """Return the number of examples that found a problem."""
     chance = random.Random(seed)
     found = 0
     with tempfile.TemporaryDirectory() as folder:

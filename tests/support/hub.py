@@ -24,10 +24,8 @@ class Repository:
 
 @dataclass
 class Hub:
-    """Repositories by ``datasets/org/name`` or ``models/org/name``.
-
-    ``requests`` are the lines of all requests, ``breaks_after`` the number of files after which
-    downloads fail.
+    """A hub with repositories by ``datasets/org/name`` or ``models/org/name``. ``requests`` are the
+    first lines of all requests; after ``breaks_after`` files, downloads fail.
     """
 
     url: str = ""

@@ -1,10 +1,8 @@
-"""Processes that hand evaluations to all sinks, each killed at another place.
-
-    python -m tests.support.killed_arrivals RUN PLACE...
-
-Each PLACE is a process of its own. It is killed when the evaluations are ``recorded``, after a part
-of what ``tensorboard``, ``wandb`` or ``mlflow`` gets, or when this one has all of it, which is not
-written down (``held``). With ``none`` it is not killed.
+"""Processes that pass evaluations to all sinks, each killed at another place: python -m
+tests.support.killed_arrivals RUN PLACE... Each PLACE is a separate process. It is killed when the
+evaluations are ``recorded``, after a part of the data for ``tensorboard``, ``wandb`` or ``mlflow``,
+or after the last of them has all data but before this is recorded (``held``). With ``none`` it is
+not killed.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def die() -> None:
 
 
 def then_die(module: Any, name: str, when: Callable[..., bool]) -> None:
-    """Let a module's use of an atomic operation be the last one of the process."""
+    """Kill the process after a module's next use of an atomic operation."""
     own = type(sys)("atomic")
     vars(own).update(vars(atomic))
     operation = getattr(atomic, name)

@@ -1,4 +1,4 @@
-"""Observation of the memory that a computation allocates."""
+"""Measurement of the memory that a computation allocates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor created under it."""
+    """The number of elements of the largest tensor that is created in its context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""megatron-core on processes without a GPU.
-
-Megatron asks torch.cuda for its device, streams and random states. Here each of its modules sees
-a ``torch`` of its own, which answers with the CPU; the rest of the process sees the real one.
-Rank processes call ``install`` before they make a megatron engine.
+"""megatron-core in processes without a GPU. Megatron uses torch.cuda for its device, streams and
+random states. Here, each of its modules gets a separate ``torch`` object that represents the CPU,
+and the rest of the process uses the real one. Rank processes call ``install`` before they make a
+megatron engine.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class _Cuda(types.SimpleNamespace):
 
 
 class _Nothing:
-    """A stream or an event of a device that has none."""
+    """A stream or an event of a device without streams."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -122,13 +121,17 @@ class TorchOnCPU(types.ModuleType):
 
 
 def called_by_megatron(depth: int = 2) -> bool:
-    """Whether the function that many frames above belongs to megatron or TransformerEngine."""
+    """Return whether the function this many frames above belongs to megatron or
+    TransformerEngine.
+    """
     name = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return name.startswith(("megatron.", "transformer_engine."))
 
 
 def _patch_tensors() -> None:
-    """Methods cannot be replaced for megatron alone, so they check their caller."""
+    """Replace methods of tensors. This affects all callers, so the methods check whether megatron
+    calls them.
+    """
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +155,7 @@ def _quiet() -> Iterator[None]:
 
 
 def accept() -> None:
-    """Have the commands of this process accept megatron where workers have no GPU."""
+    """Let the commands of this process accept megatron for workers without GPUs."""
     engine_rules.ENGINES["megatron"] = replace(engine_rules.ENGINES["megatron"], needs_gpu=False)  # type: ignore[index]
 
 

@@ -17,19 +17,21 @@ NO_USER_SIGNAL = ("--conf", "SlurmctldParameters=")
 
 
 def slurm(*command: str) -> str:
-    """Output of one of Slurm's commands on the bed that SLURM_CONF names."""
+    """Run one of Slurm's commands on the bed of SLURM_CONF, and return its output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout.strip()
 
 
 def queued(*options: str) -> list[str]:
-    """Jobs that have not ended."""
+    """Return the jobs that have not ended."""
     return slurm("squeue", "-h", "-o", "%i %T", *options).splitlines()
 
 
 def wait_for_empty_queue() -> None:
-    """Wait until each job has ended and its nodes are free; at the deadline, say what is left."""
+    """Wait until all jobs have ended and all nodes are free. At the deadline, raise an error that
+    names the remaining jobs and processes.
+    """
     try:
         wait_until("an empty queue", lambda: not queued())
     except TimeoutError as error:
@@ -38,7 +40,9 @@ def wait_for_empty_queue() -> None:
 
 
 def _step_daemons() -> str:
-    """Slurm's step daemons on this machine, and the threads in which each one waits."""
+    """Return Slurm's step daemons on this machine, and the kernel functions in which their threads
+    wait.
+    """
     shown = subprocess.run(
         ["ps", "-eLo", "pid,lwp,ppid,stat,wchan:24,etimes,args"],
         capture_output=True,
@@ -50,12 +54,12 @@ def _step_daemons() -> str:
 
 
 def preempt() -> None:
-    """A job of a higher tier that takes all nodes exclusively for a moment."""
+    """Submit a job of a higher tier that takes all nodes exclusively for a moment."""
     slurm("sbatch", "-p", "high", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap", "sleep 1")
 
 
 def node_of(pid: int) -> str:
-    """Slurm's name for the node on which a process of a job was started."""
+    """Return Slurm's name of the node on which a process of a job was started."""
     for word in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0"):
         if word.startswith("SLURMD_NODENAME="):
             return word.partition("=")[2]
@@ -63,7 +67,7 @@ def node_of(pid: int) -> str:
 
 
 def on_node(run: Path, name: str) -> Iterator[int]:
-    """Processes of a run on a node."""
+    """Return the processes of a run on a node."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, AssertionError):
@@ -73,13 +77,13 @@ def on_node(run: Path, name: str) -> Iterator[int]:
 
 
 def kill_daemon(directory: Path, name: str) -> None:
-    """SIGKILL a node's slurmd; its steps continue."""
+    """Kill a node's slurmd. Its steps continue."""
     os.kill(int((directory / "pid" / f"slurmd.{name}.pid").read_text()), signal.SIGKILL)
 
 
 def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -> None:
-    """Kill what a power failure kills: slurmd, its step daemons, and the run's processes there, or
-    ``also`` others.
+    """Kill all processes that a power failure ends: slurmd, its step daemons, and the run's
+    processes on the node. ``also``: other processes.
     """
     pids = [*on_node(run, name), *also]
     daemons = {parent(Path(f"/proc/{pid}")) for pid in pids}
@@ -96,7 +100,7 @@ def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -
 
 
 def _depth(pid: int) -> int:
-    """Number of ancestors of a process."""
+    """Return the number of ancestors of a process."""
     above = parent(Path(f"/proc/{pid}"))
     return 1 + _depth(above) if above else 0
 
@@ -109,6 +113,6 @@ def is_step_daemon(pid: int) -> bool:
 
 @contextmanager
 def private_bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
-    """A bed that a test may break; ``options`` and ``needs`` as for `bed`."""
+    """Start a bed that a test may break. ``options`` and ``needs``: as for `bed`."""
     with bed("--nodes", "4", "--gpus", "1", *options, needs=needs) as directory:
         yield directory

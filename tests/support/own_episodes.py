@@ -1,4 +1,4 @@
-"""Episodes, environments and tools of a user's own, named ``module:name`` in configurations."""
+"""Custom episodes, environments and tools, named ``module:name`` in configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ async def once(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
 async def several(
     policy: Policy, item: EpisodeItem, tools: Tools, *, turns: int = 3, message: str = "12"
 ) -> Completions:
-    """Turns of up to 4 tokens with a message between any two; the first fails for ids with x."""
+    """An episode with turns of up to 4 tokens and a message between turns. The first turn fails for
+    ids that contain x.
+    """
     if "x" in item.sample_id:
         raise ValueError("x marks the failure")
     completions = Completions(item.prompt)
@@ -30,7 +32,7 @@ async def several(
 
 
 class Countdown(Environment):
-    """Ends after ``turns`` turns; each earns its number."""
+    """An environment that ends after ``turns`` turns. The reward of a turn is its number."""
 
     def __init__(self, item: EpisodeItem, tools: Tools, *, turns: int = 2) -> None:
         super().__init__(item, tools)

@@ -1,4 +1,4 @@
-"""A user's own reward of two modules, which tests change during a run."""
+"""A custom reward of two modules, which tests change during a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAME = "reward_of_mine:Mine"
 
 
 def write_reward(folder: Path, score: float) -> None:
-    """The reward gives ``score`` to every completion."""
+    """Write a reward that gives ``score`` to every completion."""
     (folder / "reward_of_mine.py").write_text(REWARD)
     (folder / "score_of_mine.py").write_text(f"SCORE = {score}\n")
 
 
 def rewards(metrics: list[Mapping[str, Any]]) -> dict[int, float]:
-    """The mean reward of each step."""
+    """Return the mean reward of each step."""
     return {line["step"]: line["reward"] for line in metrics if "reward" in line}

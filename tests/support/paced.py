@@ -1,7 +1,6 @@
-"""A trial with slow steps until the test lets it hurry.
-
-So it still runs when a test disturbs it, on a machine of any speed, and does not keep the test
-waiting afterwards. Its result does not depend on the pace.
+"""A trial whose steps are slow until the test removes the pauses. It still runs when a test
+disturbs it, on machines of any speed, and ends soon afterwards. Its result does not depend on the
+pauses.
 """
 
 from __future__ import annotations
@@ -88,7 +87,9 @@ class Failing(RewardFunction):
 
 
 def config(folder: Path, reward: str = "Paced", **options: Any) -> dict[str, Any]:
-    """PPO on 2 ranks with a reward of this module, which is put into ``folder``."""
+    """Return settings of PPO on 2 ranks with a reward of this module, which is copied to
+    ``folder``.
+    """
     (folder / "paced_reward.py").write_text(REWARD)
     given = {"folder": str(folder), "pause_s": 0.5} if reward != "Failing" else {}
     return ppo_config(
@@ -100,7 +101,7 @@ def config(folder: Path, reward: str = "Paced", **options: Any) -> dict[str, Any
 
 
 def cluster(folder: Path, **slurm: Any) -> dict[str, Any]:
-    """Two hosts with one rank each where the scheduler has hosts."""
+    """Return settings of ``cluster``: two hosts with one rank each, if the scheduler has hosts."""
     setup = [f"export PYTHONPATH={folder}"]
     return {
         "workers_per_host": 1,
@@ -120,7 +121,7 @@ def start(folder: Path, scheduler: str = "slurm", **changes: Any) -> Watched:
 
 
 def after(trial: Watched, disturb: Callable[[], object]) -> str:
-    """Disturb an incarnation that has trained for some steps; return how the next one that trains
+    """Disturb an incarnation after some steps. Return how the next incarnation that trains was
     started.
     """
     assert trial.until("some steps", lambda: len(trial.witness.batches(trial.incarnation)) > STEPS)
@@ -138,7 +139,7 @@ def recovered(trial: Watched, since: int) -> str:
 
 
 def same(trial: Watched, calm: Outcome) -> None:
-    """Let the rest of the trial run without pauses."""
+    """Let the rest of the trial run without pauses, and compare its result."""
     hurry(trial)
     assert calm.differences(trial.outcome()) == []
     wait_until("the chain to be gone from the queue", lambda: not queued())

@@ -1,4 +1,4 @@
-"""Attention over key-value caches in pages: inputs, and results in float64."""
+"""Attention over paged key-value caches: inputs, and results in float64."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ def case(
     size: int,
     unread: float = torch.nan,
 ) -> tuple[Any, ...]:
-    """Return q, keys, values, tables, rows and lengths; pages are in random order.
-
-    ``unread``: the value of cells that no row has read.
+    """Return q, keys, values, tables, rows and lengths. Pages are in random order. ``unread``: the
+    value of cells that no row reads.
     """
     draw = torch.Generator().manual_seed(sum(lengths) + size)
     width = -(-max(lengths) // PAGE) + 1

@@ -71,7 +71,9 @@ def show(scenario: Scenario, folder: Path, seed: int, kill_at: int) -> None:
 
 
 def spread(number: int, count: int) -> int:
-    """Visits all of ``range(count)`` once in ``count`` numbers, and evenly in fewer."""
+    """Return a number below ``count``. Consecutive indices visit all numbers once, and fewer
+    indices visit them evenly.
+    """
     stride = round(count * 0.618)
     while math.gcd(stride, count) > 1:
         stride += 1

@@ -1,6 +1,5 @@
-"""Scenarios: commits of checkpoints by the real committer, their deletion, and zombies.
-
-A fake workforce writes the ranks' files itself.
+"""Scenarios: commits of checkpoints by the real committer, their deletion, and processes of dead
+incarnations. A fake workforce writes the ranks' files.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ STEPS = 3
 
 
 class Ranks:
-    """A workforce whose ranks copy at once and write while the master does other things: each check
-    lets one rank write its file. The first attempt to write the second checkpoint fails halfway.
+    """A workforce whose ranks copy immediately and write while the master does other things: each
+    check lets one rank write its file. The first attempt to write the second checkpoint fails
+    halfway.
     """
 
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
@@ -80,7 +80,7 @@ class Ranks:
 
 
 def master(folder: Path, me: int, note: Note) -> None:
-    """Resumes from the newest commit, as `serve` does, and keeps one checkpoint."""
+    """Resume from the newest commit, as `serve` does, and keep one checkpoint."""
     paths = RunPaths(folder)
     history = History(paths.history)
     try:
@@ -145,7 +145,7 @@ def late_writer(folder: Path, me: int, note: Note) -> None:
 
 
 def reader(folder: Path, me: int, note: Note) -> None:
-    """Reads the newest commit, like `status`, an export or a warm start."""
+    """Read the newest commit, like `status`, an export or a warm start."""
     paths = RunPaths(folder)
     for _ in range(3):
         last = fold(History(paths.history).read()).last_commit
@@ -184,14 +184,14 @@ def _check(folder: Path, events: list[Event]) -> None:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Folders of checkpoints that the history does not name."""
+    """Return the folders of checkpoints that the history does not name."""
     paths = RunPaths(folder)
     named = {commit.directory for commit in fold(History(paths.history).read()).commits}
     return sorted(set(os.listdir(paths.checkpoints)) - named)
 
 
 def _check_clean(folder: Path, events: list[Event]) -> None:
-    """Finally one more incarnation begins: it leaves no unnamed folder."""
+    """Begin one more incarnation at the end, and check that it leaves no unnamed folder."""
     _check(folder, events)
     paths = RunPaths(folder)
     begin(History(paths.history), {"by": -1})

@@ -28,8 +28,8 @@ def setup(folder: Path) -> None:
 
 
 def master(folder: Path, me: int, note: Note) -> None:
-    """Posts batches of two messages until there is a newer incarnation, which it sees at the latest
-    when it reads the history, like a master at its next commit.
+    """Post batches of two messages until there is a newer incarnation. The master notices it at the
+    latest when it reads the history, as at a commit.
     """
     paths = RunPaths(folder)
     writer = begin(History(paths.history), {"by": me})
@@ -54,7 +54,7 @@ def master(folder: Path, me: int, note: Note) -> None:
 
 
 def agent(folder: Path, me: int, note: Note) -> None:
-    """Serves the newest known incarnation, and leaves it for a newer one (`Agent._check_fence`)."""
+    """Serve the newest known incarnation, and leave it for a newer one (`Agent._check_fence`)."""
     paths = RunPaths(folder)
     history = History(paths.history)
     joined, reader = 0, LogReader(paths.master_log(0))

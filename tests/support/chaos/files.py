@@ -19,7 +19,7 @@ PADDING = "x" * 5000
 
 
 def pack(value: str) -> bytes:
-    """Content that shows when it is torn."""
+    """Return content from which a partial write can be detected."""
     body = f"{value} {PADDING}"
     return f"{zlib.crc32(body.encode()):08x} {body}".encode()
 
@@ -54,7 +54,7 @@ class Recorder:
 
 
 def check_keys(events: list[Event], last: Callable[[str], str | None]) -> None:
-    """Every key's history is linearizable, including its final value."""
+    """Check that every key's history is linearizable, including its final value."""
     for key in {event["key"] for event in events if event.get("event") == "call"}:
         history = operations(events, key)
         found = last(key)
@@ -122,7 +122,7 @@ def _got(store: NameStore, key: str) -> str | None:
 
 
 def namer(folder: Path, me: int, note: Note) -> None:
-    """Adds and replaces keys that other actors change too."""
+    """Add and replace keys that other actors also change."""
     store, recorder = NameStore(folder), Recorder(note)
     for number in range(2):
         value = f"{me}.{number}"
@@ -133,7 +133,7 @@ def namer(folder: Path, me: int, note: Note) -> None:
 
 
 def claimer(folder: Path, me: int, note: Note) -> None:
-    """Claims the next free number, like an agent's attempt."""
+    """Claim the next free number, like an agent's attempt."""
     store, recorder = NameStore(folder), Recorder(note)
     for number in range(100):
         key = f"attempt/{number}"

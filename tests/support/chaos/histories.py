@@ -53,7 +53,7 @@ def command(folder: Path, me: int, note: Note) -> None:
 
 
 def appender(folder: Path, me: int, note: Note) -> None:
-    """The bare log: a writer that loses a slot reads again."""
+    """Append to the log. A writer that loses a slot reads the log again."""
     history, done = History(folder), 0
     while done < 3:
         records = history.read()
@@ -78,7 +78,9 @@ def _shown(record: Record) -> list[object]:
 
 
 def check_history(folder: Path, events: list[Event]) -> list[Record]:
-    """One sequence that has every acknowledged record; readers saw prefixes of it."""
+    """Check that one sequence has every acknowledged record, and that readers saw
+    prefixes of it.
+    """
     records = History(folder).read()
     shown = [_shown(record) for record in records]
     won: dict[int, int] = {}
@@ -112,7 +114,9 @@ def check_history(folder: Path, events: list[Event]) -> list[Record]:
 
 
 def check_state(folder: Path, events: list[Event]) -> None:
-    """The fold refuses a record of an incarnation that is not the newest; ends are respected."""
+    """Check that the history has no record of an incarnation after a newer one began, and none
+    after an end.
+    """
     records = check_history(folder, events)
     fold(records)
     ended = False

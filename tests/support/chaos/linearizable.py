@@ -1,7 +1,6 @@
-"""Whether the history of one key is linearizable.
-
-After Wing and Gong, "Testing and verifying concurrent objects" (1993), with memory of dead ends. An
-operation that never returned (its process was killed) may have happened or not.
+"""A check that the history of one key is linearizable, after Wing and Gong, "Testing and verifying
+concurrent objects" (1993), with memory of dead ends. An operation that never returned (its process
+was killed) may have taken effect or not.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def operations(events: Sequence[dict[str, Any]], key: str) -> list[Operation]:
 
 
 def apply(operation: Operation, value: str | None) -> tuple[bool, str | None]:
-    """Whether this result is possible when the key has ``value``, and its value afterwards."""
+    """Return whether this result is possible if the key has ``value``, and the value afterwards."""
     returned = operation.end is not None
     if operation.kind == "add":
         added = value is ABSENT

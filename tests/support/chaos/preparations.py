@@ -1,5 +1,5 @@
-"""Scenario: the data of a trial is prepared by the first ranks of successive incarnations, of which
-older ones may be alive still.
+"""Scenario: the first ranks of successive incarnations prepare the data of a trial. Older ranks may
+still be alive.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _check_rows(directory: Path) -> None:
 
 
 def maker(folder: Path, me: int, note: Note) -> None:
-    """The first rank of incarnation ``me`` + 1."""
+    """Act as the first rank of incarnation ``me`` + 1."""
     incarnation = me + 1
     note(event="began", incarnation=incarnation)
     try:

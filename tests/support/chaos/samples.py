@@ -29,7 +29,7 @@ def setup(folder: Path) -> None:
 
 
 def task(folder: Path, me: int, note: Note) -> None:
-    """An attempt, which has a directory of its own."""
+    """Act as an attempt of a task, which has a separate directory."""
     place = "rollout", 0, me
     paths = RunPaths(folder)
     writer = SampleWriter(paths.rollout_samples(*place))
@@ -42,9 +42,8 @@ def task(folder: Path, me: int, note: Note) -> None:
 
 
 def master(folder: Path, me: int, note: Note) -> None:
-    """Reads what the first attempt has recorded.
-
-    Every second look is that of a later incarnation, which begins at the position of the last one.
+    """Read the records of the first attempt. Every second read is by a later incarnation, which
+    begins at the position of the last one.
     """
     place = "rollout", 0, 0
     paths = RunPaths(folder)
@@ -65,7 +64,7 @@ def master(folder: Path, me: int, note: Note) -> None:
 
 
 def trainer(folder: Path, me: int, note: Note) -> None:
-    """Reads the groups that are not settled."""
+    """Read the groups that are neither trained nor dropped."""
     place = "rollout", 0, 0
     paths = RunPaths(folder)
     reader = LogReader(paths.rollout_results(*place))

@@ -1,4 +1,4 @@
-"""One schedule: actors interleaved by a seed, one of them killed at a chosen operation."""
+"""A schedule: a seed interleaves the actors, and one of them is killed at a chosen operation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ViolationError(AssertionError):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One protocol under attack. Actor 0 is killed; ``successor`` starts in its place."""
+    """A tested protocol. Actor 0 is killed, and ``successor`` starts in its place."""
 
     name: str
     setup: Callable[[Path], None]
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs schedules of one scenario, with processes that are reused until they are killed."""
+    """Runs schedules of a scenario with processes that are reused until they are killed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -57,9 +57,8 @@ class Runner:
             process.kill()
 
     def run(self, folder: Path, seed: int, kill_at: int | None) -> Outcome:
-        """Run one schedule and check it. The victim dies just before operation ``kill_at
-
-        2``, or (odd numbers) just after it, before any other actor moves. Raises ViolationError.
+        """Run and check a schedule. The victim is killed just before operation ``kill_at // 2``, or
+        for odd numbers just after it, before any other actor moves. Raises ViolationError.
         """
         self.scenario.setup(folder)
         outcome = Outcome()

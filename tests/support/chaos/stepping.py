@@ -1,12 +1,9 @@
-"""Processes that stop before each file operation until they may continue: real kills at every
-point.
-
-An actor is a forked process that runs a function. In it, the functions of ``os`` that touch files
-are replaced (which also covers code that bypasses `fsio.calls`): before each the actor reports and
-waits for a token. One actor moves at a time, so the notes are a linear history.
-
-fsync does nothing here: SIGKILL leaves the page cache intact, and `tests.support.disk` tests
-durability. Sleeping takes no time.
+"""Processes that stop before each file operation until they may continue, so that they can be
+killed at every point. An actor is a forked process that runs a function. In it, the functions of
+``os`` that touch files are replaced (this also covers code that bypasses `fsio.calls`): before each
+operation, the actor reports and waits for a token. Only one actor moves at a time, so the reports
+form a linear history. fsync does nothing here, because SIGKILL leaves the page cache intact;
+`tests.support.disk` tests durability. Sleeping takes no time.
 """
 
 from __future__ import annotations
@@ -76,9 +73,8 @@ class Pacer:
 
 
 class Process:
-    """The controller's side of one actor's process, which runs one part after the other.
-
-    During a part it is stopped before ``operation``; None: it waits for the next part.
+    """The controller's side of an actor's process, which runs one part after the other. During a
+    part, the process stops before ``operation``. None: it waits for the next part.
     """
 
     def __init__(self, parts: Mapping[str, Actor]) -> None:
@@ -97,7 +93,7 @@ class Process:
         self._line.send(json.dumps([part, str(folder), number, quiet]).encode())
 
     def go(self, note: Callable[[dict[str, Any]], None], *, half: bool = False) -> None:
-        """Let the actor execute its operation; receive its notes until it stops before the next
+        """Let the actor execute its operation. Receive its reports until it stops before the next
         one.
         """
         if self.operation != "start":

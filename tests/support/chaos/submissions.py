@@ -1,4 +1,4 @@
-"""Scenario: submissions by two processes at once, and again after a crash, to a Slurm in a
+"""Scenario: two processes submit at the same time, and again after a crash, to a fake Slurm in a
 folder.
 """
 
@@ -35,8 +35,8 @@ PENDING, CANCELLED = "PENDING", "CANCELLED"
 
 
 class FolderSlurm(SlurmClient):
-    """A Slurm whose jobs are files ``<id>__<job name>__<state>``, so that each of its actions is
-    one operation, which either happened or not when its caller is killed.
+    """A fake Slurm whose jobs are files ``<id>__<job name>__<state>``. Each of its actions is one
+    file operation, which has either happened or not when its caller is killed.
     """
 
     def __init__(self, folder: Path, me: int = 0) -> None:
@@ -88,7 +88,9 @@ class FolderScheduler(SlurmScheduler):
 
 @cache
 def _proposal() -> proposal.Proposal:
-    """Checked and planned only once, since this writes nothing."""
+    """Return the checked and planned proposal, which is made only once, because this writes
+    nothing.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder))
         return proposal.propose(config, [], root=folder, scheduler="local")
@@ -100,10 +102,8 @@ def _configuration() -> str:
 
 
 def _put_in(folder: Path, me: int) -> None:
-    """Install a Slurm in a folder and a small package.
-
-    Slow parts that no protocol depends on run once (the configuration, which all submitters share)
-    or not at all.
+    """Install the fake Slurm and a small package. Slow parts that no protocol depends on run once
+    (the configuration, which all submitters share) or not at all.
     """
     proposal.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
     for module in (proposal, submitting, trial_jobs):
@@ -114,7 +114,7 @@ def _put_in(folder: Path, me: int) -> None:
 
 
 def _small_package(folder: Path) -> None:
-    """A package for snapshots without the real one's hundreds of files."""
+    """Make a small package for snapshots, in place of the real one with hundreds of files."""
     (folder / "slurmrl").mkdir()
     (folder / "slurmrl" / "__init__.py").write_text("")
 

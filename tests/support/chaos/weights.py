@@ -34,9 +34,8 @@ def _versions(folder: Path) -> Path:
 
 
 def trainers(folder: Path, me: int, note: Note, calls: SystemCalls = REAL) -> None:
-    """The next incarnation: two ranks and the publisher.
-
-    Every other version is whole; one of the whole ones is kept.
+    """Act as the next incarnation, with two ranks and the publisher. Every second version is whole,
+    and one whole version is kept.
     """
     versions = _versions(folder)
     incarnation = max((one.incarnation for one in version_ids(versions)), default=0) + 1
@@ -60,7 +59,7 @@ def trainers(folder: Path, me: int, note: Note, calls: SystemCalls = REAL) -> No
 
 
 def host(folder: Path, me: int, note: Note) -> None:
-    """A process of a rollout host; all share one copy."""
+    """Act as a process of a rollout host. All processes share one copy."""
     copy = LocalCopy(folder / "copy", _versions(folder))
     least = VersionId(0, 0)
     for _ in range(3):

@@ -1,7 +1,6 @@
-"""Kill processes of a trial at seeded random moments: scripts/chaos [OPTIONS]
-
-The trial must have the result of an undisturbed one: weights, optimizer state, metrics of each step
-(except times) and the samples of each step, bit for bit.
+"""Kill processes of a trial at seeded random moments: scripts/chaos [OPTIONS]. The trial must have
+the result of an undisturbed trial, bit for bit: weights, optimizer state, metrics of each step
+(except times), and the samples of each step.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def main() -> int:
 
 
 def _end_processes(folder: Path) -> None:
-    """The remaining processes of local trials; others die with the chain."""
+    """End the remaining processes of local trials. Other trials end with their chain."""
     for run in folder.glob("*/runs/*/*/*"):
         for chain in processes(run)["chain"]:
             os.kill(chain, 9)

@@ -1,4 +1,4 @@
-"""Disturbances of a trial: the process, and what is done to it."""
+"""Disturbances of a trial: the process, and the signal or action."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ DEFAULT = ("worker", "master", "agent", "supervisor", "warn")
 
 
 def strike(cause: Cause, run: Path, choice: float, over: Callable[[], bool]) -> bool:
-    """Send the signal to a process of the run, once there is one; False if ``over`` came first."""
+    """Send the signal to a process of the run when it exists. Return False if ``over``
+    held first.
+    """
 
     def struck() -> str | None:
         found = processes(run)[cause.role]

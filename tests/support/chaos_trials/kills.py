@@ -13,10 +13,8 @@ PHASES = {"step": 6, "commit": 2, "start": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """One kill.
-
-    Its time is defined by the trial's observed progress and a fraction of the usual length of that
-    phase, so that it means the same on a machine of another speed.
+    """A planned kill. The trial's observed progress and a fraction of the usual length of that
+    phase define its time, so it is the same moment on machines of different speed.
     """
 
     number: int
@@ -37,9 +35,8 @@ class Plan:
 
 
 def draw(seed: int, kills: int, causes: Sequence[str], steps: int) -> list[Plan]:
-    """``kills`` plans in order.
-
-    Each has its own window of steps, and all causes occur equally often.
+    """Return ``kills`` plans in order. Each has its own window of steps, and all causes occur
+    equally often.
     """
     generator = random.Random(f"slurmrl chaos {seed}")
     order = list(itertools.islice(itertools.cycle(causes), kills))

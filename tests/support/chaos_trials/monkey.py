@@ -50,7 +50,7 @@ class Monkey:
         self.kills: list[Kill] = []
 
     def run(self, plans: Sequence[Plan]) -> list[Kill]:
-        """Execute the plans; return the kills before the trial's end. Raises TimeoutError."""
+        """Execute the plans. Return the kills before the trial's end. Raises TimeoutError."""
         for plan in plans:
             if not self._may_follow_at_once(plan):
                 self._wait_for_recovery()
@@ -72,7 +72,7 @@ class Monkey:
         return True
 
     def _may_follow_at_once(self, plan: Plan) -> bool:
-        """The start to disturb follows the previous kill."""
+        """Return whether the start to disturb follows the previous kill."""
         return plan.phase == "start" and not (
             self.kills and CAUSES[self.kills[-1].plan.cause].resumes
         )
@@ -92,9 +92,8 @@ class Monkey:
             self.trial.until(f"recovery from {self.kills[-1]}", self._recovered)
 
     def _recovered(self) -> bool:
-        """Whether the trial has recovered from the last kill.
-
-        Completes the results of all kills that wait for the same recovery.
+        """Return whether the trial has recovered from the last kill. Complete the results of all
+        kills that wait for this recovery.
         """
         incarnation, witness = self.trial.incarnation, self.trial.witness
         if incarnation <= self.kills[-1].incarnation or not witness.has_trained(incarnation):

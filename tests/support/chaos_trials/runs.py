@@ -1,4 +1,4 @@
-"""An undisturbed trial, and the same trial disturbed: both must have the same result."""
+"""An undisturbed trial and a disturbed one, which must have the same result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Setting:
         return self.kills * STEPS_PER_KILL[self.algorithm] + LAST_STEPS
 
     def config(self) -> dict[str, Any]:
-        """Commits every second step; enough links and starts for any order of the kills."""
+        """Return a configuration that commits every second step and has enough links and starts for
+        any order of the kills.
+        """
         makers = {"sft": sft_config, "ppo": ppo_config, "generate": generate_config}
         make = makers[self.algorithm]
         config = make(
@@ -98,8 +100,8 @@ def disturbed(
 def chaos(
     setting: Setting, folder: Path, seed: int, causes: Sequence[str], calm: Undisturbed
 ) -> tuple[list[str], list[Kill]]:
-    """Differences to the undisturbed run, and the kills; a plan that was not executed also counts
-    as a difference.
+    """Return the differences from the undisturbed run, and the kills. A plan that was not executed
+    also counts as a difference.
     """
     plans = draw(seed, setting.kills, causes, setting.steps - LAST_STEPS)
     outcome, kills = disturbed(setting, folder, plans, calm.usual)
@@ -109,7 +111,7 @@ def chaos(
 
 
 def _usual(trial: Watched, outcome: Outcome) -> Usual:
-    """Phases' lengths from the run's own records."""
+    """Return the lengths of phases from the run's records."""
     begun = next(record.time for record in trial.witness.records if record.kind is Kind.BEGIN)
     seen = events.read_all(trial.witness.paths)
     ready = next(event["time"] for event in seen if event["kind"] == "ready")

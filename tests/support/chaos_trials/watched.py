@@ -29,7 +29,7 @@ class Outcome:
     step: int
 
     def differences(self, other: Outcome) -> list[str]:
-        """The differences, in words; empty if there are none."""
+        """Return the differences in words."""
         found = [
             f"{where}: {name}"
             for where in ("files", "metrics", "evaluations")
@@ -46,14 +46,14 @@ class Outcome:
 
 
 def _differing(one: Any, other: Any) -> list[Any]:
-    """Keys or positions at which two collections differ."""
+    """Return the keys or positions at which two collections differ."""
     if isinstance(one, list):
         one, other = dict(enumerate(one)), dict(enumerate(other))
     return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
 
 
 class Watched:
-    """Submits a trial in ``site``. Its witness observes it during each `until`."""
+    """A trial that is submitted in ``site``. Its witness observes it during each `until`."""
 
     def __init__(self, site: Site, config: dict[str, Any], scheduler: str) -> None:
         self.site = site
@@ -76,10 +76,8 @@ class Watched:
         return self.witness.state.end is not None
 
     def until(self, what: str, check: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
-        """Observe until ``check`` holds; False if the trial ended first.
-
-        Raises TimeoutError after ``timeout_s`` without news, and AssertionError if the trial no
-        longer has jobs.
+        """Observe until ``check`` holds. Return False if the trial ends first. Raises TimeoutError
+        after ``timeout_s`` without changes, and AssertionError if the trial no longer has jobs.
         """
         heard_at = ask_at = time.monotonic()
         news = -1
@@ -99,9 +97,8 @@ class Watched:
         return not over
 
     def outcome(self) -> Outcome:
-        """The result of the trial once it has completed.
-
-        Raises AssertionError if it ends otherwise.
+        """Wait until the trial has completed, and return its result. Raises AssertionError if it
+        ends otherwise.
         """
         self.until("the end", lambda: False)
         status = self.site.wait_for_end(self.name)

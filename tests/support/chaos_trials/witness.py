@@ -1,6 +1,5 @@
-"""An observer: the data that each incarnation trained on, and how it ended.
-
-Control logs are removed by later incarnations, so the witness keeps a hard link to each.
+"""An observer that records the data and the end of each incarnation. Later incarnations remove
+control logs, so it keeps a hard link to each.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Witness:
     """Observes a run directory from outside; `look` records what is new."""
 
     def __init__(self, paths: RunPaths, folder: Path) -> None:
-        """``folder`` is for the links, on the same file system."""
+        """``folder``: the place of the links, on the same file system."""
         self.paths = paths
         self.folder = folder
         folder.mkdir(exist_ok=True)
@@ -58,7 +57,7 @@ class Witness:
         return len(self.records) + sum(len(batches) for batches in self.posted.values())
 
     def job(self, incarnation: int) -> str:
-        """The tag of the job that an incarnation ran in."""
+        """Return the tag of the job of an incarnation."""
         return next(
             str(record.data.get("job", ""))
             for record in self.records
@@ -70,11 +69,11 @@ class Witness:
         return self.posted.get(incarnation, {})
 
     def has_posted(self, incarnation: int, step: int) -> bool:
-        """Whether the batch of ``step``, or of a later one, was posted."""
+        """Return whether the batch of ``step`` or of a later step was posted."""
         return any(posted >= step for posted in self.batches(incarnation))
 
     def is_committing(self, incarnation: int, step: int) -> bool:
-        """Whether there is a checkpoint of ``step``, or of a later one, that is not committed."""
+        """Return whether there is an uncommitted checkpoint of ``step`` or of a later step."""
         committed = {commit.directory for commit in self.state.commits}
         for name in os.listdir(self.paths.checkpoints):
             of_step, _, writer = name.removeprefix("step-").partition(".")
@@ -83,7 +82,7 @@ class Witness:
         return False
 
     def has_trained(self, incarnation: int) -> bool:
-        """Whether this incarnation has finished a step."""
+        """Return whether this incarnation has finished a step."""
         batches = self.batches(incarnation)
         if not batches:
             return False
@@ -91,9 +90,8 @@ class Witness:
         return bool(latest) and latest[0]["step"] >= min(batches)
 
     def committed(self) -> dict[int, Items]:
-        """Batch of each step according to the history: of the incarnation that committed the step.
-
-        Raises AssertionError if a step was committed twice.
+        """Return the batch of each committed step, by the incarnation that committed it. Raises
+        AssertionError if a step was committed twice.
         """
         found: dict[int, Items] = {}
         last = 0

@@ -1,5 +1,5 @@
-"""Imported by every Python that has this folder on PYTHONPATH: the GPUs of a Slurm test bed are
-files, so workers that get one compute on the CPU, and a torch for CPUs is accepted for them.
+"""Every Python with this folder on PYTHONPATH imports this module. The GPUs of a Slurm test bed are
+files, so workers with GPUs compute on the CPU and accept a CPU build of torch.
 """
 
 import sys
