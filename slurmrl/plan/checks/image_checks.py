@@ -140,6 +140,7 @@ def _servers(draft: Draft) -> Iterator[Problem]:
     videos = any(each.videos_key for each in config.datasets().values())
     if config.rollout.servers:
         reason = " with images: slurmrl must start the servers; set rollout.python instead"
+        reason = " with videos, which servers do not get; leave it out" if videos else reason
         yield draft.reject((ROLLOUTS, "servers"), reason)
     tasks = config.evaluation.tasks if config.evaluation is not None else None
     own = (ROLLOUTS, "backend"), config.rollout.backend if served(draft) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.support.picture_models import draw, write_processor, write_video
 
 FRAMES = ["0.png", "1.png", "2.png"]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+ONE = 0x10000
+"""One as a number of a matrix in mp4 files."""
 
 
 @pytest.fixture
@@ -259,6 +262,23 @@ def test_frame_of_a_file_that_ends_early_is_missing(tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", frames=4, rate=10)
     with pytest.raises(ImageError, match="has no frame 10 of 4: it is damaged, or"):
         image_files.load_video(tmp_path, "a.mp4", lambda *_: [0, 9], ImageFiles())
+
+
+def test_video_is_turned_as_its_file_says(tmp_path: Path) -> None:
+    """Phones store the frames of portrait videos in landscape form."""
+    pytest.importorskip("av")
+    write_video(tmp_path / "a.mp4", frames=4, rate=10)
+    content = bytearray((tmp_path / "a.mp4").read_bytes())
+    identity = struct.pack(">9i", ONE, 0, 0, 0, ONE, 0, 0, 0, ONE << 14)
+    turn = struct.pack(">9i", 0, ONE, 0, -ONE, 0, 0, 48 * ONE, 0, ONE << 14)  # right is down
+    at = content.index(identity, content.index(b"tkhd"))
+    content[at : at + len(turn)] = turn
+    (tmp_path / "b.mp4").write_bytes(content)
+    plain, turned = (
+        image_files.load_video(tmp_path, name, lambda *_: [0, 1], ImageFiles()).frames
+        for name in ("a.mp4", "b.mp4")
+    )
+    np.testing.assert_array_equal(turned[0], np.rot90(plain[0], -1))
 
 
 def test_changed_frame_or_file_changes_the_fingerprint(folder: Path) -> None:

@@ -101,6 +101,8 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         ([*VIDEOS, "rollout.backend=vllm:d1"], "rollout.backend", "vllm servers get no videos"),
         ([*VIDEOS, "rollout.tasks={max: 1}", "rollout.backend=sglang:d1"], "rollout.backend",
          "sglang servers get no videos; leave out the key"),
+        ([*VIDEOS, "rollout.backend=vllm", "rollout.servers=['unix:/a']"], "rollout.servers",
+         "with videos, which servers do not get"),
         ([*VIDEOS, "algorithm.name=ppo"], "dataset.videos_key", "critic is a model with values"),
         ([*VIDEOS, "algorithm.name=dpo", "dataset.type=preference", "reward=null",
           "rollout=null"], "dataset.videos_key", "dpo reads no videos; allowed algorithms: sft"),
