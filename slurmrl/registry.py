@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,14 @@ def import_own(what: str, reference: str) -> Any:
         hint = near(name, sorted(own or found))
         raise UsageError(f"{what} '{reference}': {module_name} has no '{name}'; {hint}")
     return getattr(module, name)
+
+
+def construct(what: str, name: str, kind: type, options: Mapping[str, Any]) -> Any:
+    """Return an object of a class of kind ``what``. Raises UsageError for unsuitable options."""
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise UsageError(f"{what} '{name}' with options {dict(options)}: {error}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -127,6 +135,13 @@ class Registry:
 
     def load(self, name: str) -> Any:
         return resolve(self.reference(name))
+
+    def find(self, name: str) -> Any:
+        """Return the implementation of a name, or the user's own ``module:attribute``.
+
+        Raises UnknownNameError, and as `import_own` does.
+        """
+        return import_own(self.kind, name) if ":" in name else self.load(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from slurmrl.registry import Registry, import_own
+from slurmrl.registry import Registry
 from slurmrl.rewards.checked_reward import CheckedReward
 
 REWARDS = Registry(
@@ -32,5 +32,4 @@ def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> 
     :raises UsageError: an unknown name, an object that is not a reward, or options that it rejects.
     :raises UnreadableInputError: the module cannot be imported.
     """
-    kind = import_own("reward", name) if ":" in name else REWARDS.load(name)
-    return CheckedReward(name, kind, options, cores or len(os.sched_getaffinity(0)))
+    return CheckedReward(name, REWARDS.find(name), options, cores or len(os.sched_getaffinity(0)))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RewardError, UnusableRowError, UsageError
-from slurmrl.registry import near
+from slurmrl.registry import construct, near
 from slurmrl.rewards.base import RewardFunction, as_scores, shown
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class CheckedReward:
         _check_options(name, kind, options)
         self._object, keywords = kind, options
         if inspect.isclass(kind):
-            self._object, keywords = _constructed(name, kind, options), {}
+            self._object, keywords = construct("reward", name, kind, options), {}
         if not callable(self._object):
             raise UsageError(f"reward '{name}' is {_what(kind)}; it must be a function or a class")
         self._wanted = _check_call(name, self._object, keywords)
@@ -167,13 +167,6 @@ def _check_options(name: str, kind: Any, options: Mapping[str, Any]) -> None:
         if option not in allowed:
             hint = near(option, allowed) if allowed else "it has no options"
             raise UsageError(f"reward '{name}' has no option '{option}'; {hint}")
-
-
-def _constructed(name: str, kind: type, options: Mapping[str, Any]) -> Any:
-    try:
-        return kind(**options)
-    except TypeError as error:
-        raise UsageError(f"reward '{name}' with options {dict(options)}: {error}") from error
 
 
 def _check_call(

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from slurmrl import log
 from slurmrl.config.schema import EnvironmentChoice, EpisodeSettings
 from slurmrl.errors import EpisodeError, EpisodeLimitError, RunFailedError, UsageError
-from slurmrl.registry import Registry, import_own
+from slurmrl.registry import construct
 from slurmrl.rollouts import ENVIRONMENTS, EPISODES
 from slurmrl.rollouts.base import Environment, EpisodeItem
 from slurmrl.rollouts.completions import Completion
@@ -87,16 +87,10 @@ def make_episode(settings: EpisodeSettings, tools: Tools) -> Episode:
         return MultiTurn(
             _environment(settings.environment.name, settings.environment.options, tools)
         )
-    kind = _named("episode", EPISODES, settings.name)
+    kind, options = EPISODES.find(settings.name), settings.options
     if inspect.isclass(kind):
-        try:
-            kind = kind(**settings.options)
-        except TypeError as error:
-            raise UsageError(
-                f"episode '{settings.name}' with options {settings.options}: {error}"
-            ) from error
-        return cast(Episode, _accepting("episode", settings.name, kind, 3, {}))
-    return cast(Episode, _accepting("episode", settings.name, kind, 3, settings.options))
+        kind, options = construct("episode", settings.name, kind, options), {}
+    return cast(Episode, _accepting("episode", settings.name, kind, 3, options))
 
 
 def message_role(environment: EnvironmentChoice) -> str:
@@ -108,17 +102,13 @@ def message_role(environment: EnvironmentChoice) -> str:
 def _environment(
     name: str, options: Mapping[str, Any], tools: Tools
 ) -> Callable[[EpisodeItem, Tools], Environment]:
-    kind = _named("environment", ENVIRONMENTS, name)
+    kind = ENVIRONMENTS.find(name)
     make = _accepting("environment", name, kind, 2, options)
     if not inspect.isclass(kind) or not hasattr(kind, "step"):
         raise UsageError(f"environment '{name}' is not a class with a method step")
     if ":" not in name:  # constructors of built-in classes check their options
         make(_EXAMPLE, tools)
     return make  # type: ignore[no-any-return]
-
-
-def _named(what: str, table: Registry, name: str) -> Any:
-    return import_own(what, name) if ":" in name else table.load(name)
 
 
 def _accepting(what: str, name: str, kind: Any, arguments: int, options: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import EpisodeSettings, ToolChoice
 from slurmrl.errors import UsageError
-from slurmrl.registry import describe, import_own
+from slurmrl.registry import construct, describe
 from slurmrl.rollouts import TOOLS
 
 MOST_CHARACTERS: Final = 4000
@@ -97,7 +97,7 @@ def make_tools(choices: Mapping[str, ToolChoice]) -> Tools:
 def find_tool(key: str, choice: ToolChoice) -> Callable[..., Any]:
     """Return the function or the class that a tool's settings name. Raises as `make_tools`."""
     name = choice.name or key
-    kind = import_own("tool", name) if ":" in name else TOOLS.load(name)
+    kind = TOOLS.find(name)
     if not callable(kind):
         raise UsageError(f"tool '{name}' is {type(kind).__name__}, not a function or a class")
     return kind  # type: ignore[no-any-return]
@@ -110,10 +110,7 @@ def _made(key: str, choice: ToolChoice) -> Callable[..., Any]:
         if choice.options:
             raise UsageError(f"tool '{name}' is a function, which takes no options; use a class")
         return kind
-    try:
-        tool: Any = kind(**choice.options)
-    except TypeError as error:
-        raise UsageError(f"tool '{name}' with options {dict(choice.options)}: {error}") from error
+    tool: Any = construct("tool", name, kind, choice.options)
     if not callable(tool):
         raise UsageError(f"tool '{name}' has no method __call__")
     return tool  # type: ignore[no-any-return]

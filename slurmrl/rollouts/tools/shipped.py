@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Final
 
 from slurmrl.errors import UsageError
-from slurmrl.rewards.code import Namespaces, check_isolation, check_limits, sandbox_program
+from slurmrl.rewards.code import GRACE_S, Namespaces, check_isolation, check_limits, sandbox_program
 from slurmrl.rewards.process_pool import ProcessPool, Unanswered
 from slurmrl.rollouts.tools import Job
 
@@ -95,8 +95,6 @@ def _text(value: Number) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
-GRACE_S: Final = 10.0
-"""Seconds that a sandbox may take to answer after the time limit of a program."""
 MOST_OUTPUT_BYTES: Final = 64 << 10
 CLOSING_S: Final = 5.0
 
