@@ -171,7 +171,7 @@ def _started(
         env=env,
         cwd=cwd,
         start_new_session=True,
-        preexec_fn=_BeforeExec(),
+        preexec_fn=DieWithParent(),
     )
     try:
         yield process
@@ -182,8 +182,8 @@ def _started(
                 process.wait(KILLED_S)
 
 
-class _BeforeExec:
-    """Function that the child runs between fork and exec. It must not import or open anything."""
+class DieWithParent:
+    """Function between fork and exec: end with the parent. It must not import or open anything."""
 
     def __init__(self) -> None:
         self._parent = os.getpid()

@@ -19,7 +19,6 @@ from slurmrl.errors import UsageError
 from slurmrl.run.hosts import AFTER_SETUP, EARLY_TRAPS, leave_functions, try_module
 from slurmrl.scheduler.base import (
     NO_BYTECODE,
-    Continue,
     GroupRequest,
     SubmissionRequest,
     snapshot_environment,
@@ -169,7 +168,7 @@ def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str
         "ntasks-per-node": "1",
         "open-mode": "append",
         "output": _output(request, group),
-        "requeue" if group.elastic or _mode(slurm) is not Continue.NONE else "no-requeue": True,
+        "no-requeue" if not group.elastic and slurm.get("continue") == "none" else "requeue": True,
         "signal": f"B:USR2@{slurm.get('signal_lead_s', 120)}",
     }
     result |= {"no-kill": True} if spares else {}
@@ -199,11 +198,6 @@ def check_value(key: str, value: str) -> None:
         raise UsageError(f"--{key}={value!r}: a directive cannot hold a backslash")
 
 
-def _mode(slurm: Mapping[str, Any]) -> Continue:
-    """Return the way in which the trial continues after a link of a fixed group."""
-    return Continue(slurm.get("continue") or Continue.CHAIN)
-
-
 def _array(group: GroupRequest) -> str:
     """Return the array option. Links of a fixed group run one by one."""
     at_once = (group.at_once or group.hosts) if group.elastic else 1
@@ -225,7 +219,7 @@ def _memory(group: GroupRequest) -> dict[str, str | bool]:
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", group.mem_per_worker, re.IGNORECASE)
     if not found:
         raise UsageError(
-            f"cluster.mem_per_worker={group.mem_per_worker!r}: write a whole number and a unit, "
+            f"cluster.mem_per_worker={group.mem_per_worker!r}: write an integer and a unit, "
             "such as 16G"
         )
     return {"mem": f"{int(found[1]) * group.workers_per_host}{found[2].upper()}"}

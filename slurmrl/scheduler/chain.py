@@ -74,7 +74,7 @@ class TopUp(Enum):
     ENDED = "the trial has ended"
     STOPPED = "a user has stopped the trial"
     NOT_LIVE = "no link waits or runs"
-    ENDING = "this job is being ended by Slurm or its user"
+    ENDING = "Slurm or the user is ending this job"
     ENOUGH = "enough links are queued"
     NO_COMMIT = "nothing was committed since links were last added"
 
@@ -279,7 +279,7 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
         return "no incarnation began in this job, so it is not requeued"
     row = scheduler.client.row_of(link.element)
     if row is not None and row.raw != "RUNNING":
-        return f"{link.element} is being ended by Slurm or its user, so it is not requeued"
+        return f"Slurm or the user is ending {link.element}, so it is not requeued"
     scheduler.client.requeue(link.element)
     # The exclusion fails if the link has already started again.
     with contextlib.suppress(SchedulerError, CorruptFileError):
@@ -294,9 +294,10 @@ class Upkeep:
     """
 
     def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
-        """``elastic`` maps each group to its planned number of tasks.
+        """Make the threads for a link's chain and for the groups in ``elastic``.
 
-        ``told`` is called with the id of each array that is added to the chain.
+        ``elastic`` maps each group to its planned number of tasks. The thread of the chain calls
+        ``told`` with the id of each added array.
         """
         self._link = link
         self._told = told

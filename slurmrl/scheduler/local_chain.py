@@ -14,7 +14,6 @@ and after 10 s with KILL. QUIT kills them at once.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slurmrl import log
+from slurmrl.child import DieWithParent
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.fsio import atomic, calls, documents
 from slurmrl.fsio.documents import COUNT, TEXT, Fields, list_of, one_of, table
@@ -50,7 +50,6 @@ from slurmrl.scheduler.submission import ProcessId, is_orphaned, wanted_tasks
 _log = log.get(__name__)
 GRACE_S = 10.0
 """Seconds from TERM to KILL."""
-PR_SET_PDEATHSIG = 1
 PREFIX = "local"
 _NUMBER = re.compile(r"[0-9]{1,20}")
 WAIT_S = 5.0
@@ -265,7 +264,7 @@ class LocalChain:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                preexec_fn=_DieWithParent(),
+                preexec_fn=DieWithParent(),
             )
 
     def _wait(self) -> list[int]:
@@ -319,20 +318,6 @@ class LocalChain:
             self._state.write(self._run.local_chain(self._number, self._group))
         except EnvironmentFailure as error:  # A full disk must not end the chain.
             _log.warning("cannot write the state of the chain: %s", error)
-
-
-class _DieWithParent:
-    """The function between fork and exec: unblocks signals and ends the child with the chain."""
-
-    def __init__(self) -> None:
-        self._parent = os.getpid()
-        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def __call__(self) -> None:
-        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        if os.getppid() != self._parent:
-            os._exit(1)
 
 
 def _kill_group(leader: int) -> None:
@@ -420,7 +405,7 @@ class LocalScheduler(Scheduler):
         arguments = [str(run.run), str(request.number), group.name, str(group.links), str(width)]
         output = run.batch_log(group.name, f"chain.{request.number}")
         environ = base.local_environment(os.environ)
-        # -P: the working directory must not shadow the code snapshot.
+        # With -P, the working directory cannot shadow the code snapshot.
         pid = os.posix_spawn(
             request.python,
             [request.python, "-P", "-m", CHAIN, *arguments],

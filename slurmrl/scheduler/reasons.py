@@ -48,7 +48,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
         "see scontrol show partition; request fewer hosts or choose another partition",
     ),
     "PartitionTimeLimit": (
-        "its time limit is above that of the partition",
+        "its time limit exceeds the partition's limit",
         "lower cluster.slurm.time: the chain continues after each time limit",
     ),
     "PartitionDown": ("the partition accepts no jobs at the moment", _ADMIN),

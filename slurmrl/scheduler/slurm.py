@@ -41,7 +41,7 @@ logger = log.get(__name__)
 class SlurmScheduler(Scheduler):
     def __init__(self, client: SlurmClient | None = None) -> None:
         self.client = client or SlurmClient()
-        self._memory = MemoryRequest(self.client)
+        self._memory = EndedElements(self.client)
 
     def check(self) -> None:
         if shutil.which("sbatch") is None:
@@ -236,7 +236,7 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
     return replace(group, links=links)
 
 
-class MemoryRequest:
+class EndedElements:
     """The rows of ended elements that squeue no longer shows, from sacct.
 
     sacct runs only if elements are missing, and never again after it failed or reported that there
@@ -276,26 +276,22 @@ class MemoryRequest:
             logger.info("sacct is not called again: %s", error)
             answer = None
         self._there = answer is not None
-        # A cancelled array has one row for all its elements. An element's separate row has more
-        # details and therefore comes last.
+        # An element's separate row has more details than its cancelled array's row: let it win.
         for row in sorted(answer or (), key=lambda row: len(row.elements), reverse=True):
             if not states.interpret(row.raw).state.active:  # squeue shows the active elements.
-                self._known |= {(row.job, element): _one(row, element) for element in row.elements}
+                for element in row.elements:
+                    self._known[row.job, element] = replace(row, elements=(element,))
 
 
 def _lowest(job: str, seen: set[tuple[str, int]]) -> int:
     return min((element for name, element in seen if name == job), default=-1)
 
 
-def _one(row: QueueRow, element: int) -> QueueRow:
-    return replace(row, elements=(element,))
-
-
 HELD: Final = "JobHeldUser"
 """Slurm's reason for a pending element that its user holds."""
 
 FINISHED: Final = "Job has already finished"
-"""scontrol's message if some elements of an array have ended. It changes the other elements."""
+"""Message of scontrol if some elements of an array have ended; scontrol changes the others."""
 
 
 @dataclass(frozen=True)
