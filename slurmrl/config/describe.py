@@ -97,7 +97,8 @@ def pages(algorithms: Mapping[str, type[BaseModel]], environment: str) -> dict[s
     chapters = _chapters(Config, (), {})
     found = {f"{FOLDER}/trial.md": _page("Top-level keys", Config, (), chapters, {}, "trial")}
     table = ["| section | content |", "|---|---|"]
-    table.append(f"| [top-level keys]({FOLDER}/trial.md) | {_names(Config)} |")
+    top = ", ".join(f"`{one.name}`" for one in facts_of(Config) if one.section is None)
+    table.append(f"| [top-level keys]({FOLDER}/trial.md) | {top} |")
     for one in facts_of(Config):
         if one.section is None:
             continue
@@ -215,10 +216,6 @@ def _entry(one: KeyFacts) -> Iterator[str]:
     if one.example and one.example not in (one.default.strip("`"), *one.values):
         yield f"- **Example:** `{one.name}: {one.example}`"
     yield from ("", _linked(one.meaning), "")
-
-
-def _names(section: type[BaseModel]) -> str:
-    return ", ".join(f"`{one.name}`" for one in facts_of(section) if one.section is None)
 
 
 def _code(path: KeyPath) -> str:

@@ -124,8 +124,8 @@ def preset_settings(schema: type[BaseModel], names: Sequence[str]) -> dict[str, 
 def _others(one: FieldInfo, attribute: str, presets: Mapping[str, Any]) -> dict[str, str]:
     if one.is_required() or attribute == "name" or section_of(one.annotation) is not None:
         return {}
-    plain = _yaml(one.get_default(call_default_factory=True))
-    values = {name: _yaml(getattr(settings, attribute)) for name, settings in presets.items()}
+    plain = json.dumps(one.get_default(call_default_factory=True))
+    values = {name: json.dumps(getattr(settings, attribute)) for name, settings in presets.items()}
     return {name: f"`{value}`" for name, value in values.items() if value != plain}
 
 
@@ -178,19 +178,14 @@ def _default(one: FieldInfo, null_means: str) -> str:
         return OF_KEYS
     if section_of(one.annotation) is not None:
         return "none"
-    return f"`{_yaml(default)}`"
-
-
-def _yaml(value: Any) -> str:
-    """Return a value as JSON, which is valid YAML."""
-    return json.dumps(value)
+    return f"`{json.dumps(default)}`"
 
 
 def _example(one: FieldInfo, values: Sequence[str]) -> str:
     """Return the default if it is informative, else the first of few allowed values."""
     default = None if one.is_required() else one.get_default(call_default_factory=True)
     if default not in (None, "", (), {}) and not isinstance(default, BaseModel):
-        return _yaml(default)
+        return json.dumps(default)
     return values[0] if values else ""
 
 

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin
@@ -283,9 +283,9 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
     if not place and difflib.get_close_matches(name, known, n=1, cutoff=SURE):
         return f"unknown key; {near(name, known)}"
     if elsewhere := _elsewhere(schema, location, prefix, place):
-        return f"unknown key; did you mean {_either(elsewhere)}?"
+        return f"unknown key; did you mean {' or '.join(elsewhere)}?"
     if words := [key for key in known if name in key.split("_")]:
-        return f"unknown key; did you mean {_either(words)}?"
+        return f"unknown key; did you mean {' or '.join(words)}?"
     return f"unknown key; {near(name, known, LIKE)}"
 
 
@@ -302,10 +302,6 @@ def _elsewhere(schema: type[BaseModel], key: KeyPath, prefix: KeyPath, place: st
         return below[:MOST_PLACES]
     found = [dotted((*prefix, *path)) for path in every if path[-1] == name]
     return [place] if place and place not in found else found[:MOST_PLACES]
-
-
-def _either(names: Sequence[str]) -> str:
-    return " or ".join(names)
 
 
 def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | None:

@@ -122,7 +122,7 @@ class Algorithm(Protocol):
         ...
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
-        """Return, by name of a metric, how it is computed from the scores of evaluated items."""
+        """Return the measure of each metric of an evaluation, by name of the metric."""
         ...
 
     @property

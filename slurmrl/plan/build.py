@@ -353,7 +353,7 @@ def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterat
         if sum(not size or size >= requested for size in there) < needed:
             yield (
                 f"the {group.name} group requests {requested} {what} on each of {needed} hosts, "
-                f"{where} has hosts with up to {max(there)}: lower cluster.{key} or "
+                f"but {where} has hosts with at most {max(there)}: lower cluster.{key} or "
                 "cluster.workers_per_host"
             )
 

@@ -259,21 +259,15 @@ def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = F
 DATASET: Final = "dataset"
 
 
-class PlannedCall(Protocol):
+class PlannedCall(CallNode, Protocol):
     """A call of a plan."""
 
-    @property
-    def name(self) -> str: ...
     @property
     def role(self) -> str | None: ...
     @property
     def layout(self) -> str | None: ...
     @property
     def method(self) -> str: ...
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
     @property
     def pre_hooks(self) -> Sequence[object]:
         """Hooks before the call; ``str()`` describes a hook."""

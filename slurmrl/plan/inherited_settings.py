@@ -30,10 +30,10 @@ from slurmrl.config.allocation.legacy_spellings import (
 from slurmrl.config.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema import Cluster, Config, Model, ParallelSizes, Publish, Rollout, role_key
 from slurmrl.config.source import Source
-from slurmrl.errors import AllocationError, Problem, UsageError
+from slurmrl.errors import AllocationError, Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.engine_rules import HF
-from slurmrl.plan.estimates.shape import config_values
+from slurmrl.plan.estimates.shape import known_config
 from slurmrl.registry import resolve
 
 DEFAULT_ENGINE: Final = "fsdp"
@@ -62,7 +62,8 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
     problems: list[Problem] = []
     actor = config.actor.model_copy(
         update={
-            "backend": config.actor.backend or _default(config.actor),
+            "backend": config.actor.backend
+            or (DEFAULT_ENGINE if given(config.actor) else DEFAULT_BACKEND),
             "tokenizer": config.actor.tokenizer or config.actor.path,
         }
     )
@@ -133,10 +134,6 @@ def _for_one_pass(config: Config) -> Config:
     return config.model_copy(update={"dataset": dataset, "checkpoint": checkpoint})
 
 
-def _default(model: Model) -> str:
-    return DEFAULT_ENGINE if given(model) else DEFAULT_BACKEND
-
-
 def _from_actor(config: Config, role: str, actor: Model) -> Model:
     model: Model = config.find_model(role) or Model()
     update: dict[str, Any] = {
@@ -166,10 +163,7 @@ def _with_vision(model: Model) -> Model:
     """Return the model with its image encoder if the encoder is optional in its family."""
     if model.implementation != HF:
         return model
-    try:
-        known = config_values(model).get("model_type") in resolve(WITHOUT_ENCODER)
-    except UsageError:  # The check of weights reports the error.
-        return model
+    known = known_config(model).get("model_type") in resolve(WITHOUT_ENCODER)
     return model.model_copy(update={"vision": True}) if known else model
 
 
@@ -183,7 +177,7 @@ def _merged(config: Config, model: Model) -> tuple[Model, list[Disagreement]]:
 
 def _rollout(config: Config) -> tuple[Any, list[Disagreement]]:
     rollout = _of_tasks(config.rollout)
-    given = given_rollout(rollout)
+    given = _given(rollout, ROLLOUT_FIELDS)
     if given and not rollout.backend:
         axis, size = next(iter(given.items()))
         message = f"{size} is not allowed without rollout.backend, which names the engine"
@@ -417,12 +411,7 @@ class Disagreement(NamedTuple):
 
 def given(model: Model) -> dict[str, int]:
     """Return the sizes by axis that the section ``model`` of a role sets."""
-    sizes = model.model or ParallelSizes()
-    return _given(sizes, FIELDS)
-
-
-def given_rollout(rollout: Rollout) -> dict[str, int]:
-    return _given(rollout, ROLLOUT_FIELDS)
+    return _given(model.model or ParallelSizes(), FIELDS)
 
 
 def _given(section: ParallelSizes | Rollout, fields: dict[str, str]) -> dict[str, int]:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from slurmrl.config.problems import rejected
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
+from slurmrl.config.schema.base import OWN_CODE
 from slurmrl.config.schema.config import OWN_ROLE, ROLES
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import Problem, UsageError
@@ -33,7 +34,6 @@ from slurmrl.plan.dataflow import DATASET_KEYS, Call, Measure, Method, RoleUse
 from slurmrl.registry import import_own, near, resolve
 
 KIND: Final = "algorithm"
-OWN: Final = re.compile(r"[\w.]+:\w+")
 OWN_FILE: Final = re.compile(r"(.+\.py):(\w+)")
 FORMS: Final = "my_file.py:Class or package.module:Class of your own"
 INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
@@ -50,8 +50,8 @@ class OwnName(NamedTuple):
 
 
 def is_own(name: object) -> bool:
-    """Return whether a value in a resolved configuration names a user's own algorithm."""
-    return isinstance(name, str) and OWN.fullmatch(name) is not None
+    """Return whether a value is the ``module:name`` of the user's own code."""
+    return isinstance(name, str) and OWN_CODE.fullmatch(name) is not None
 
 
 def own_name(text: str, folder: Path) -> OwnName | None:
@@ -60,7 +60,7 @@ def own_name(text: str, folder: Path) -> OwnName | None:
     A relative file starts at ``folder``. Raises UsageError if the file does not exist, or if Python
     cannot import it by its name.
     """
-    if OWN.fullmatch(text) and not text.partition(":")[0].endswith(".py"):
+    if OWN_CODE.fullmatch(text) and not text.partition(":")[0].endswith(".py"):
         return OwnName(text)
     match = OWN_FILE.fullmatch(text)
     if match is None:
@@ -84,7 +84,8 @@ def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
     top = reference.partition(":")[0].partition(".")[0]
     try:
         with without_torch(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Field name .* shadows")  # See `wrong_class`.
+            # `wrong_class` rejects such fields with a better message.
+            warnings.filterwarnings("ignore", "Field name .* shadows")
             _use_module_of(top, folders)
             return import_own(KIND, reference)
     except (Exception, SystemExit) as error:  # The user's code may raise any error.
@@ -354,7 +355,7 @@ def _wrong_values(
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
             yield f"{name} is {number!r}, must be an integer of at least 1"
-    if not isinstance(controller, str) or not OWN.fullmatch(controller):
+    if not is_own(controller):
         yield f"controller() returns {controller!r}, must be 'module:Class'"
 
 
@@ -375,7 +376,7 @@ def _wrong_roles(uses: Sequence[RoleUse]) -> Iterator[str]:
 
 def _wrong_fields(call: Call) -> Iterator[str]:
     what = f"call {call.name!r}"
-    if not isinstance(call.interface, str) or not OWN.fullmatch(call.interface):
+    if not is_own(call.interface):
         yield f"{what} has the interface {call.interface!r}, must be 'module:Class'"
     if not isinstance(call.method, Method):
         allowed = ", ".join(f"Method.{method.name}" for method in Method)

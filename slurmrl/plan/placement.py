@@ -53,7 +53,8 @@ def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
     size, serves = allocation.world_size, BACKENDS[allocation.backend].serves
     order = _by_copies(allocation) if serves else tuple(range(size))
     if serves and group == ROLLOUTS:
-        return Placement(allocation, _by_servers(allocation), group)
+        servers = (place // allocation.instance_size for place in order)
+        return Placement(allocation, tuple(servers), group)
     if not gpus.strip():
         return Placement(allocation, order, group)
     numbers = parse_gpus(gpus)
@@ -76,11 +77,6 @@ def _by_copies(allocation: Allocation) -> tuple[int, ...]:
         for copy in range(copies)
         for rank in range(tp)
     )
-
-
-def _by_servers(allocation: Allocation) -> tuple[int, ...]:
-    """Return the number of each rank's server."""
-    return tuple(place // allocation.instance_size for place in _by_copies(allocation))
 
 
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
@@ -162,6 +158,11 @@ def trainers(placed: Iterable[Placement]) -> int:
     return max((max(place.ranks) + 1 for place in placed if place.group == TRAINERS), default=0)
 
 
+def tensor_sizes(placed: Mapping[str, Placement]) -> list[int]:
+    """Return the tensor-parallel sizes of the models in the trainers' job."""
+    return [place.allocation.sizes["tp"] for place in placed.values() if place.group == TRAINERS]
+
+
 def tasks_inside(config: Config, placed: Mapping[str, Placement]) -> tuple[int, int]:
     """Return the number of rollout tasks in the trainers' job, and the GPUs of each task."""
     rollout = config.rollout
@@ -179,8 +180,8 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
     workers, (tasks, size) = trainers(placed.values()), tasks_inside(config, placed)
     given, total = config.cluster.workers_per_host, workers + tasks * size
     if given is None:
-        tp = [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
-        hosts, rest = divmod(workers, workers_per_host(workers, tp, tasks, size))
+        per_host = workers_per_host(workers, tensor_sizes(placed), tasks, size)
+        hosts, rest = divmod(workers, per_host)
     else:
         hosts, rest = divmod(total, min(given, total))  # A single host may have unused room.
     if not rest and hosts and workers % hosts == 0 and tasks % hosts == 0:

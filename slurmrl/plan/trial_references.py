@@ -153,7 +153,8 @@ class TrialResolver:
                 return earlier
             raise UsageError(
                 f"'{text}': {reference.name} has neither an export nor a checkpoint of step {step} "
-                f"(exports: {exports.listed()}; checkpoints: {_listed(known)})"
+                f"(exports: {exports.listed()}; checkpoints: "
+                f"{', '.join(map(str, sorted(known))) or 'none'})"
             )
         if not frozen:
             raise UsageError(
@@ -241,10 +242,6 @@ def _exports_adapters(paths: RunPaths) -> bool:
 
 def _commits(paths: RunPaths) -> tuple[Commit, ...]:
     return fold(History(paths.history).read()).commits
-
-
-def _listed(steps: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(steps))) or "none"
 
 
 def _earlier_pin(paths: RunPaths, step: int) -> Path | None:

@@ -294,7 +294,8 @@ def _blocks(
         rows = [[*row, changes(one)] for row, one in zip(rows, answers, strict=True)]
     yield Table(headings, rows, note=note)
     best = answers[0]
-    lines = [f"{key}={_shown(value)}" for key, value in best.overrides.items()]
+    written = {key: "null" if value is None else value for key, value in best.overrides.items()}
+    lines = [f"{key}={value}" for key, value in written.items()]
     yield Lines("settings of answer 1:", lines or ["as given"])
     if best.learned:
         learned = [f"{key} ({name})" for key, name in best.learned.items()]
@@ -393,10 +394,6 @@ def values(
         "hardware": {name: list(number) for name, number in hardware.numbers.items()},
         **found,
     }
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value)
 
 
 FOUND: Final = "set by slurmrl search"

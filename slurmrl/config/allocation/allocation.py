@@ -158,7 +158,7 @@ class Allocation:
         if self.stage_size % ep:
             raise AllocationError(
                 f"e{ep} does not divide the {self.stage_size} ranks (d*t*c) of a pipeline stage; "
-                f"allowed: {_divisors(self.stage_size)}"
+                f"allowed: {divisors(self.stage_size)}"
             )
         return ExpertSizes(self.stage_size // ep, 1, ep)
 
@@ -175,10 +175,10 @@ def _written(sizes: Mapping[str, int]) -> str:
     return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
     """Return the twelve smallest divisors, separated by commas."""
-    divisors = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
-    return ", ".join(divisors[:12]) + (", …" if len(divisors) > 12 else "")
+    found = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
+    return ", ".join(found[:12]) + (", …" if len(found) > 12 else "")
 
 
 @dataclass(frozen=True)

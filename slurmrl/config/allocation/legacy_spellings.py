@@ -165,8 +165,8 @@ class _Reader:
         start = scanner.position
         if scanner.take_if("eval"):
             return  # slurmrl evaluates with the layout that generates for training.
-        if _SERVER.match(scanner.text, start):
-            self._server(start)
+        if match := _SERVER.match(scanner.text, start):
+            self._server(match)
         elif scanner.comes("attn") or scanner.comes("(") or self._only_dimensions():
             self._add("actor", _Part(start, self._dimensions()), start)
         else:
@@ -175,9 +175,8 @@ class _Reader:
     def _only_dimensions(self) -> bool:
         return bool(_DIMENSIONS_ONLY.match(self._scanner.text, self._scanner.position))
 
-    def _server(self, start: int) -> None:
-        match = _SERVER.match(self._scanner.text, start)
-        assert match is not None
+    def _server(self, match: re.Match[str]) -> None:
+        start = match.start()
         if match[1] == "mock":
             self._scanner.fail("unknown engine 'mock'; allowed: sglang, vllm", start)
         self._scanner.position = match.end()

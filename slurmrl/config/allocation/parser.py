@@ -1,7 +1,7 @@
 """The parser of allocation strings.
 
-Blanks are ignored, letters are lower case, sizes are whole numbers from 1 without leading zeros,
-and each dimension occurs at most once. Errors point at the character.
+Blanks are ignored, letters are lower case, sizes are integers from 1 without leading zeros, and
+each dimension occurs at most once. Errors point at a character.
 
     components := place ("+" place)*
     place      := single ("|" single)*
@@ -126,17 +126,12 @@ class Dimensions:
 def _backend(scanner: Scanner) -> Backend:
     scanner.skip_blanks()
     start = scanner.position
-    word = scanner.take(WORD)
-    if word not in SPELLED:
-        _unknown_backend(scanner, word, start)
-    return SPELLED[word]
-
-
-def _unknown_backend(scanner: Scanner, word: str, start: int) -> NoReturn:
-    known = list(SPELLED)
+    word, known = scanner.take(WORD), list(SPELLED)
+    if word in SPELLED:
+        return SPELLED[word]
     if not word:
         scanner.fail(f"expected a backend; allowed: {', '.join(known)}", start)
-    scanner.fail(f"unknown backend '{word}'; {near(word, known)}", start)
+    return scanner.fail(f"unknown backend '{word}'; {near(word, known)}", start)
 
 
 def _name(scanner: Scanner) -> str:
@@ -299,9 +294,6 @@ class Scanner:
         )
 
 
-_NUMBER: Final = re.compile(r"[0-9]+")
-
-
 def parse_gpus(text: str) -> tuple[int, ...]:
     """Return the ascending numbers in a list of numbers and ranges such as ``0-3,6``.
 
@@ -340,7 +332,7 @@ def format_gpus(numbers: Sequence[int]) -> str:
 def _gpu_number(scanner: Scanner) -> int:
     scanner.skip_blanks()
     start = scanner.position
-    digits = scanner.take(_NUMBER)
+    digits = scanner.take(_DIGITS)
     if not digits or len(digits) > 7 or int(digits) >= LARGEST_SIZE:
         scanner.fail(f"expected the number of a GPU, from 0 to {LARGEST_SIZE - 1}", start)
     return int(digits)

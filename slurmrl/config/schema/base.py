@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f]")
+OWN_CODE: Final = re.compile(r"[\w.]+:\w+")
+"""Pattern of the name of the user's own code: ``module:name``."""
 
 
 class Section(BaseModel):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, cast, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slurmrl.config.schema.base import (
+    OWN_CODE,
     HubPathText,
     IsHubPath,
     Line,
@@ -31,7 +32,6 @@ def _check_template(text: str) -> str:
 
 TemplateText = Annotated[str, AfterValidator(_check_template)]
 
-OWN_TYPE: Final = re.compile(r"[\w.]+:\w+")
 OF_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "answer_template": ("prompt_answer", "preference", "kto"),
     "chosen_key": ("preference",),
@@ -69,7 +69,7 @@ BuiltIn = Literal["prompt", "prompt_answer", "messages", "preference", "kto"]
 
 
 def _check_type(name: str) -> str:
-    if name not in get_args(BuiltIn) and not OWN_TYPE.fullmatch(name):
+    if name not in get_args(BuiltIn) and not OWN_CODE.fullmatch(name):
         raise ValueError(f"{near(name, list(get_args(BuiltIn)))}, or package.module:Class")
     return name
 
@@ -201,10 +201,10 @@ class Dataset(Section):
     video: PATH}`. Requires a chat template. Default: no videos. Example: `videos`"""
     video_fps: PositiveFloat | None = None
     """Frames per second that the model reads of a video. A list of images has this rate. Default:
-    from the files of the processor, else 2."""
+    from the files of the processor, else 2. Example: `1.0`"""
     video_frames: Annotated[int, Field(ge=2)] | None = None
-    """Maximum number of frames that the model reads of a video. They are spread over the whole
-    video. Default: from the files of the processor, else 768. Example: `32`"""
+    """Maximum number of frames that the model reads of a video, at equal distances. Default: from
+    the files of the processor, else 768. Example: `32`"""
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
     may lack it."""
@@ -251,7 +251,7 @@ class Dataset(Section):
     def _one_form(self) -> Dataset:
         if (":" in self.type) != (self.like is not None):
             raise ValueError(
-                f"type {self.type} needs like: the built-in type that the class is derived from"
+                f"type {self.type} needs the key like: the built-in base type of the class"
                 if self.like is None
                 else f"like needs your own type (package.module:Class), not {self.type}"
             )

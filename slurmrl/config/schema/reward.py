@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import combinations, starmap
 from typing import Annotated, Any, Final
 
@@ -15,10 +14,16 @@ from pydantic import (
     model_validator,
 )
 
-from slurmrl.config.schema.base import PositiveFloat, PositiveInt, Section, Sequence, Word, name_of
+from slurmrl.config.schema.base import (
+    OWN_CODE,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Sequence,
+    Word,
+    name_of,
+)
 
-OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
-"""Pattern of the name of a user's own reward."""
 BINARY: Final = ("exact_match", "math", "code")
 """Built-in rewards that can be 1 for a correct completion and 0 otherwise."""
 WITH_PROCESSES: Final = ("math", "code")
@@ -172,7 +177,7 @@ class Reward(Section):
     @property
     def has_own(self) -> bool:
         """Whether one of the functions is the user's own."""
-        return any(OWN_REWARD.fullmatch(part.name) for part in self.functions.values())
+        return any(OWN_CODE.fullmatch(part.name) for part in self.functions.values())
 
 
 def _may_share_rows(one: RewardPart, other: RewardPart) -> bool:
@@ -187,7 +192,7 @@ def _values(part: RewardPart, key: str) -> set[Scalar]:
 
 
 def _check_pool(name: str, pool: RewardPool | None) -> None:
-    if pool is not None and not OWN_REWARD.fullmatch(name):
+    if pool is not None and not OWN_CODE.fullmatch(name):
         raise ValueError(
             f"pool is not allowed with '{name}', only with your own reward (module:name); "
             "built-in rewards have options instead"

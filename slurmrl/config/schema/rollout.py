@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from slurmrl import env
 from slurmrl.config.schema.base import (
+    OWN_CODE,
     Line,
     NonNegativeInt,
     PathText,
@@ -40,8 +40,6 @@ EARNS_NOTHING: Final = "tools"
 """Name of the environment whose turns earn no rewards."""
 CALLS_IN_JSON: Final = "json"
 """Default of the option `format` of the environment `tools`."""
-OWN: Final = re.compile(r"[\w.]+:\w+")
-"""Pattern of the name of a user's own episode, environment or tool."""
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
 
 
@@ -229,7 +227,7 @@ class EpisodeSettings(Section):
         if self.environment is not None:
             named["environment.name"] = self.environment.name
         named |= {f"tools.{key}.name": tool.name or key for key, tool in self.tools.items()}
-        return {key: name for key, name in named.items() if OWN.fullmatch(name)}
+        return {key: name for key, name in named.items() if OWN_CODE.fullmatch(name)}
 
     @model_validator(mode="after")
     def _uses_its_settings(self) -> EpisodeSettings:
@@ -472,7 +470,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> Ser
     if status.st_uid != os.geteuid() or status.st_mode & OTHER_USERS:
         raise UsageError(
             f"other users may read the key in {path} (mode {stat.S_IMODE(status.st_mode):04o}, "
-            f"user {status.st_uid}): make it yours, with mode 0600"
+            f"user {status.st_uid}): own the file, and set its mode to 0600"
         )
     lines = inputs.read(path).decode("ascii", errors="replace").splitlines()
     keys = [_checked_key(line.strip(), str(path)) for line in lines if line.strip()]

@@ -12,9 +12,9 @@ from slurmrl.config.schema import (
     EpisodeSettings,
     evaluation_key,
 )
-from slurmrl.config.schema.rollout import OWN
+from slurmrl.config.schema.base import OWN_CODE
 from slurmrl.config.source import KeyPath, dotted
-from slurmrl.errors import Problem, UsageError
+from slurmrl.errors import Problem
 from slurmrl.plan.checks import Draft
 from slurmrl.plan.engine_rules import CAPABILITIES, HF
 from slurmrl.plan.estimates.hardware import GIB
@@ -22,7 +22,7 @@ from slurmrl.plan.estimates.memory import PAGE_TOKENS, kv_bytes_per_token
 from slurmrl.plan.estimates.shape import (
     TRAINING,
     bounded_parts,
-    config_values,
+    known_config,
     lengths_of,
     longest,
     shape_of,
@@ -124,7 +124,7 @@ def experts(draft: Draft) -> Iterator[Problem]:
             f"{ROLLOUTS}.backend"
         )
     elif shape is not None:
-        kind = f"experts of {config_values(draft.config.actor).get('model_type')}"
+        kind = f"experts of {known_config(draft.config.actor).get('model_type')}"
         reason = draft.lacks(name, kind if kind in CAPABILITIES else "experts")
     if reason:
         yield draft.reject((ROLLOUTS, "replay_experts"), f": {reason}", value=True)
@@ -141,11 +141,9 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
     actor = draft.config.actor
     if actor.implementation != HF:
         return
-    parts = list(_generated_by_cache(draft))
-    try:
-        values = config_values(actor)
-    except UsageError:
-        return  # The check of weights reports the error.
+    parts, values = list(_generated_by_cache(draft)), known_config(actor)
+    if not values:
+        return
     reason = resolve(CACHE_REFUSAL)(values) if parts else ""
     if reason:
         yield draft.reject(("actor", "implementation"), f": {reason}", HF)
@@ -220,7 +218,7 @@ def _unknown_names(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]
         named.append((where, tool.name or name, "TOOLS"))
     for where, name, table in named:
         known = sorted(resolve(f"{TABLES}:{table}"))
-        if name not in known and not OWN.fullmatch(name):
+        if name not in known and not OWN_CODE.fullmatch(name):
             yield draft.reject(where, f"; {near(name, known)}, or your own module:name", name)
 
 

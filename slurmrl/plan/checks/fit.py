@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from slurmrl.config.allocation import Allocation, parse
-from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.allocation import BACKENDS, divisors
 from slurmrl.config.schema import Config, Model, ParallelSizes, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import ConfigError, Problem, UnreadableInputError, UsageError
@@ -77,10 +77,6 @@ def check(fit: Fit) -> Found:
             if part not in reported:
                 yield misfit
             reported.add(part)
-
-
-def divisors(number: int) -> str:
-    return ", ".join(str(size) for size in range(1, min(number, 256) + 1) if number % size == 0)
 
 
 def _divisions(fit: Fit) -> Found:

@@ -28,7 +28,7 @@ from slurmrl.plan.checks import Draft, fit
 from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
 from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, last_value, rules_of
 from slurmrl.plan.estimates.server_types import ALIGNMENT, BLOCK, FP8_FAMILIES, unequal_sizes
-from slurmrl.plan.estimates.shape import config_values, shape_of, text_config
+from slurmrl.plan.estimates.shape import known_config, shape_of, text_config
 from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 from slurmrl.plan.precision import DTYPE, SERVER_ARGS, generating
@@ -75,7 +75,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     if publish is not None and publish.every_steps > settings.max_staleness + 1:
         reason = (
             f": weights are published every {publish.every_steps} steps "
-            f"(rollout.publish.every_steps), so it must be at least {publish.every_steps - 1}"
+            f"(rollout.publish.every_steps); must be at least {publish.every_steps - 1}"
         )
         yield draft.reject((ROLLOUTS, "tasks", "max_staleness"), reason, settings.max_staleness)
     yield from _inside(draft)
@@ -171,7 +171,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
         allocation = parse(text) if text else own
         assert allocation is not None, "see above"
         if reason := lacking(allocation.backend, "training"):
-            yield draft.reject(where, f": it is the layout of the actor, and {reason}", text)
+            yield draft.reject(where, f": this is the actor's layout, but {reason}", text)
             return
         rules_of(allocation)
     except AllocationError as error:
@@ -180,7 +180,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
     size, batch = allocation.sizes["dp"], draft.algorithm.batch_size
     if text and batch % size:
         reason = (
-            f": algorithm.batch_size {batch} must be a multiple of its data-parallel size {size}"
+            f": algorithm.batch_size {batch} must be a multiple of its data-parallel size, {size}"
         )
         yield draft.reject(where, reason, text)
     model = draft.config.actor.model_copy(update={"model": None})
@@ -200,7 +200,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
     allocation = draft.allocations().get(ROLLOUTS)
     backend = allocation.backend if allocation else ""
     if allocation is None or not BACKENDS[backend].serves:
-        reason = f": only servers use it (rollout.backend {' or '.join(SERVER_KINDS)})"
+        reason = f": only servers use this key (rollout.backend {' or '.join(SERVER_KINDS)})"
         yield from _rejected(draft, (*OF_RUNNING, *OF_OURS, *OF_ALL), reason)
         return
     if rollout.servers:
@@ -214,7 +214,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
     yield from _temperatures(draft, backend)
     shape, reason = shape_of(draft.config.actor), draft.lacks(ROLLOUTS, "dense_layers")
     if reason and shape is not None and shape.experts and shape.dense_layers:
-        if text_config(config_values(draft.config.actor)).get("first_k_dense_replace"):
+        if text_config(known_config(draft.config.actor)).get("first_k_dense_replace"):
             return  # SGLang reads this field, which DeepSeek's and other families have.
         layers = f"{shape.dense_layers} of {shape.layers} layers of this actor are dense"
         yield draft.reject((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
@@ -238,7 +238,7 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
             asked[*evaluation_key(suite), "temperature"] = own.evaluation.temperature
     for key, temperature in asked.items():
         if temperature < least:
-            reason = f" with {backend}, which cannot sample at it; allowed: at least {least:g}"
+            reason = f" with {backend}; allowed: at least {least:g}"
             yield draft.reject(key, reason, temperature)
 
 
@@ -358,11 +358,9 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         source = f"{SERVER_ARGS} {DTYPE[0]}" if given else "actor.dtype"
         computes = f"in bfloat16 around FP8 matrices, not in {found.dtype} ({source})"
         yield draft.reject(key, f": a server computes {computes}", value)
-    try:
-        family = config_values(actor).get("model_type")
-    except UsageError:
-        return  # The check of weights reports the error.
-    if family not in FP8_FAMILIES:
+    if not (values := known_config(actor)):
+        return
+    if (family := values.get("model_type")) not in FP8_FAMILIES:
         reason = f" with {family}; allowed families: {', '.join(FP8_FAMILIES)}"
         yield draft.reject(key, reason, value)
         return

@@ -11,12 +11,12 @@ from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Dataset, Model
 from slurmrl.config.source import KeyPath
-from slurmrl.errors import AllocationError, Problem, UsageError
+from slurmrl.errors import AllocationError, Problem
 from slurmrl.plan.algorithms import POLICY_GRADIENTS, uses_of
 from slurmrl.plan.checks import Draft
 from slurmrl.plan.checks.completion_checks import served
 from slurmrl.plan.engine_rules import HF
-from slurmrl.plan.estimates.shape import config_values
+from slurmrl.plan.estimates.shape import known_config
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import resolve
 
@@ -76,12 +76,9 @@ def _towers(draft: Draft) -> Iterator[Problem]:
         elif model.lora is not None and model.train_vision:
             reason = " with lora, whose adapters are in the language model only"
             yield draft.reject(key, reason, value=True)
-        else:
-            with suppress(UsageError):  # The check of weights reports errors of the folder.
-                if (values := config_values(model)) and resolve(REFUSAL)(values):
-                    family = values.get("model_type")
-                    reason = f": slurmrl builds no image encoder for {family} models"
-                    yield draft.reject(key, reason, value=True)
+        elif (values := known_config(model)) and resolve(REFUSAL)(values):
+            reason = f": slurmrl builds no image encoder for {values.get('model_type')} models"
+            yield draft.reject(key, reason, value=True)
 
 
 def _section(draft: Draft, key: KeyPath, dataset: Dataset) -> Iterator[Problem]:
@@ -101,11 +98,10 @@ def _models(draft: Draft, refusal: str) -> Iterator[Problem]:
             reason = f": the built-in decoder reads no images; allowed: {HF}"
             yield draft.reject((where, "implementation"), reason, model.implementation)
             return
-        with suppress(UsageError):  # The check of weights reports errors of the folder.
-            if (values := config_values(model)) and (reason := resolve(refusal)(values)):
-                source = "path" if model.path is not None else "architecture"
-                yield draft.reject((role, source), f": {reason}")
-                return
+        if (values := known_config(model)) and (reason := resolve(refusal)(values)):
+            source = "path" if model.path is not None else "architecture"
+            yield draft.reject((role, source), f": {reason}")
+            return
 
 
 def _forms(draft: Draft) -> Iterator[Problem]:
@@ -120,12 +116,9 @@ def _forms(draft: Draft) -> Iterator[Problem]:
 
 def _form(model: Model) -> dict[str, object]:
     """Return the known fields in `FORM` of a model, by name."""
-    with suppress(UsageError):  # The check of weights reports errors of the folder.
-        values = config_values(model)
-        tower = values.get("vision_config")
-        parts = [part for part in (tower, values) if isinstance(part, Mapping)]
-        return {n: _side(part[n]) for part in parts for n in FORM if n in part}
-    return {}
+    values = known_config(model)
+    parts = [part for part in (values.get("vision_config"), values) if isinstance(part, Mapping)]
+    return {n: _side(part[n]) for part in parts for n in FORM if n in part}
 
 
 def _side(value: Any) -> Any:
@@ -145,10 +138,10 @@ def _servers(draft: Draft) -> Iterator[Problem]:
     tasks = config.evaluation.tasks if config.evaluation is not None else None
     own = (ROLLOUTS, "backend"), config.rollout.backend if served(draft) else None
     for key, text in (own, (("evaluation", "tasks", "backend"), tasks and tasks.backend)):
-        with suppress(AllocationError, UsageError):  # Other checks report these errors.
+        with suppress(AllocationError):  # The checks of layouts report the error.
             backend = parse(text).backend if text else ""
             serves = backend and BACKENDS[backend].serves
-            values = config_values(config.actor) if serves and not videos else {}
+            values = known_config(config.actor) if serves and not videos else {}
             if serves and videos:
                 yield draft.reject(key, f": {backend} servers get no videos; {remedy}", text)
             elif values and (reason := resolve(SERVED_REFUSAL)(values, backend)):

@@ -175,10 +175,6 @@ def hosts(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(("cluster", "hosts"), reason, cluster.hosts)
 
 
-def _tensor_sizes(placed: dict[str, Placement]) -> list[int]:
-    return [place.allocation.sizes["tp"] for place in placed.values() if place.group == TRAINERS]
-
-
 def rollout_instances(draft: Draft) -> Iterator[Problem]:
     """Check that one copy of a serving engine fits on a host."""
     servers = draft.placements().get(ROLLOUTS)
@@ -201,7 +197,7 @@ def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
     """
     placed, size = draft.placements(), servers.allocation.instance_size
     per_host = draft.config.cluster.workers_per_host or placement.workers_per_host(
-        placement.trainers(placed.values()), _tensor_sizes(placed)
+        placement.trainers(placed.values()), placement.tensor_sizes(placed)
     )
     copies = [servers.ranks[first : first + size] for first in range(0, len(servers.ranks), size)]
     for copy in copies if not draft.config.rollout.servers else ():
@@ -226,7 +222,8 @@ def architectures(draft: Draft) -> Iterator[Problem]:
         model = _model_on(draft, role)
         source = "actor" if role == ROLLOUTS else role
         same = (model.path, model.architecture) == (actor.path, actor.architecture)
-        if source != "actor" and same and not _writes_layout(draft, role):
+        writes_layout = draft.writes(role, "backend") or draft.writes(role, "model")
+        if source != "actor" and same and not writes_layout:
             continue
         shape = shape_of(model)
         lengths = lengths_of(draft.config, draft.algorithm, shape)
@@ -245,10 +242,6 @@ def _model_on(draft: Draft, role: str) -> Model:
     if role != ROLLOUTS:
         return draft.config.model(role)
     return draft.config.actor.model_copy(update={"model": None})
-
-
-def _writes_layout(draft: Draft, role: str) -> bool:
-    return draft.writes(role, "backend") or draft.writes(role, "model")
 
 
 def _rejection(misfit: fit.Misfit, placed: Placement) -> str:

@@ -206,10 +206,8 @@ def _length_limit(model: Model) -> Any | None:
 
     Ignore silent limits of the built-in decoder, whose results never depend on the batch.
     """
-    try:
-        values = shape.config_values(model)
-    except UsageError:
-        return None  # The check of weights reports the error.
+    if not (values := shape.known_config(model)):
+        return None
     limit = resolve(LENGTH_LIMIT)(values)
     builtin = model.implementation == "builtin"
     return None if limit is None or (builtin and limit.silent) else limit
@@ -218,10 +216,9 @@ def _length_limit(model: Model) -> Any | None:
 def stop_tokens(draft: Draft) -> Iterator[Problem]:
     """Check that the tokens that end completions can be read and are in the vocabulary."""
     actor = draft.config.actor
-    try:
-        size = shape.vocabulary(shape.config_values(actor))
-    except UsageError:
-        return  # The check of weights reports the error.
+    if not (values := shape.known_config(actor)):
+        return
+    size = shape.vocabulary(values)
     try:
         shape.stop_tokens(draft.config)
     except UsageError as error:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from slurmrl.config.schema import Config, Dataset, Reward, evaluation_key, role_key
+from slurmrl.config.schema.base import OWN_CODE
 from slurmrl.config.schema.config import FOLLOWERS, StopWhen
-from slurmrl.config.schema.reward import ALONE, OWN_REWARD
+from slurmrl.config.schema.reward import ALONE
 from slurmrl.config.schema.roles import USERS
 from slurmrl.config.schema.rollout import VERIFIERS
 from slurmrl.config.source import KeyPath, dotted, is_text
@@ -122,7 +123,7 @@ def reward(draft: Draft) -> Iterator[Problem]:
         user for user, (own, calls) in users.items() if makes_rewards(calls) and own.reward is None
     ]
     if scored and not draft.writes("reward") and not config.rollout.episode.has_turns:
-        message = f"is required: it scores the completions of {' and '.join(scored)}"
+        message = f"is required to score the completions of {' and '.join(scored)}"
         yield draft.problem(("reward",), message)
     for where, settings in config.rewards().items():
         yield from _unknown_functions(draft, where, settings)
@@ -131,7 +132,7 @@ def reward(draft: Draft) -> Iterator[Problem]:
 def _unknown_functions(draft: Draft, where: KeyPath, settings: Reward) -> Iterator[Problem]:
     known = sorted(resolve(REWARDS))
     for name, part in settings.functions.items():
-        if part.name not in known and not OWN_REWARD.fullmatch(part.name):
+        if part.name not in known and not OWN_CODE.fullmatch(part.name):
             key = ("name",) if name == ALONE else ("parts", name, "name")
             reason = f"; {near(part.name, known)}, or your own FILE.py:name"
             yield draft.reject((*where, *key), reason, part.name)

@@ -48,6 +48,14 @@ def config_values(model: Model) -> dict[str, Any]:
     return model.marked(inputs.read_json(Path(model.path) / CONFIG))
 
 
+def known_config(model: Model) -> dict[str, Any]:
+    """Return `config_values`; empty for an unreadable file, which the check of weights reports."""
+    try:
+        return config_values(model)
+    except UsageError:
+        return {}
+
+
 def generation_values(model: Model) -> dict[str, Any]:
     """Return the ``generation_config.json`` object of a role's folder; empty without the file.
 
@@ -197,10 +205,7 @@ class ModelShape:
 
 def shape_of(model: Model) -> ModelShape | None:
     """Return the shape of a role's architecture; None if it is unknown or incomplete."""
-    try:
-        values = config_values(model)
-    except UsageError:
-        return None
+    values = known_config(model)
     shape = read(values) if values else None
     if shape is None and model.implementation == HF and "vision_config" in values:
         shape = _with_tower(json.dumps(values, sort_keys=True))

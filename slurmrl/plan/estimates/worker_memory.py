@@ -212,22 +212,18 @@ def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
 
 def _narrower(config: Config, rollout: Placement) -> Narrower:
     """Return the factors of the types in which servers store the actor."""
-    model = model_of(config, ROLLOUTS)
-    shape = shape_of(model)
-    if shape is None:
+    if (shape := shape_of(config.actor)) is None:
         return SAME
     shape = shape_on(shape, rollout.allocation)
-    return narrower_types(config, shape, rollout.allocation, model.dtype)
+    return narrower_types(config, shape, rollout.allocation, config.actor.dtype)
 
 
 def _arriving(config: Config, rollout: Placement) -> int:
     """Return the bytes of weights that a rank of the engine that generates receives."""
-    model = model_of(config, ROLLOUTS)
-    shape = shape_of(model)
-    if shape is None:
+    if (shape := shape_of(config.actor)) is None:
         return 0
     shape = shape_on(shape, rollout.allocation)
-    return round(whole_weights(shape, rollout.allocation, model.dtype))
+    return round(whole_weights(shape, rollout.allocation, config.actor.dtype))
 
 
 def _resident(models: Mapping[str, Memory]) -> dict[str, int]:

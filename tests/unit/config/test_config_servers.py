@@ -34,7 +34,7 @@ def test_keys_come_from_a_file_or_the_environment_and_are_never_shown(tmp_path: 
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
-        ("key", 0o640, "other users may read the key in .* mode 0600"),
+        ("key", 0o640, "other users may read the key in .* mode to 0600"),
         ("key", 0o604, "other users may read"),
         ("", 0o600, "has 0 lines"),
         ("a\nb\nc", 0o600, "has 3 lines; allowed: the API key, then the admin key"),

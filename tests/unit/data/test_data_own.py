@@ -88,7 +88,7 @@ def test_unusable_custom_class_is_rejected(module: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"type": "sums:Sums"}, "type sums:Sums needs like"),
+        ({"type": "sums:Sums"}, "type sums:Sums needs the key like"),
         ({"type": "prompt", "like": "prompt"}, "like needs your own type"),
         ({"type": "prompt", "label_key": "good"}, "label_key is not allowed with type prompt"),
         ({"type": "kto", "max_pairs_per_prompt": 1}, "allowed with type: preference"),

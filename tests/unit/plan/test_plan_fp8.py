@@ -93,7 +93,7 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
 @pytest.mark.parametrize(
     ("key", "message", "overrides", "architecture"),
     [
-        ("quantization", "is not allowed: only servers use it", (FP8, "rollout.python="), {}),
+        ("quantization", "is not allowed: only servers use this key", (FP8, "rollout.python="), {}),
         (
             "quantization",
             "is not allowed with rollout.servers",

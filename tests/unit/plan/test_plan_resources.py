@@ -199,7 +199,7 @@ def test_requests_beyond_any_host_are_rejected(plan_ppo: Load) -> None:
         (
             "cpus_per_worker",
             "9",
-            "requests 18 cores on each of 1 hosts, the cluster has hosts with",
+            "requests 18 cores on each of 1 hosts, but the cluster has hosts with",
         ),
         ("mem_per_worker", "8G", "requests 16384 MiB of memory on each of 1 hosts"),
     ]:
