@@ -153,25 +153,10 @@ def answer(replies: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]) 
 
 
 @contextmanager
-def _started(
-    command: Sequence[str],
-    *,
-    stdin: int | IO[bytes],
-    stdout: int | IO[bytes],
-    stderr: IO[bytes] | None,
-    env: Mapping[str, str] | None,
-    cwd: Path | None = None,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a child; kill its process group when the block ends."""
-    process = subprocess.Popen(
-        command,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        env=env,
-        cwd=cwd,
-        start_new_session=True,
-        preexec_fn=DieWithParent(),
+def _started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a child with these options of Popen; kill its process group when the block ends."""
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        command, start_new_session=True, preexec_fn=DieWithParent(), **options
     )
     try:
         yield process
