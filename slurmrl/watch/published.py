@@ -141,7 +141,7 @@ def attempts(names: NameStore) -> list[Identity]:
 
 
 def stacks_request(names: NameStore, incarnation: int, number: int) -> StacksRequest | None:
-    """Return a user's request. Raises CorruptFileError."""
+    """Return a user's request for stacks; None if there is none. Raises CorruptFileError."""
     return _entry(names, keys.stacks(incarnation, number), StacksRequest)
 
 
