@@ -76,8 +76,8 @@ class Objective(Section):
     """Temperature of the gate of `sapo` for tokens with a negative advantage."""
     m2_threshold: PositiveFloat | None = None
     """Maximum mean square of the log-ratios that have moved in the direction of their advantage
-    (M2PO). Before each update, the tokens that moved furthest are dropped until it holds. This
-    costs a forward pass for each update. `null` disables this. Example: `0.04`"""
+    (M2PO). Before each update, the tokens that moved furthest are dropped until the others are
+    within the maximum. The search costs a forward pass. `null` disables this. Example: `0.04`"""
     aggregation: Literal["tokens", "sequences", "constant"] = "tokens"
     """How the losses of tokens are averaged in a minibatch.
 

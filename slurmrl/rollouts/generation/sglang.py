@@ -389,7 +389,7 @@ class SglangServer(ServerKind):
     speaks = SglangDialect
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """Implement the contract.
+        """Return the command as `ServerKind.command` does.
 
         ``model`` has a ``config.json`` without ``eos_token_id``, so that only the stop tokens of a
         request end its completions. Stop strings and a minimum number of tokens need a tokenizer,
@@ -424,10 +424,9 @@ class SglangServer(ServerKind):
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """Implement the contract.
+        """Return `ServerKind.memory_flags`: the part of ``free`` memory for weights and caches.
 
-        The flag is the fraction of the ``free`` memory for weights and caches. The rest of the
-        share is for computing.
+        The rest of the share is for computing.
         """
         fraction = (share - computing(total)) / max(free, 1)
         return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")

@@ -383,7 +383,7 @@ class VllmServer(ServerKind):
         return {"embedding": embedding_tensor(self.config) if self.unties else None}
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """Implement the contract.
+        """Return the command as `ServerKind.command` does.
 
         Stop strings need a tokenizer. The model and the memory limit the length of sequences.
         """
@@ -413,7 +413,7 @@ class VllmServer(ServerKind):
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """Implement the contract. The flag is a fraction of the GPU's whole memory."""
+        """Return `ServerKind.memory_flags`: the share as a fraction of the GPU's whole memory."""
         return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:
