@@ -1,4 +1,4 @@
-"""The checks of `family_checks` for families that read images: each batch and row has some."""
+"""The checks of `family_checks` for families that read images. Every batch and row has images."""
 
 from __future__ import annotations
 

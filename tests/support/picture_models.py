@@ -161,7 +161,7 @@ def write_processor(folder: Path, family: str) -> dict[str, Any]:
 
 
 def write_served_processor(folder: Path, family: str) -> dict[str, Any]:
-    """Do as `write_processor`; the model has sizes that servers compute on CPUs."""
+    """Do the same as `write_processor`, with model sizes that servers support on CPUs."""
     values = write_processor(folder, family)
     text, tower = values["text_config"], values["vision_config"]
     text |= {"hidden_size": 128, "head_dim": 32}  # Qwen2.5-VL divides by the number of heads

@@ -1,4 +1,4 @@
-"""Random batches of policy gradients: for loops over single tokens, and as ranks hold them."""
+"""Random batches of policy gradients, in the form of ranks and for loops over single tokens."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class Batch:
         temperature: float,
         limit: int,
     ) -> Batch:
-        """Groups of different sizes, with failed episodes and in some batches with several turns.
-
-        One completion at least is finished. ``actor`` [V, V] are the logits by the token before;
+        """Draw groups of different sizes, with failed episodes and, in some batches, several turns.
+        At least one completion is finished. ``actor`` [V, V] has the logits by the previous token;
         completions have up to ``limit`` tokens.
         """
         turns = random.random() < 0.5
@@ -84,7 +83,7 @@ def completion(
 
 
 def sample_of(prompts: Sequence[Prompt], algorithm: PolicyGradient) -> SequenceSample:
-    """The keys that training reads."""
+    """Return the keys that training reads."""
     completions = [each for prompt in prompts for each in prompt.completions]
     names = {
         "input_ids": "ids",

@@ -67,7 +67,7 @@ class Reference:
         return completion.recomputed if self.recomputes else completion.behavior
 
     def trained(self, completion: Completion) -> bool:
-        """Whether its tokens are in the losses."""
+        """Return whether the completion's tokens are in the losses."""
         counts = completion.finished or not self.settings.mask_truncated
         return bool(completion.written) and counts
 
@@ -130,7 +130,7 @@ class Reference:
         return returns
 
     def _generalized(self, completion: Completion) -> tuple[list[float], list[float]]:
-        """Schulman et al. 2016: advantages, and those plus the values."""
+        """Return advantages by Schulman et al. 2016, and their sums with the values."""
         s, places = self.settings, completion.written
         rewards = self._token_rewards(completion)
         before = [completion.values[t - 1] for t in places]
@@ -196,7 +196,7 @@ def whitened(estimates: Estimates) -> dict[int, list[float]]:
 
 
 def corrections(settings: Any, completion: Completion) -> list[float]:
-    """The importance weight of each written token, 0 if it is rejected."""
+    """Return the importance weight of each sampled token; 0 for rejected tokens."""
     own = [completion.recomputed[t] - completion.behavior[t] for t in completion.written]
     accepted = [within(settings, value) for value in compared(settings, own)]
     return [w * keep for w, keep in zip(importance_weights(settings, own), accepted, strict=True)]
@@ -252,7 +252,7 @@ def mismatch(training: Sequence[float], generation: Sequence[float]) -> Stats:
 
 
 def surrogate(s: Any, ratio: Tensor, logp: Tensor, advantage: float) -> tuple[Tensor, bool]:
-    """The loss of a token, and whether a bound acts on it."""
+    """Return the loss of a token, and whether a bound changes it."""
     high = s.clip_ratio if s.clip_ratio_high is None else s.clip_ratio_high
     least, most, r = 1.0 - s.clip_ratio, 1.0 + high, ratio.item()
     if s.objective == "unclipped":

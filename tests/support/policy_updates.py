@@ -1,4 +1,4 @@
-"""The updates of a step of policy gradients, token by token (`policy_reference`)."""
+"""The updates of a policy-gradient step, computed token by token (`policy_reference`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Totals:
 
 @dataclass
 class ActorStep:
-    """Trains ``table`` on the advantages of a batch."""
+    """A step that trains ``table`` on the advantages of a batch."""
 
     reference: Reference
     table: Tensor
@@ -69,7 +69,7 @@ class ActorStep:
     stopped: bool = False
 
     def run(self, minibatches: Sequence[Sequence[Prompt]]) -> None:
-        """Stops where an update is vetoed."""
+        """Make the updates, up to the first one that is rejected."""
         found = self.reference.estimates()
         flat = [value for row in found.advantages.values() for value in row]
         s = self.reference.settings
@@ -120,7 +120,7 @@ class ActorStep:
         }
 
     def _mismatch(self, completions: Iterable[Completion]) -> Stats:
-        """Before any update."""
+        """Return the mismatch between generation and training before any update."""
         pairs = [
             (logp.item(), each.behavior[t])
             for each in completions
@@ -136,7 +136,7 @@ class ActorStep:
         )
 
     def _outputs(self, completion: Completion) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probability and entropy of each written token."""
+        """Return the log-probability and entropy of each sampled token."""
         logps, entropies = [], []
         for t in completion.written:
             row = (self.table[completion.ids[t - 1]] / self.reference.temperature).log_softmax(-1)
@@ -171,7 +171,7 @@ class ActorStep:
         kept: set[tuple[int, int]] | None,
         totals: Totals,
     ) -> Tensor:
-        """The sum of the losses of its tokens."""
+        """Return the sum of the losses of a completion's tokens."""
         s, old = self.reference.settings, self.reference.old(completion)
         logps, entropies = self._outputs(completion)
         moved = [logp - old[t] for logp, t in zip(logps, completion.written, strict=True)]
@@ -216,7 +216,9 @@ class ActorStep:
         return [mean.detach().exp() * (x - x.detach()).exp() for x in moved]
 
     def _kept(self, completions: Sequence[Completion]) -> set[tuple[int, int]]:
-        """The tokens that M2PO keeps: of those that moved with their advantage the furthest go."""
+        """Return the tokens that M2PO keeps. Of tokens whose ratio moved in the direction of their
+        advantage, it drops the furthest ones.
+        """
         kept, moved = set(), []
         for completion in (each for each in completions if self.reference.trained(each)):
             old, logps = self.reference.old(completion), self._outputs(completion)[0]
@@ -235,9 +237,8 @@ class ActorStep:
 
 @dataclass
 class CriticStep:
-    """Trains ``table`` on the returns of a batch.
-
-    ``moments`` are weight, mean and mean square of the returns before it.
+    """A step that trains ``table`` on the returns of a batch. ``moments``: weight, mean and mean
+    square of the earlier returns.
     """
 
     reference: Reference
@@ -266,7 +267,7 @@ class CriticStep:
             self.stats |= totals.means()
 
     def _after(self, found: Estimates) -> tuple[float, float, float]:
-        """The moments with these returns."""
+        """Return the moments that include these returns."""
         s = self.reference.settings
         returns = [value for row in found.returns.values() for value in row]
         values = [value for row in found.old_values.values() for value in row]

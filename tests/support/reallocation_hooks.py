@@ -1,4 +1,4 @@
-"""Changes to workers whose actor generates in a layout of its own."""
+"""Changes to workers whose actor generates in a separate layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.trials import wait_until
 
 
 def reference_waits_for_critic() -> None:
-    """Each inference of the reference ends only after the critic's of the same step has ended on
+    """Let each inference of the reference end only after the critic's inference of the same step on
     rank 0.
     """
     forward = FSDPEngine.forward
@@ -38,7 +38,7 @@ def reference_waits_for_critic() -> None:
 
 
 def moves_are_counted() -> None:
-    """Each move adds a line to the file of its rank."""
+    """Let each move add a line to a file of its rank."""
     run = Mover.run
     folder = Path(os.environ[FOLDER])
 
@@ -51,7 +51,7 @@ def moves_are_counted() -> None:
 
 
 def first_move_goes_wrong() -> None:
-    """The trial's first move leaves one element of the target as it should not be."""
+    """Let the trial's first move leave one wrong element in the target."""
     run = Mover.run
     marker = Path(os.environ[FOLDER]) / "went wrong"
 
@@ -65,9 +65,7 @@ def first_move_goes_wrong() -> None:
 
 
 def ranks_die_while_they_serve() -> None:
-    """First a rank that repeats the steps of its leader is killed in the middle of generation, and
-    then, after the restart, the leader.
-    """
+    """Kill a follower rank during generation, and after the restart its leader."""
     for kind, method, calls in ((FollowerBatch, "_step", 50), (LeaderBatch, "step", 30)):
         setattr(kind, method, _deadly(getattr(kind, method), kind is LeaderBatch, calls))
 

@@ -13,7 +13,7 @@ from slurmrl.tensors.ops.sampling import Sampled
 
 
 class RecordedGraphs:
-    """Captures functions and counts replays."""
+    """Captures functions as graphs, and counts replays."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -24,10 +24,8 @@ class RecordedGraphs:
 
 
 class RecordedGraph:
-    """The operators that a function called.
-
-    A replay calls them with the numbers, the shapes and the memory of the capture; no line of
-    Python in between runs again.
+    """The operators that a function called. A replay calls them with the numbers, shapes and memory
+    of the capture, without the Python code between them.
     """
 
     def __init__(self, compute: Callable[[], Sampled], graphs: RecordedGraphs) -> None:
@@ -57,7 +55,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _overwrite(old: Any, new: Any) -> None:
-    """Have the memory of earlier results hold new ones; views have them already."""
+    """Write new results to the memory of earlier results. Views already contain them."""
     for target, values in zip(tree_leaves(old), tree_leaves(new), strict=True):
         if isinstance(target, Tensor) and target.data_ptr() != values.data_ptr():
             target.copy_(values)

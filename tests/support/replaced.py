@@ -1,4 +1,4 @@
-"""Replace a file or a folder of a run by something else, as users and broken programs do."""
+"""Replace a file or folder of a run by another kind of file, as users and faulty programs do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ def needs_root(kind: str) -> bool:
 
 
 def replace(path: Path, kind: str) -> None:
-    """Put something of a kind in the place of a file or folder, which is removed.
-
-    ``file`` has other content, ``link`` leads nowhere, and ``foreign`` is a private file of another
-    user.
+    """Replace a file or folder: by a ``file`` with other content, a ``link`` without a target, or a
+    ``foreign`` private file of another user.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -30,7 +30,7 @@ from tests.support.rollout_evidence import Message, history, messages, metrics, 
 
 @dataclass(frozen=True)
 class Version:
-    """Weights after a step of an incarnation, as ``<step>.<incarnation>``."""
+    """Weights after a step of an incarnation, written ``<step>.<incarnation>``."""
 
     step: int
     incarnation: int
@@ -43,7 +43,9 @@ class Version:
 
 @dataclass(frozen=True)
 class Span:
-    """The steps ``first`` to ``last`` of an incarnation; its weights of ``first - 1`` count too."""
+    """The steps ``first`` to ``last`` of an incarnation. Its weights of step ``first - 1`` also
+    count.
+    """
 
     incarnation: int
     first: int
@@ -52,7 +54,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Checker:
-    """Looks at a run directory, and at the archive of what it has removed."""
+    """Checks a run directory, and the archive of files that the run has removed."""
 
     run: Path
     archive: Path
@@ -70,7 +72,7 @@ class Checker:
 
     @cached_property
     def line(self) -> list[Span]:
-        """The surviving line, from old to new."""
+        """Return the surviving line, oldest steps first."""
         commits: dict[str, Version] = {}
         bases: dict[int, str | None] = {}
         newest: str | None = None
@@ -93,11 +95,11 @@ class Checker:
 
     @cached_property
     def batches(self) -> dict[int, Message]:
-        """The batch of each step of the line."""
+        """Return the batch of each step of the line."""
         return {message["step"]: message for span in self.line for message in self._loads(span)}
 
     def _loads(self, span: Span) -> list[Message]:
-        """The batches of a span's steps, in the order in which its master posted them."""
+        """Return the batches of a span's steps, in the order in which its master posted them."""
         log = self.archive / "control" / f"{span.incarnation:08d}.master"
         loads: list[Message] = []
         judged: dict[tuple[int, int], Message] = {}
@@ -146,7 +148,7 @@ class Checker:
 
     @cached_property
     def _recorded(self) -> dict[tuple[str, str, int], list[Message]]:
-        """The groups in the result logs, by attempt, lease and item."""
+        """Return the groups in the result logs, by attempt, lease and item."""
         found: dict[tuple[str, str, int], list[Message]] = {}
         for log in self.archive.glob("rollouts/*/results"):
             for message in messages(log):

@@ -1,8 +1,6 @@
-"""What a trial with rollout tasks leaves in its files, read by the formats that docs/protocols.md
-states. Nothing here is shared with the package.
-
-A run directory forgets: a new incarnation removes the control logs of older ones, a commit the
-samples that it does not need. So an `Archive` keeps a hard link to each file while it is there.
+"""The files of a trial with rollout tasks, read by the formats in docs/protocols.md without code of
+the package. A new incarnation removes the control logs of older ones, and a commit removes samples
+that it does not need. An `Archive` therefore keeps a hard link to each file.
 """
 
 from __future__ import annotations
@@ -59,7 +57,9 @@ class Archive:
                         os.link(file, link)
 
     def _follow(self) -> None:
-        """Look until the end, before other processes: what is missed cannot be checked later."""
+        """Look for new files until the end, with higher priority than other processes, because
+        missed files cannot be checked later.
+        """
         with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
         while not self._over.wait(LOOK_S):
@@ -68,7 +68,7 @@ class Archive:
 
 
 def messages(log: Path) -> Iterator[Message]:
-    """The messages of a log, of all its files."""
+    """Return the messages of a log from all its files."""
     number = 0
     while log.exists():
         following = None
@@ -85,7 +85,9 @@ def messages(log: Path) -> Iterator[Message]:
 
 
 def _frames(data: bytes) -> Iterator[Message]:
-    """The complete frames: SRL1, length, CRC-32 of length and JSON, JSON."""
+    """Return the complete frames. A frame has SRL1, a length, the CRC-32 of length and JSON, and
+    the JSON.
+    """
     start = 0
     while start + 12 <= len(data):
         magic, size, crc = struct.unpack_from("<4sII", data, start)
@@ -98,7 +100,7 @@ def _frames(data: bytes) -> Iterator[Message]:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of samples as its file has it."""
+    """A group of samples in the form of its file."""
 
     item: int
     lease: str
@@ -107,7 +109,7 @@ class Group:
 
 
 def read_group(data: bytes) -> Group:
-    """Read a safetensors document: the size of the header, the header, the arrays."""
+    """Read a safetensors file: the size of the header, the header, the arrays."""
     (size,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + size])
     own = json.loads(header["__metadata__"]["group"])
@@ -118,7 +120,7 @@ def read_group(data: bytes) -> Group:
 
 
 def history(run: Path) -> list[Message]:
-    """The records, by slot."""
+    """Return the records by slot."""
     return [json.loads(file.read_bytes()) for file in sorted((run / "history").glob("[0-9]*"))]
 
 

@@ -1,7 +1,6 @@
-"""Seeded disturbances of a trial whose rollout tasks run in a preemptible partition of Slurm.
-
-A seed draws several kinds. Each one follows after some steps, and lasts until the trial shows that
-it has noticed, so that nothing depends on the speed of the machine.
+"""Seeded disturbances of a trial whose rollout tasks run in a preemptible partition of Slurm. A
+seed selects several kinds. Each disturbance follows after some steps and lasts until the trial
+reacts, so results do not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ OUTAGE_LOOKS = 30
 
 
 def weather(folder: Path, bed: Path, seed: int) -> tuple[list[str], list[str]]:
-    """Run the trial ``grpo/<seed>`` with the disturbances of a seed, on a disk of its own below
-    ``folder``. Return those that it met, and what the checker finds. Raises AssertionError if it
-    does not complete by itself.
+    """Run the trial ``grpo/<seed>`` with the disturbances of a seed, on a separate disk below
+    ``folder``. Return the disturbances and the checker's findings. Raises AssertionError if the
+    trial does not complete by itself.
     """
     chance = random.Random(f"slurmrl rollouts {seed}")
     kinds = drawn(seed)
@@ -63,9 +62,8 @@ def weather(folder: Path, bed: Path, seed: int) -> tuple[list[str], list[str]]:
 
 
 def drawn(seed: int) -> list[str]:
-    """The kinds of a seed, counted from 1.
-
-    Seeds that follow each other share out all kinds before one comes again.
+    """Return the kinds of a seed, counted from 1. Consecutive seeds cover all kinds before one is
+    repeated.
     """
     first = KINDS_AT_A_TIME * (seed - 1)
     places = [divmod(place, len(KINDS)) for place in range(first, first + KINDS_AT_A_TIME)]
@@ -97,7 +95,7 @@ def _config(seed: int, staleness: int) -> dict[str, Any]:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own, which only root may mount."""
+    """Mount a separate file system, which needs root."""
     folder.mkdir(parents=True)
     options = f"size={DISK},mode=700"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
@@ -109,7 +107,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @dataclass
 class Storm:
-    """A running trial, and what may be done to it."""
+    """A running trial and its possible disturbances."""
 
     trial: Watched
     bed: Path
@@ -122,7 +120,7 @@ class Storm:
         return self.trial.witness.paths.run
 
     def wait_for_steps(self, count: int) -> bool:
-        """Wait until so many further batches were given out; False if the trial has ended."""
+        """Wait until this many more batches were posted. Return False if the trial has ended."""
         wanted = self._batches() + count
         return self.trial.until(f"{count} steps", lambda: self._batches() >= wanted)
 
@@ -133,13 +131,13 @@ class Storm:
         self.trial.until(what, lambda: bool(check()))
 
     def jobs(self, group: str) -> dict[str, str]:
-        """The nodes of a group's running jobs."""
+        """Return the nodes of a group's running jobs."""
         lines = slurm("squeue", "-h", "-r", "-t", "R", "-o", "%i %j %N").splitlines()
         found = [line.split() for line in lines]
         return {job: node for job, name, node in found if name.endswith(f"-{group}")}
 
     def some_job(self, group: str) -> tuple[str, str]:
-        """A running job of a group with a process on its node, and the node."""
+        """Return a running job of a group with a process on its node, and the node."""
         found: list[tuple[str, str]] = []
 
         def look() -> bool:
@@ -150,7 +148,7 @@ class Storm:
         return self.chance.choice(sorted(found)) if found else ("", "")
 
     def of(self, role: str, node: str) -> list[int]:
-        """The processes of a role on a node."""
+        """Return the processes of a role on a node."""
         return sorted(set(processes(self.run)[role]) & set(on_node(self.run, node)))
 
     def kill(self, role: str, *nodes: str) -> None:
@@ -159,13 +157,15 @@ class Storm:
                 _signal(pid, signal.SIGKILL)
 
     def lost(self) -> int:
-        """Return the number of attempts that the masters have lost or that have left."""
+        """Return the number of attempts that masters have declared lost or that have left."""
         told = events.read_all(self.trial.witness.paths)
         states = [one["state"] for one in told if one["kind"] == "rollout_task"]
         return len(states) - states.count("joined")
 
     def outage(self) -> None:
-        """Wait for some looks at the directory, but for no progress, which there may be none of."""
+        """Wait for some reads of the directory, without waiting for progress, which may be
+        impossible.
+        """
         looks = 0
 
         def look() -> bool:
@@ -197,7 +197,7 @@ def all_tasks_killed(storm: Storm) -> None:
 
 
 def task_stopped(storm: Storm) -> None:
-    """Stop the task for longer than its lease is valid."""
+    """Suspend the task for longer than its lease is valid."""
     _, node = storm.some_job("rollout")
     stopped, before = list(on_node(storm.run, node)), storm.lost()
     for pid in stopped:
@@ -236,7 +236,7 @@ def node_drained(storm: Storm) -> None:
 
 
 def array_throttled(storm: Storm) -> None:
-    """One task at a time, for two steps."""
+    """Limit the array to one running task for two steps."""
     job, _ = storm.some_job("rollout")
     array = job.partition("_")[0]
     _throttle(array, 1)
@@ -288,7 +288,7 @@ def master_and_tasks_killed(storm: Storm) -> None:
 
 
 def _preempt(node: str) -> None:
-    """A job of a higher tier takes a node for a moment."""
+    """Submit a job of a higher tier that takes a node for a moment."""
     slurm("sbatch", "-p", "high", "-w", node, "--exclusive", "-t1", "-o/dev/null", "--wrap", "true")
 
 
@@ -305,7 +305,9 @@ def disk_full(storm: Storm) -> None:
 
 
 def directory_read_only(storm: Storm) -> None:
-    """No names can be made in it or removed; existing files can be written."""
+    """Make a directory read-only: files can be neither made nor removed, but existing files can be
+    written.
+    """
     names = ("checkpoints", "control", "history", "rollouts", "versions")
     folders = [storm.run / name for name in names]
     folders += (storm.run / "rollouts").glob("*/samples")
@@ -345,7 +347,7 @@ def samples_removed(storm: Storm) -> None:
 
 
 def _cut(file: Path) -> None:
-    """Leave the first half, in a new file: what the archive has stays whole."""
+    """Replace a file by its first half. The archive's copy stays complete."""
     with suppress(FileNotFoundError):
         data = file.read_bytes()
         half = file.with_name(f"{file.name}.half")

@@ -10,7 +10,7 @@ VERSIONS = ("4.1", "5.1")
 
 
 def small_group(item: int, lease: str = "1.0") -> SampleGroup:
-    """Two completions of 3 and 2 tokens, which the item tells from others."""
+    """Return two completions of 3 and 2 tokens that depend on the item."""
     return SampleGroup(
         item=item,
         lease=lease,

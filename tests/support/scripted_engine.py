@@ -1,4 +1,4 @@
-"""A request engine that answers from a function, and records what it was asked."""
+"""A request engine that answers from a function, and records its requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ Answer = Callable[[GenerationRequest], tuple[int, ...]]
 
 
 class ScriptedEngine(RolloutEngine):
-    """Each request gets the tokens that ``answer`` returns, up to its limit, after ``delay_s``."""
+    """An engine that answers each request after ``delay_s`` with the tokens of ``answer``, up to
+    the request's limit.
+    """
 
     def __init__(self, answer: Answer, delay_s: float = 0.0) -> None:
         self._answer, self._delay_s = answer, delay_s

@@ -1,4 +1,4 @@
-"""A Slurm whose queue is a dictionary."""
+"""A fake Slurm whose queue is a dictionary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slurmrl.scheduler.states import QueueRow
 
 
 class Slurm(SlurmClient):
-    """A queue in memory: job -> (name, elements); element 0 of job 41 runs."""
+    """A Slurm with a queue in memory: job -> (name, elements). Element 0 of job 41 runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Slurm(SlurmClient):
 
 
 class PickySlurm(SlurmClient):
-    """Refuses scripts that contain certain words, and has two partitions and accounting."""
+    """A Slurm that rejects scripts with certain words, and has two partitions and accounting."""
 
     def __init__(self, refused: Mapping[str, str]) -> None:
         super().__init__()

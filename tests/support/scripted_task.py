@@ -1,4 +1,4 @@
-"""A rollout task without an engine, at whose other end is the master's side of rollout tasks."""
+"""A rollout task without an engine, which talks to the master's side of rollout tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.sample_groups import small_group
 
 
 class ScriptedTask:
-    """One attempt. It does what a test tells it to."""
+    """An attempt at a rollout task, controlled by a test."""
 
     def __init__(self, paths: RunPaths, task: int, attempt: int) -> None:
         self.place = "rollout", task, attempt
@@ -105,6 +105,6 @@ class ScriptedTask:
             self.say(GaveBack(lease=lease, items=(item,), reason="full"))
 
     def leave(self) -> None:
-        """Give back what is open, and leave."""
+        """Return all open items, and leave."""
         self.give_back(*self.open)
         self.say(Leaving(reason="preemption"))

@@ -8,7 +8,7 @@ from tests.support.trials import sft_config
 
 
 def grpo(rollout: dict[str, Any], *, batch_size: int = 4, **changes: Any) -> dict[str, Any]:
-    """The configuration of a trial; ``rollout`` says where the servers are."""
+    """Return the configuration of a trial. ``rollout``: the place of the servers."""
     config = sft_config(
         experiment="grpo",
         algorithm={"name": "grpo", "batch_size": batch_size, "n_minibatches": 1},

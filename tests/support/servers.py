@@ -1,4 +1,4 @@
-"""Servers that a trial keeps, as the system sees them, and what they have drawn."""
+"""The processes of a trial's managed servers, and checks of their samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServerOfARun:
 
 
 def servers(run: Path) -> list[ServerOfARun]:
-    """The servers whose output goes to the logs of a run, the main process of each."""
+    """Return the main process of each server whose output goes to the logs of a run."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -51,8 +51,8 @@ async def load_once(speaker: Dialect, version: WeightVersion) -> None:
 
 
 def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
-    """Every step of a trial has changed the weights, and its completions were drawn by them: the
-    server's log-probabilities are those of the training engine.
+    """Check that every step of a trial has changed the weights, and that servers sampled with the
+    right weights: the server's log-probabilities equal the training engine's.
     """
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert min(line["actor_grad_norm"] for line in lines) > 0.0
@@ -63,8 +63,8 @@ def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
 def start_command(
     kind: type[ServerKind], python: str, architecture: Mapping[str, object], folder: Path
 ) -> Sequence[str]:
-    """The command of a server without a tokenizer on a CPU: its model is in ``folder``, where it
-    gets its socket.
+    """Return the command of a server without a tokenizer on a CPU. Its model and its socket are in
+    ``folder``.
     """
     serving = Serving(
         python=python, arguments=(), tokenizer=None, patience=Patience(), log=folder / "log"

@@ -1,9 +1,9 @@
-"""A server that answers as SGLang 0.5.20 does and draws from transformers' model of its weights:
-``python sglang_stand_in.py ADDRESS --model-path FOLDER``, or in place of a Python with SGLang.
-
-ADDRESS is a path of a Unix socket or a port of this host. Further options: ``--keys API,ADMIN``,
-``--record FILE`` (a line for each request), ``--mounted-as SUFFIX`` (of folders with weights),
-``--dies-of ERROR`` (at the first request that draws with weights), ``--says TYPE`` (of weights).
+"""A server with the API of SGLang 0.5.20 that samples from transformers' model: ``python
+sglang_stand_in.py ADDRESS --model-path FOLDER``, or in place of a Python with SGLang. ADDRESS is
+the path of a Unix socket or a port of this host. Further options: ``--keys API,ADMIN``, ``--record
+FILE`` (a line for each request), ``--mounted-as SUFFIX`` (of folders with weights), ``--dies-of
+ERROR`` (at the first request that samples with weights), ``--says TYPE`` (the reported dtype of
+weights).
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def die(error: str) -> None:
 
 
 def parsed(words: list[str]) -> dict[str, str]:
-    """Options with their values; the address is that of ``""``."""
+    """Return the options with their values. The key of the address is ``""``."""
     found = {"": next(word for word in words if not word.startswith("-") and ".py" not in word)}
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--"):

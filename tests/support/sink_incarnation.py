@@ -1,11 +1,8 @@
-"""Incarnations that feed all sinks, and are killed while these take steps.
-
-    python -m tests.support.sink_incarnation RUN PLACE...
-
-Each PLACE is an incarnation of four more steps in a process of its own, which has imported the
-libraries already. It records two steps more than it commits, and kills itself there, once every
-sink is there: ``kept`` (the steps are taken, which is not written down), ``half`` (half of what is
-handed over was taken), or ``none``.
+"""Incarnations that feed all sinks and are killed meanwhile: python -m
+tests.support.sink_incarnation RUN PLACE... Each PLACE is an incarnation of four more steps in a
+separate process, which has already imported the libraries. It records two more steps than it
+commits. When every sink has started, it kills itself at PLACE: ``kept`` (the steps are delivered,
+but this is not recorded), ``half`` (half of the data is delivered), or ``none``.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ def die() -> NoReturn:
 
 
 def take_half(kind: Any) -> None:
-    """Lines, or metrics of the lines, up to the middle."""
+    """Return the first half of lines, or of their metrics."""
     log = kind.log
 
     def half(self: Any, lines: Any) -> None:
@@ -57,7 +54,7 @@ def take_half(kind: Any) -> None:
 
 
 def tear() -> None:
-    """MLflow stops within a step."""
+    """Let MLflow stop within a step."""
 
     opened = MLflow.__init__
 
@@ -98,10 +95,9 @@ def feed(paths: RunPaths, base: int, place: str) -> None:
 
 
 def wait_for_services() -> None:
-    """Wait for the processes that a killed child has left; this process has adopted them.
-
-    W&B's process writes its file for some moments after the kill. A new incarnation of a trial
-    needs longer to start.
+    """Wait for the remaining processes of a killed child, which this process has adopted. After the
+    kill, W&B's process still writes its file for some moments. A new incarnation of a trial needs
+    longer to start.
     """
     deadline = time.monotonic() + 60.0
     with contextlib.suppress(ChildProcessError):  # none is left
@@ -112,9 +108,8 @@ def wait_for_services() -> None:
 
 
 def run_forked(places: Sequence[str], work: Callable[[int, str], object]) -> int:
-    """Call ``work`` with the number of each place in a child, which must end as the place says.
-
-    Returns the exit code of this process.
+    """Call ``work`` with the number of each place in a child process, which must end in the way of
+    its place. Return the exit code of this process.
     """
     for package in LIBRARIES:
         importlib.import_module(package)  # once

@@ -1,4 +1,4 @@
-"""The content of a trial's sinks, read with their libraries: step and value of a metric."""
+"""The content of a trial's sinks, read with their libraries: steps and values of a metric."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wandb_points(paths: RunPaths, name: str) -> Points:
 
 
 def mlflow_runs(paths: RunPaths) -> tuple[Any, list[Any]]:
-    """The client, and all runs."""
+    """Return the client and all runs."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(str(paths.mlflow))
@@ -52,7 +52,7 @@ def mlflow_runs(paths: RunPaths) -> tuple[Any, list[Any]]:
 
 
 def mlflow_run(paths: RunPaths) -> tuple[Any, Any]:
-    """The client, and the only run."""
+    """Return the client and the only run."""
     client, (run,) = mlflow_runs(paths)
     return client, run
 

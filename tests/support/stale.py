@@ -1,8 +1,6 @@
-"""One client's view of a shared disk through caches that are stale for a while.
-
-For up to ``cache_s`` a client may see an entry that was removed, no entry where one was made
-(negative entries), an old listing, and an old size of a file, which hides its new bytes. Its own
-changes reach the server at once and drop its own entry.
+"""A client's view of a shared disk through stale caches. For up to ``cache_s``, a client may see a
+removed entry, miss a new entry (negative entries), and see an old listing or an old file size,
+which hides new bytes. Its own changes reach the server immediately and drop its own entry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stand-ins of servers, in processes of their own."""
+"""Stand-ins for servers in separate processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
 
 
 def python(folder: Path, record: Path | None = None, options: str = "") -> str:
-    """A program in place of a Python with SGLang; ``options`` are further ones, for a shell."""
+    """Write a program that replaces a Python with SGLang. ``options``: further options as shell
+    text.
+    """
     folder.mkdir(exist_ok=True)
     program = folder / "python"
     more = f"{options} --record '{record}'" if record else options
@@ -37,7 +39,7 @@ def listens(address: str) -> bool:
 
 
 class Started:
-    """A stand-in that runs by itself."""
+    """A running stand-in."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""A training engine whose model is a table in float64, on ranks that are threads.
-
-A language model's logits depend on the token before; a critic's value on the token itself. Weights
-follow plain gradient descent, so a step can be computed again by hand.
+"""A training engine whose model is a table in float64, on ranks that are threads. The logits of a
+language model depend on the previous token, and a critic's value on the token itself. Weights
+follow plain gradient descent, so tests can compute a step by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ DEADLINE_S = 120.0
 
 
 class RankThreads:
-    """Runs a function on every rank and adds tensors up between them."""
+    """Runs a function on every rank, and sums tensors over ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -32,7 +31,9 @@ class RankThreads:
         self._slots: list[Tensor] = [torch.empty(0)] * size
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """The results in the order of the ranks. If one raises, the others do not wait for it."""
+        """Return the results in the order of the ranks. If a rank raises an error, the others do
+        not wait for it.
+        """
 
         def guarded(rank: int) -> T:
             try:
@@ -125,8 +126,8 @@ class TabularEngine:
         return result
 
     def _microbatches(self, sample: SequenceSample) -> Iterator[SequenceSample]:
-        """Parts within the budget; an empty one if there is nothing, so that all ranks have the
-        same statistics.
+        """Return micro-batches within the budget. A rank without items gets an empty one, so that
+        all ranks have the same statistics.
         """
         start, size = 0, 0
         for place, tokens in enumerate(sample.item_lengths("input_ids")):

@@ -1,9 +1,8 @@
-"""TransformerEngine on processes without a GPU.
-
-Its own Python and megatron's adapters to it run as they are; its CUDA kernels, which are of another
-extension module, are replaced by the same operations of torch. What nothing here uses (quantized
-tensors, fused attention, triton, ONNX) is there by name only. ``install`` comes before the first
-import of megatron-core, in processes that do nothing else.
+"""TransformerEngine in processes without a GPU. Its Python code and megatron's adapters run
+unchanged. Its CUDA kernels, which another extension module contains, are replaced by the same
+operations of torch. Unused features (quantized tensors, fused attention, triton, ONNX) exist only
+by name. ``install`` must run before the first import of megatron-core, in processes that do nothing
+else.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class _Names(types.ModuleType):
 
 
 class _Kernels(_Names):
-    """The extension module."""
+    """The replaced extension module."""
 
     DType = IntEnum(
         "DType",
@@ -85,7 +84,7 @@ class _Kernels(_Names):
     def rmsnorm_fwd(
         x: Tensor, weight: Tensor, eps: float, *more: Any
     ) -> tuple[Tensor, None, Tensor]:
-        """x [N, h] -> the same, and what scales each row [N]."""
+        """Return the normalized x [N, h], and the factor of each row [N]."""
         zero_centered = bool(more[-1])
         scale = x.double().square().mean(-1).add(eps).rsqrt()
         made = x.double() * scale[:, None] * (weight.double() + zero_centered)
@@ -110,8 +109,8 @@ class _Kernels(_Names):
         *more: Any,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """The product B A of tensors whose last dimension is the columns, each transposed if its
-        flag is set.
+        """Return the product B A of tensors whose last dimension is the columns. Each is transposed
+        if its flag is set.
         """
         bias, grad, accumulate = more[2], more[6], more[9]
         made = _product(a.flatten(0, -2), a_turned, b.flatten(0, -2), b_turned)

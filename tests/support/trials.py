@@ -47,9 +47,8 @@ ROLES = {
 
 
 def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 300.0) -> T:
-    """Poll until ``check`` returns something; at the deadline, the error says what was awaited.
-
-    A check that runs a command takes at most half a core from what is awaited.
+    """Poll until ``check`` returns a true value. At the deadline, the error names the awaited
+    condition. A check that runs a command takes at most half a core.
     """
     deadline = time.monotonic() + timeout_s
     while (began := time.monotonic()) < deadline:
@@ -73,7 +72,7 @@ class Site:
     def slurmrl(
         self, *arguments: str, code: int | None = 0, timeout_s: float = 1000.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``slurmrl``; ``code`` is the exit code that it must have (None: any)."""
+        """Run ``slurmrl``. ``code``: the required exit code (None: any)."""
         done = subprocess.run(
             [sys.executable, "-m", "slurmrl", *arguments],
             cwd=self.folder,
@@ -98,7 +97,7 @@ class Site:
         return RunPaths.of(self.root, getuser(), experiment, name)
 
     def write(self, name: str, config: Mapping[str, Any]) -> Path:
-        """A configuration file; JSON is YAML."""
+        """Write a configuration file. JSON is valid YAML."""
         path = self.folder / name
         path.write_text(json.dumps(config, indent=1))
         return path
@@ -111,7 +110,7 @@ class Site:
         )
 
     def wait_for_end(self, trial: str, timeout_s: float = 1000.0) -> dict[str, Any]:
-        """Status once the trial neither runs nor will run soon."""
+        """Wait until the trial neither runs nor will run soon, and return its status."""
 
         def ended() -> dict[str, Any] | None:
             paths = self.paths(trial)
@@ -126,9 +125,9 @@ class Site:
         return metrics.read(self.paths(trial).metrics)
 
     def outcome(self, trial: str) -> dict[str, Any]:
-        """Everything that must not depend on how often a run was interrupted: weights, optimizer
-        state and random states of the last checkpoint, its ledger, the recorded results, the scores
-        of evaluations, and all metrics except times.
+        """Return all results that must not depend on interruptions: weights, optimizer state and
+        random states of the last checkpoint, its ledger, the recorded results, the scores of
+        evaluations, and all metrics except times.
         """
         paths = self.paths(trial)
         commit = fold(History(paths.history).read()).last_commit
@@ -161,9 +160,8 @@ def is_timing(name: str) -> bool:
 
 
 def processes(run: Path) -> dict[str, list[int]]:
-    """Pids of a run's processes by role, if their command line names this run.
-
-    Workers are forked from a fork server; only their names (``ps -o comm``) distinguish them.
+    """Return the pids of a run's processes by role, from command lines that name this run. Workers
+    are forked from a fork server; only their names (``ps -o comm``) distinguish them.
     """
     found: dict[str, list[int]] = {role: [] for role in (*ROLES, "fork_server")}
     for entry in Path("/proc").iterdir():
@@ -194,7 +192,7 @@ def alive(pid: int) -> bool:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the words of a process, none if it is gone."""
+    """Return the words of a process's command line, or an empty list if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:
@@ -202,7 +200,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def parent(process: Path) -> int:
-    """Pid of the parent of a process in /proc; 0 if the process is gone."""
+    """Return the pid of the parent of a process in /proc, or 0 if the process has ended."""
     try:
         return int((process / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -210,13 +208,13 @@ def parent(process: Path) -> int:
 
 
 def kill_one(run: Path, role: str, index: int = 0) -> None:
-    """SIGKILL one process of the run."""
+    """Kill one process of the run."""
     pids = wait_until(f"a {role} of {run}", lambda: processes(run)[role][index:] or None)
     os.kill(pids[0], signal.SIGKILL)
 
 
 def sft_config(**changes: Any) -> dict[str, Any]:
-    """SFT of a tiny decoder on the addition data, 2 ranks."""
+    """Return settings of SFT of a tiny decoder on the addition data, with 2 ranks."""
     return {
         "experiment": "sft",
         "total_steps": 8,
@@ -235,7 +233,9 @@ def sft_config(**changes: Any) -> dict[str, Any]:
 
 
 def ppo_config(**changes: Any) -> dict[str, Any]:
-    """PPO of a tiny decoder from random weights, 2 ranks, with evaluations."""
+    """Return settings of PPO of a tiny decoder from random weights, with 2 ranks and
+    evaluations.
+    """
     sft = sft_config()
     return {
         **sft,
@@ -256,7 +256,9 @@ def ppo_config(**changes: Any) -> dict[str, Any]:
 
 
 def generate_config(**changes: Any) -> dict[str, Any]:
-    """Sampling from a tiny decoder with random weights, 2 ranks: 3 completions of each prompt."""
+    """Return settings of sampling from a tiny decoder with random weights: 2 ranks, 3 completions
+    of each prompt.
+    """
     sft = sft_config()
     return {
         **{key: sft[key] for key in ("cluster", "actor", "checkpoint")},

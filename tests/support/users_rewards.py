@@ -1,4 +1,4 @@
-"""Rewards like users write them: functions and classes, valid and invalid."""
+"""Rewards of users: functions and classes, valid and invalid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nan_for_the_second(prompts: Sequence[str], completions: Sequence[str], rows:
 def returning(
     prompts: Sequence[str], completions: Sequence[str], rows: Rows, *, what: str = "list"
 ) -> Any:
-    """One score, 0, 1, 2, ..., for each completion, in some form."""
+    """Return the scores 0, 1, 2, ... of the completions, in one of several forms."""
     scores = range(len(completions))
     forms: dict[str, Any] = {
         "list": [float(score) for score in scores],
@@ -93,7 +93,7 @@ class Looks:
 
 
 class Asking:
-    """Remembers the additional arguments of its latest call."""
+    """A reward that stores the additional arguments of its latest call."""
 
     def __call__(
         self,
@@ -123,7 +123,7 @@ class Asking:
 
 
 class Silent:
-    """Has no __call__."""
+    """A class without __call__."""
 
 
 class WrongStats(Looks):
@@ -154,7 +154,7 @@ class Counting:
 
 
 class Wrapping:
-    """Has the attributes of another object."""
+    """A reward with the attributes of another object."""
 
     def __init__(self) -> None:
         self._inner = Counting()

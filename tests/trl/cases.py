@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One loss. ``differs`` says what is unequal by definition (docs/migrating/trl.md)."""
+    """A loss. ``differs``: the results that differ by definition (docs/migrating/trl.md)."""
 
     name: str
     trainer: str
@@ -33,9 +33,8 @@ class Case:
 
 
 def batches() -> Values:
-    """Prompts and answers of several lengths, among them answers of one token.
-
-    Completions lack their old log-probabilities.
+    """Return prompts and answers of several lengths, including answers of one token. Completions
+    have no old log-probabilities yet.
     """
     random = Random(7)
 
@@ -77,8 +76,9 @@ def batches() -> Values:
 
 
 def mismatched(rows: list[Values], first: int) -> list[Values]:
-    """The rows with the answers from which slurmrl estimates the KL divergence: of the row before;
-    for the first row, of the one at ``first``. (TRL takes the last of a micro-batch for it.)
+    """Return the rows with the mismatched answers from which slurmrl estimates the KL divergence:
+    the answer of the previous row; for the first row, of the row at ``first``. (TRL takes the last
+    row of a micro-batch for the first one.)
     """
     others = [rows[first], *rows[:-1]]
     return [{**row, "mismatched": other["answer"]} for row, other in zip(rows, others, strict=True)]

@@ -1,4 +1,4 @@
-"""The part that TRL computes for all cases, in a process of its environment (scripts/test-trl)."""
+"""TRL's results of all cases, computed in a process of TRL's environment (scripts/test-trl)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEADLINE_S = 900.0
 
 @dataclass(frozen=True)
 class Reference:
-    """``folder`` has the models, the batches, and the gradients of each case."""
+    """TRL's results. ``folder`` has the models, the batches, and the gradients of each case."""
 
     folder: Path
     losses: dict[str, float]
@@ -75,7 +75,7 @@ def save(model: Any, folder: Path, seed: int) -> Any:
 
 @torch.no_grad()
 def with_old(rows: list[Values], model: Any, noise: float = 0.0) -> list[Values]:
-    """The rows with the log-probabilities of their completions by the policy that made them: the
+    """Return the rows with the log-probabilities of their completions under the old policy: the
     model's, plus ``noise``.
     """
     generator = torch.Generator().manual_seed(4)

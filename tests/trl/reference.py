@@ -29,7 +29,9 @@ PADDING, END = "<pad>", "</s>"
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """One word for each token: ``t7`` is token 7. 0 is padding, 1 unknown, 2 the end."""
+    """Return a tokenizer with a word for each token: ``t7`` is token 7. Tokens 0, 1 and 2 are
+    padding, unknown and end.
+    """
     words = {PADDING: 0, "<unk>": 1, END: 2, **{f"t{n}": n for n in range(3, vocabulary)}}
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -39,7 +41,7 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def text(tokens: list[int], *, answer: bool = False) -> str:
-    """TRL adds the end token to answers itself."""
+    """Return the text of tokens without the end token, which TRL adds to answers."""
     words = " ".join(f"t{token}" for token in tokens if token != 2)
     return f" {words}" if answer else words
 
@@ -83,7 +85,7 @@ def rows_of(kind: str, batch: list[Values]) -> Dataset:
 
 
 def offline(case: Values, batch: list[Values], folder: Path, vocabulary: int) -> Any:
-    """A trainer on a dataset, and its whole dataset as one batch."""
+    """Return a trainer on a dataset, and the whole dataset as one batch."""
     kind, settings = case["trainer"], dict(case["theirs"])
     reference_free = settings.pop("reference_free", False)
     if reference_free:
@@ -104,7 +106,7 @@ def offline(case: Values, batch: list[Values], folder: Path, vocabulary: int) ->
 
 
 def online(case: Values, batch: list[Values], folder: Path, vocabulary: int) -> Any:
-    """A trainer that has been given completions in place of generating them, and its batch."""
+    """Return a trainer that gets completions instead of generating them, and its batch."""
     kind = case["trainer"]
     group = len(batch[0]["completions"])
     completions = [tokens for row in batch for tokens in row["completions"]]

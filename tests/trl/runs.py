@@ -1,4 +1,4 @@
-"""A step of a case by slurmrl: the calls that the algorithm declares, through the fsdp engine."""
+"""A step of a case by slurmrl: the algorithm's calls on the fsdp engine."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MICROBATCH = 30
 def train(
     folder: Path, case: Case, save: Path, parts: Sequence[Sequence[int]] = ()
 ) -> dict[str, float]:
-    """Make the step of a case, at a learning rate of 0, and write the actor's checkpoint: its first
-    moments are the gradients. ``parts`` are the items of each data-parallel rank; default: one
-    rank has all. Returns the metrics of the training call.
+    """Train a step of a case with a learning rate of 0, and save the actor's checkpoint, whose
+    first moments are the gradients. ``parts``: the items of each data-parallel rank; by default,
+    one rank has all. Return the metrics of the training call.
     """
     batch = json.loads((folder / "batches.json").read_text())[case.batch]
     whole = sample_of(batch)
@@ -74,7 +74,7 @@ def train(
 
 
 def total_loss(stats: dict[str, float]) -> float:
-    """The loss that was minimized."""
+    """Return the minimized loss."""
     return stats["actor/loss"] if "actor/loss" in stats else stats["loss"]
 
 
@@ -100,7 +100,7 @@ def settings_of(case: Case, batch_size: int) -> Settings:
 
 
 def contexts(roles: Sequence[RoleUse], size: int) -> dict[str, ParallelContext]:
-    """One rank without process groups, or ``size`` data-parallel ones."""
+    """Return the context of one rank without process groups, or of ``size`` data-parallel ranks."""
     cpu = torch.device("cpu")
     if not size:
         alone = ProcessTopology(("dp",), (1,))
@@ -121,7 +121,7 @@ def contexts(roles: Sequence[RoleUse], size: int) -> dict[str, ParallelContext]:
 
 
 def sample_of(batch: list[Values]) -> SequenceSample:
-    """A batch as the dataset, or as generation and the reward, would make it."""
+    """Return a batch in the form of the dataset, or of generation and reward."""
     answers = [_answers(row) for row in batch]
     pairs = [
         (row["prompt"], answer) for row, own in zip(batch, answers, strict=True) for answer in own
@@ -158,6 +158,6 @@ def sample_of(batch: list[Values]) -> SequenceSample:
 
 
 def _answers(row: Values) -> list[list[int]]:
-    """The sequences of an item."""
+    """Return the sequences of an item."""
     names = ("answer", "mismatched", "chosen", "rejected")
     return [*row.get("completions", []), *(row[name] for name in names if name in row)]

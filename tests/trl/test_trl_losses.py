@@ -1,4 +1,4 @@
-"""Losses and gradients are TRL's, or differ as docs/migrating/trl.md says."""
+"""Losses and gradients equal TRL's, or differ as documented in docs/migrating/trl.md."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ UNEVEN = [[0, 2, 3], [1]]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_loss_and_gradients_equal_trl(case: Case, reference: Reference, tmp_path: Path) -> None:
-    """One training step on the same weights and batch: by TRL's trainer at once, with weights in
-    float64, and by slurmrl's training call in micro-batches, in float32.
+    """Both train one step on the same weights and batch: TRL's trainer in one batch with float64
+    weights, and slurmrl in micro-batches in float32.
     """
     stats = train(reference.folder, case, tmp_path / "saved")
     check(case, reference, total_loss(stats), tmp_path / "saved")
@@ -36,7 +36,7 @@ def test_loss_and_gradients_equal_trl(case: Case, reference: Reference, tmp_path
 def test_loss_and_gradients_on_two_ranks_equal_trl(
     name: str, reference: Reference, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Denominators and statistics are those of the batch on all ranks."""
+    """Denominators and statistics cover the batch of all ranks."""
     case = next(case for case in CASES if case.name == name)
     function, parts = "tests.trl.runs:train", SPLIT.get(name, UNEVEN)
     results = ranks(2, function, reference.folder, case, tmp_path / "saved", parts)
@@ -53,7 +53,7 @@ def check(case: Case, reference: Reference, loss: float, saved: Path) -> None:
 
 
 def gradient_error(case: Case, reference: Reference, saved: Path) -> float:
-    """The largest difference of a gradient's entries, in units of the largest entry of all."""
+    """Return the largest difference of gradient entries, divided by the largest entry."""
     head = "value" if case.trainer == "Reward" else "lm"
     folder = reference.folder / "gradients" / case.name
     expected = dict(from_hf(folder, head, dtype=torch.float64).named_parameters())

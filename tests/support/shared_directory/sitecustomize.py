@@ -1,8 +1,7 @@
-"""Python runs this at its start if the folder is in PYTHONPATH: agents and master then behave as on
-a shared file system, which reports no changes.
-
-SLURMRL_TEST_WAKEUPS is a folder for one file per program, with a byte for each that counted;
-with SLURMRL_TEST_CUT_OFF set, no wake-up arrives.
+"""Python runs this module at its start if its folder is in PYTHONPATH. Agents and master then
+behave as on a shared file system, which reports no changes. SLURMRL_TEST_WAKEUPS is a folder with a
+file per program, which gets a byte for each wake-up that had an effect. If SLURMRL_TEST_CUT_OFF is
+set, no wake-up arrives.
 """
 
 import os

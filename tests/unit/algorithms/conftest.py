@@ -1,4 +1,4 @@
-"""A small PPO setup in one process: real engines, a made-up vocabulary, an easy reward."""
+"""A small PPO setup in one process: real engines, an artificial vocabulary, a simple reward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ ARCHITECTURE = {
 
 @dataclass
 class World:
-    """``actor``, ``critic`` and ``ref`` of one seed start from the same body."""
+    """The models ``actor``, ``critic`` and ``ref`` start from the same weights, except
+    for heads.
+    """
 
     ppo: PolicyGradient
     settings: Settings
@@ -57,7 +59,7 @@ class World:
     def rollout(
         self, step: int, prompts: int = 48, ref: FSDPEngine | None = None
     ) -> SequenceSample:
-        """Completions with rewards, reference log-probabilities and values."""
+        """Return completions with rewards, reference log-probabilities and values."""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         ids = torch.randint(2, VOCABULARY, (3 * prompts,), generator=generator)
         names = [f"{step}-{index}" for index in range(prompts)]
@@ -94,7 +96,7 @@ def means(result: CallResult) -> dict[str, float]:
 
 
 def share_wanted(sample: SequenceSample) -> torch.Tensor:
-    """Reward: the share of the wanted token among a completion's tokens."""
+    """Return as reward the share of the wanted token among a completion's tokens."""
     rows = zip(
         sample.tensor("input_ids").split(sample.item_lengths("input_ids")),
         sample.tensor("prompt_mask").split(sample.item_lengths("input_ids")),

@@ -1,4 +1,4 @@
-"""Token rewards, scores, GAE inputs and whitening, against loops over single sequences."""
+"""Token rewards, scores, inputs of GAE and normalization, against loops over single sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.tabular_engine import RankThreads
 
 
 def batch(shapes: list[tuple[int, int]], seed: int = 0) -> SequenceSample:
-    """Sequences of (prompt tokens, response tokens) with random numbers."""
+    """Return sequences of (prompt tokens, response tokens) with random values."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [prompt + response for prompt, response in shapes]
     total = sum(lengths)
@@ -52,7 +52,7 @@ def batch(shapes: list[tuple[int, int]], seed: int = 0) -> SequenceSample:
 def estimates_of(
     sample: SequenceSample, algorithm: PolicyGradient, kl_coef: float = 0.0, limit: int = 8
 ) -> Estimates:
-    """The estimates on one rank; completions may have ``limit`` tokens."""
+    """Return the estimates on one rank. Completions may have ``limit`` tokens."""
     config = SimpleNamespace(rollout=Rollout(max_new_tokens=limit))
     settings: Any = SimpleNamespace(algorithm=algorithm, config=config)
     context = CallContext(1, 1, {"kl_coef": kl_coef}, settings, settings, (), sample.ids)

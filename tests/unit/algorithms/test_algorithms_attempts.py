@@ -43,8 +43,8 @@ def test_pass_at_k_is_exact_for_many_completions() -> None:
 
 
 def test_majority_rate_is_the_mean_over_subsets_and_tie_breaks() -> None:
-    """maj@k against the enumeration of all subsets of k completions, in which each vote that is
-    tied for first wins equally often.
+    """Compares maj@k with the enumeration of all subsets of k completions. Tied most frequent votes
+    win equally often.
     """
     rng = random.Random(3)
     for _ in range(200):
@@ -73,10 +73,9 @@ def _first_is_right(votes: tuple[str | None, ...]) -> float:
 def test_majority_rate_of_many_completions_equals_the_sum_over_subsets(
     counts: tuple[int, ...],
 ) -> None:
-    """maj@k against exact sums over the numbers of completions of each vote in a subset.
-
-    The first vote is right in three of four completions or in all, the second in all; four
-    completions have no vote.
+    """Compares maj@k with exact sums over the numbers of each vote in a subset. The first vote is
+    right in three of four completions or in all, and the second in all. Four completions have no
+    vote.
     """
     n = sum(counts) + 4
     right = [Fraction(3, 4) if counts[0] % 4 == 0 else Fraction(1), Fraction(1), *[Fraction(0)] * 3]
@@ -99,7 +98,7 @@ def test_majority_rate_of_many_completions_equals_the_sum_over_subsets(
 
 
 def _held(counts: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
-    """The numbers of each kind that a subset of ``k`` can hold."""
+    """Yield the possible numbers of each vote in a subset of ``k`` completions."""
     if len(counts) == 1:
         if k <= counts[0]:
             yield (k,)
@@ -110,8 +109,8 @@ def _held(counts: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
 
 
 def test_majority_rate_of_800_completions_takes_little_time() -> None:
-    """800 completions, 1 to 39 for each vote: the product over votes, ties and sizes of subsets
-    that an exact sum needs would take minutes.
+    """The votes have 1 to 39 of 800 completions. An exact sum over votes, ties and subset sizes
+    would take minutes.
     """
     votes = [size for size in range(1, 40) for _ in range(size)]
     first, last = majorities(votes, [vote == 39 for vote in votes], [1, len(votes)])
@@ -124,7 +123,7 @@ def test_majority_rate_of_more_completions_than_exist_is_an_error() -> None:
 
 
 def test_majorities_of_many_completions_do_not_overflow() -> None:
-    """C(1500, 750) is no float."""
+    """The binomial coefficient C(1500, 750) exceeds the range of a float."""
     votes = ["4"] * 900 + ["5"] * 600
     first, middle, last = majorities(votes, [vote == "4" for vote in votes], [1, 750, 1500])
     assert first == pytest.approx(0.6)
@@ -149,7 +148,7 @@ def test_completion_votes_for_the_matched_answer(
 
 
 def test_wilson_interval_solves_the_score_equation() -> None:
-    """The ends are the proportions for which the observed mean has a z-score of 1.96."""
+    """The bounds are the proportions for which the observed mean has a z-score of 1.96."""
     for mean, count in [(0.0, 7), (0.3, 10), (0.5, 1), (1.0, 40), (0.999, 512)]:
         low, high = wilson(mean, count)
         assert 0.0 <= low <= mean <= high <= 1.0
@@ -159,7 +158,9 @@ def test_wilson_interval_solves_the_score_equation() -> None:
 
 
 def test_each_prompt_has_a_record_with_its_rates() -> None:
-    """Two prompts with 3 completions: all correct; one correct, out of two equal wrong ones."""
+    """One of two prompts has 3 correct completions. The other has one correct and two equal wrong
+    completions.
+    """
     settings = evaluation(n=3, pass_score=0.5)
     assert settings.attempts == (1, 2, 3)
     texts = ["4", "4", "4", "5", "7", "7"]

@@ -117,7 +117,7 @@ def advantages_on_ranks(
 
 @pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
 def test_single_unfailed_completion_has_advantage_zero(advantage: str) -> None:
-    """There are more groups than completions that did not fail."""
+    """Covers groups in which all or all but one completion failed."""
     sample = rollout([[(2, 0), (2, 0)], [(2, 0), (2, 0)], [(2, 1), (2, 0)]])
     settings = algorithm(advantage=advantage, kl={"coef": 0.0})
     assert estimates(sample, settings).advantages.tolist() == [0.0]
@@ -125,7 +125,9 @@ def test_single_unfailed_completion_has_advantage_zero(advantage: str) -> None:
 
 @pytest.mark.parametrize("advantage", ["gae", "none", "group", "batch"])
 def test_turns_without_rewards_leave_advantages_unchanged(advantage: str) -> None:
-    """A batch whose turns earn nothing has the advantages of one without that key."""
+    """A batch whose turn rewards are all zero has the advantages of a batch without
+    turn rewards.
+    """
     std = "batch" if advantage in ("group", "batch") else "none"
     settings = algorithm(advantage=advantage, advantage_std=std)
     plain = rollout()
@@ -141,6 +143,6 @@ def test_turns_without_rewards_leave_advantages_unchanged(advantage: str) -> Non
 
 
 def test_overlong_penalty_equals_dapo() -> None:
-    """Equation 13 with a limit of 10 tokens, of which 4 are the buffer."""
+    """Compares with equation 13 for a limit of 10 tokens and a buffer of 4."""
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, 10, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]

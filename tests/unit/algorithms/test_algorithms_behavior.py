@@ -1,4 +1,4 @@
-"""The policy that sampled the tokens: which settings account for it, and that gradients do."""
+"""Settings and gradients account for the policy that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def settled(dtype: str, rollout: dict[str, Any], **options: Any) -> tuple[bool |
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])
 def test_gradient_equals_the_paper_with_stale_completions(name: str, dtype: str) -> None:
-    """The calls that the schema chooses train completions of another policy; their ratios and masks
-    are those of the policy that drew them.
+    """The calls of the schema train completions of another policy, with ratios and masks relative
+    to that policy.
     """
     options: dict[str, Any] = {"name": name, "kl": {"coef": 0.0}, "n_minibatches": 1}
     chosen = PolicyGradient(batch_size=8, **options).completed(configured(dtype, STALE))
@@ -95,7 +95,7 @@ def test_recomputation_and_correction_follow_staleness_and_precision(
 
 
 def test_training_reads_generation_logprobs_only_if_used() -> None:
-    """Training reads log-probabilities of generation only where it uses them."""
+    """Training reads generation's log-probabilities only if its settings use them."""
     kept, recomputed = (
         {call.name: call for call in PolicyGradient(batch_size=8).calls(configured(*each))}
         for each in [("bfloat16", STALE), ("float32", BFLOAT16_SERVER)]

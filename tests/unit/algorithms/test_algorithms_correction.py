@@ -1,7 +1,5 @@
-"""Limits of importance weights and of their settings, and M2PO's mask against its paper's loop.
-
-Whole steps with corrections are compared with loops over tokens in
-test_algorithms_whole_steps.py.
+"""Limits of importance weights and their settings, and M2PO's mask against the loop of its paper.
+test_algorithms_whole_steps.py compares whole steps with loops over tokens.
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ def test_mismatch_is_zero_for_engines_that_agree() -> None:
 
 
 def algorithm_1(log_ratios: Tensor, advantages: Tensor, mask: Tensor, limit: float) -> list[bool]:
-    """The paper's loop: drop the largest square of the trust-region tokens while their mean square
-    exceeds the limit.
+    """Return M2PO's mask by the loop of the paper: drop the token with the largest squared
+    log-ratio until the mean square is within the limit.
     """
     kept = mask.tolist()
     trusted = {
@@ -123,7 +121,7 @@ def test_second_moment_mask_equals_the_loop_of_the_paper(limit: float) -> None:
 
 
 def test_second_moment_mask_treats_equal_tokens_alike_and_accepts_none() -> None:
-    """Tokens with one square go together, and a batch in which none moved keeps all."""
+    """Tokens with equal squares are dropped together. A batch without moved tokens keeps all."""
     ones, yes = torch.ones(4), torch.ones(4, dtype=torch.bool)
     same = second_moment_mask(torch.full((4,), 0.5), ones, yes, 0.04, lambda sums: sums)
     assert not same.any()

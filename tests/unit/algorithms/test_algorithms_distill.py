@@ -14,7 +14,9 @@ VOCABULARY = 5
 
 
 def tokens(logprobs: Tensor, teacher: Tensor) -> SequenceSample:
-    """One sequence for each token of the vocabulary: a prompt of one token, then that token."""
+    """Return a sequence for each token of the vocabulary: a prompt of one token, then
+    this token.
+    """
     lengths = [[2]] * VOCABULARY
     mask = torch.tensor([True, False] * VOCABULARY)
     data = {"prompt_mask": mask, "logprobs": spread(logprobs), "teacher_logprobs": spread(teacher)}
@@ -23,15 +25,15 @@ def tokens(logprobs: Tensor, teacher: Tensor) -> SequenceSample:
 
 
 def spread(values: Tensor) -> Tensor:
-    """[V] at the second token of each sequence."""
+    """Return tensor values [V] placed at the second token of each sequence."""
     return torch.stack([torch.full_like(values, 9.0), values], dim=1).flatten()
 
 
 def gradient(
     student: Tensor, teacher: Tensor, sampled: Tensor, options: Distill
 ) -> tuple[Tensor, float]:
-    """The expected gradient with respect to the student's logits, and the expected loss, of tokens
-    that are drawn with the log-probabilities ``sampled``.
+    """Return the expected gradient with respect to the student's logits, and the expected loss, of
+    tokens with the log-probabilities ``sampled``.
     """
     logits = student.clone().requires_grad_()
     sample = tokens(sampled, teacher)
@@ -74,8 +76,8 @@ def test_estimate_equals_the_gradient_of_the_reverse_kl(cap: float | None) -> No
 
 
 def test_importance_weights_correct_for_another_sampling_distribution() -> None:
-    """Tokens of another distribution give the same expectation with weights, without a cap too, and
-    another one with a cap that cuts them.
+    """With importance weights, tokens of another distribution give the same expectation, unless a
+    cap cuts the weights.
     """
     student, teacher, sampled = distributions()
     wanted, _ = exact(student, teacher)

@@ -1,4 +1,4 @@
-"""Episodes as the generation of a run, with a real engine: tokens, masks, rewards, failures."""
+"""Episodes in generation with a real engine: tokens, masks, rewards, failures."""
 
 from __future__ import annotations
 
@@ -119,9 +119,8 @@ def judged(world: Any, context: CallContext, sample: SequenceSample) -> CallResu
 
 
 def test_failed_episode_keeps_its_prompt_and_has_no_reward(make_world: MakeWorld) -> None:
-    """The failed episode is counted.
-
-    Later calls get only its prompt, and none of its tokens is trained on.
+    """The metrics count the failed episode. Later calls get only its prompt, and training uses none
+    of its tokens.
     """
     world = make_world()
     context = context_of(world, SEVERAL)
@@ -136,8 +135,8 @@ def test_failed_episode_keeps_its_prompt_and_has_no_reward(make_world: MakeWorld
 
 
 def test_reward_is_score_of_last_turn_plus_turn_rewards(make_world: MakeWorld) -> None:
-    """A reward is that of the last turn's text plus what the turns have earned; the table of
-    samples shows the turns and what was between them.
+    """The reward is the score of the last turn's text plus the rewards of turns. The table of
+    samples shows the turns and the messages between them.
     """
     world = make_world()
     context = context_of(world, SEVERAL)

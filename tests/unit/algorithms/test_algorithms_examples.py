@@ -1,4 +1,4 @@
-"""The examples are valid configurations; only data and start models may be missing."""
+"""The examples are valid configurations. Only data files and start models may be missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_example_is_valid_except_for_files_made_elsewhere(name: str, tmp_path: P
 
 
 def test_custom_loss_example_is_correct_and_short() -> None:
-    """SimPO by hand: two pairs of one item; answers of 1 and 2 tokens."""
+    """Compares with SimPO computed by hand for two pairs of one item, with answers of 1 and 2
+    tokens.
+    """
     path = EXAMPLES / "custom" / "simpo.py"
     assert len(path.read_text().splitlines()) < 60
     spec = importlib.util.spec_from_file_location("simpo", path)
@@ -64,7 +66,7 @@ def test_custom_loss_example_is_correct_and_short() -> None:
 def test_sentiment_example_classifier_scores_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A score is the probability of POSITIVE, the same alone and padded in a batch."""
+    """A score is the probability of POSITIVE. It does not depend on padding in a batch."""
     monkeypatch.syspath_prepend(str(EXAMPLES / "custom"))
     reward = importlib.import_module("sentiment").Sentiment(batch_size=3)
     positive = ["good", "very good and lovely", "fine", "superb superb bad"]

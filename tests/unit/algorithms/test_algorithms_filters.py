@@ -1,4 +1,4 @@
-"""Filters of prompts by what their completions earned."""
+"""Filters of prompts by the rewards of their completions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def filtered(sample: SequenceSample, **options: Any) -> CallResult:
 
 
 def test_filter_decides_per_prompt_by_its_own_completions() -> None:
-    """Groups of different sizes; the metrics are shares of prompts. A rank may have none."""
+    """Covers groups of different sizes and ranks without a prompt. The metrics are shares of
+    prompts.
+    """
     sample = SequenceSample(
         ("a@0", "b@0", "c@0", "d@0"),
         _lengths([2, 3, 2, 1]),
@@ -93,9 +95,8 @@ def test_filter_decides_per_prompt_by_its_own_completions() -> None:
 
 
 def test_filters_ignore_failed_episodes() -> None:
-    """A reward of 0 of a failed episode is no score.
-
-    A failed episode does not count as truncated either.
+    """The reward 0 of a failed episode does not count as a score. A failed episode does not count
+    as truncated either.
     """
     wrote = [[True, True, False], [True, False], [False, False], [True, True, False, False]]
     sample = SequenceSample(
@@ -114,7 +115,7 @@ def test_filters_ignore_failed_episodes() -> None:
 
 
 def _lengths(counts: list[int]) -> dict[str, list[list[int]]]:
-    """Sequences of two tokens, a prompt's and a response's."""
+    """Return sequences of two tokens: one of the prompt and one of the response."""
     each = {key: [[1] * count for count in counts] for key in ("rewards", "finished")}
     return each | {"prompt_mask": [[2] * count for count in counts]}
 

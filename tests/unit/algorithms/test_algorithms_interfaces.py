@@ -103,7 +103,7 @@ def test_greedy_baseline_is_one_greedy_completion_per_prompt(make_world: MakeWor
 def test_rank_without_completions_has_no_greedy_baseline(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a server spans several GPUs, one rank has the completions."""
+    """If a server uses several GPUs, only one rank has the completions."""
     world = make_world()
     monkeypatch.setattr(type(world.actor), "serving", lambda *_: nullcontext(None))
     made = GreedyRolloutInterface().generate(world.actor, prompts(["x@0"]), world.context(step=3))
@@ -111,8 +111,8 @@ def test_rank_without_completions_has_no_greedy_baseline(
 
 
 def test_completion_does_not_depend_on_the_number_per_prompt(make_world: MakeWorld) -> None:
-    """The first one is the only one of n = 1, and the others have streams of their own; prompts
-    and completions of a group lie side by side.
+    """The first completion equals the completion with n = 1, and each completion has a separate
+    random stream. Prompts and completions of a group are next to each other.
     """
     world = make_world()
     drawn = {}
@@ -159,7 +159,7 @@ def test_completion_ends_at_any_stop_token(make_world: MakeWorld) -> None:
 
 
 def test_reward_does_not_get_the_stop_token(make_world: MakeWorld) -> None:
-    """Stop tokens need not be special ones; here the second completion ends with an 8."""
+    """Stop tokens need not be special tokens. Here, the second completion ends with an 8."""
     context = judging(make_world().context(step=1), samples=2)
     context = replace(context, stop_token_ids=(1, 11))
     sample = completed()
@@ -315,8 +315,8 @@ def test_samples_show_rendered_prompt_if_template_adds_text(make_world: MakeWorl
 
 
 def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
-    """A part named ``model`` is the value at the last token, less the bias and times the scale; it
-    adds up with others.
+    """The part ``model`` of a reward is the value at the last token, minus the bias, times the
+    scale. It is added to other parts.
     """
     world = make_world()
     context = judging(world.context(step=1), samples=1)
@@ -360,7 +360,9 @@ def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
 
 
 def test_reward_scores_each_completion_of_a_prompt(make_world: MakeWorld) -> None:
-    """A reward gets the prompt and the row of every completion; readable samples number them."""
+    """A reward gets the prompt and the row of every completion. The samples for readers have the
+    number of each completion.
+    """
     context = judging(make_world().context(step=1), samples=3)
     pair = completed()
     swapped = pair.take([1, 0])
@@ -407,7 +409,7 @@ def test_reward_scores_each_completion_of_a_prompt(make_world: MakeWorld) -> Non
 
 
 def rewarded(context: CallContext, name: str) -> CallContext:
-    """The context with one of the users' rewards."""
+    """Return the context with one of the rewards of users."""
     reward = Reward(name=f"tests.support.users_rewards:{name}")
     config = context.settings.config.model_copy(update={"reward": reward})
     return replace(context, settings=replace(context.settings, config=config))
@@ -436,7 +438,7 @@ class Letters:
 
 
 def test_sft_notes_show_prompt_and_trained_tokens(make_world: MakeWorld) -> None:
-    """The second row as two turns, of which the first token of the model's is in the loss."""
+    """The second row has two turns. The loss includes the first token of the model's turn."""
     world = make_world()
     context = replace(world.context(step=1), tokenizer=cast(Any, Letters()))
     sample = SequenceSample.from_default(

@@ -66,7 +66,7 @@ def judged(lengths: Sequence[Sequence[int]], **extra: Tensor) -> SequenceSample:
 
 
 def answers(values: Tensor, lengths: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-    """The values after the prompt of each sequence, by item."""
+    """Yield the values after the prompt of each sequence, by item."""
     pieces = iter(values.split([length for item in lengths for length in item]))
     return [[next(pieces)[1:].tolist() for _ in item] for item in lengths]
 
@@ -76,7 +76,7 @@ def sigmoid(x: float) -> float:
 
 
 def expected_dpo(logp: Tensor, sample: SequenceSample, dpo: DPO) -> float:
-    """The sum over prompts of the mean loss of their pairs, by loops."""
+    """Return the sum over prompts of the mean loss of their pairs, computed by loops."""
     refs = iter(sample.tensor("ref_logps").tolist())
     total = 0.0
     for item in answers(logp, sample.lengths["input_ids"]):
@@ -99,7 +99,7 @@ def expected_dpo(logp: Tensor, sample: SequenceSample, dpo: DPO) -> float:
 
 
 def slope(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
-    """The gradient by central differences."""
+    """Return the gradient by central differences."""
     step, found = 1e-6, []
     for index in range(len(at)):
         shift = torch.zeros_like(at)
@@ -111,7 +111,7 @@ def slope(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
 def check(
     loss: Callable[[Tensor], Tensor], expected: Callable[[Tensor], float], at: Tensor
 ) -> None:
-    """The loss and its gradient are those of the reference."""
+    """Check that the loss and its gradient equal the reference."""
     point = at.clone().requires_grad_()
     value = loss(point)
     value.backward()
@@ -139,8 +139,8 @@ DPOS = (
 
 @pytest.mark.parametrize("dpo", DPOS)
 def test_dpo_equals_its_formula(dpo: DPO) -> None:
-    """Loss and gradient of each variant, over items with one and several pairs and answers of one
-    token. No two variants agree.
+    """Compares loss and gradient of each variant, for items with one or several pairs and answers
+    of one token. No two variants give equal losses.
     """
     sample, at = judged(LENGTHS), tokens_of(LENGTHS)
     check(
@@ -331,7 +331,7 @@ def batch_of(lengths: list[list[int]]) -> SequenceSample:
 def test_loss_does_not_depend_on_micro_batches_and_order(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
-    """An item is never split, however small a micro-batch is; metrics and updates are the same."""
+    """An item is never split over micro-batches of any size. Metrics and updates are the same."""
     sample = batch_of(lengths)
     whole, small = engine(head), engine(head, most_tokens=1)
     wanted = means(interface().train_step(whole, sample, context(algorithm)))
@@ -347,8 +347,8 @@ def test_loss_does_not_depend_on_micro_batches_and_order(
 def test_steps_lower_the_loss_and_evaluation_reports_the_same(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
-    """Each step reports what an evaluation of the same batch reports before it; after some steps
-    the chosen answers are ahead.
+    """Each step has the metrics of an evaluation of the same batch before it. After some steps, the
+    chosen answers have larger rewards.
     """
     sample, model = batch_of(lengths), engine(head)
     before = means(interface().inference(model, sample, context(algorithm)))
@@ -366,7 +366,7 @@ def test_steps_lower_the_loss_and_evaluation_reports_the_same(
 def test_evaluation_metrics_are_means_of_item_scores(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
-    """Each item has a line, and what the schema measures is among its scores."""
+    """Each item has a line whose scores include the schema's measures."""
     sample = batch_of(lengths)
     result = interface().inference(engine(head), sample, context(algorithm))
     lines, found = [result.records[name] for name in sample.ids], means(result)
@@ -387,9 +387,8 @@ def test_evaluation_metrics_are_means_of_item_scores(
 
 
 def test_kto_accuracy_is_the_share_of_correctly_ranked_answers() -> None:
-    """Beyond the reference point in the direction of the label; a tie is no success.
-
-    That is where the loss is below half of its most.
+    """An answer is ranked correctly if it is beyond the reference point in the direction of its
+    label. A tie does not count. The loss of such an answer is below half of its maximum.
     """
     logratios = torch.tensor([0.5, 0.2, 0.1, 0.5, 0.2, 0.1])
     desirable = torch.tensor([True, True, True, False, False, False])

@@ -22,7 +22,9 @@ def test_kl_above_target_raises_the_coefficient(kl: float, factor: float) -> Non
 def test_coefficient_stays_positive_after_a_step_of_many_completions(
     kl: float, factor: float
 ) -> None:
-    """A negative one would reward moving away from the reference; a step moves it by 20 %."""
+    """A negative coefficient would reward distance from the reference. A step changes the
+    coefficient by at most 20 %.
+    """
     assert adaptation(kl, 4096, target=6.0, horizon=100.0) == pytest.approx(factor)
 
 

@@ -1,6 +1,5 @@
 """Gradients of single tokens, KL estimators, and limits of the losses.
-
-Whole steps are compared with loops over tokens in test_algorithms_whole_steps.py.
+test_algorithms_whole_steps.py compares whole steps with loops over tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def batch(lengths: list[int], mask: Tensor, old: Tensor, advantages: Tensor) -> 
 def test_gradient_of_one_token_equals_its_formula(
     options: dict[str, Any], advantage: float, ratio: float, slope: float
 ) -> None:
-    """Computed by hand: where a bound takes the gradient away, and where it does not."""
+    """The gradients are computed by hand, with and without an effect of a bound."""
     logp = torch.tensor([math.log(ratio)], requires_grad=True)
     one = batch([1], torch.ones(1).bool(), torch.zeros(1), torch.tensor([advantage]))
     loss, _ = policy_loss({"logp": logp, "entropy": torch.zeros(1)}, one, Objective(**options))

@@ -37,7 +37,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 class Letters:
-    """Token 1 is an a, 2 a b, and so on; 0 ends a completion."""
+    """A tokenizer: token 1 is "a", token 2 is "b", and so on. Token 0 ends a completion."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return "".join(chr(96 + each) for each in ids)
@@ -50,7 +50,7 @@ def context(settings: Any = None) -> CallContext:
 
 @pytest.fixture
 def completions() -> SequenceSample:
-    """Two prompts with two completions each; the prompts are one token long."""
+    """Return two completions for each of two prompts of one token."""
     lengths = [[3, 2], [2, 4]]
     return SequenceSample(
         ("p@0", "q@0"),
@@ -68,7 +68,7 @@ def completions() -> SequenceSample:
 
 
 def test_record_of_a_prompt_holds_all_its_completions(completions: SequenceSample) -> None:
-    """Texts have no stop token; token ids have it, with its log-probability."""
+    """Texts omit the stop token. Token ids contain it, with its log-probability."""
     records = CompletionRecords().record(None, completions, context()).records
     ended = {"text": "a", "tokens": 2, "finished": True, "reward": 1.0}
     cut = {"text": "b", "tokens": 1, "finished": False, "reward": 0.0}
@@ -86,7 +86,7 @@ def test_record_of_a_prompt_holds_all_its_completions(completions: SequenceSampl
 
 
 def test_an_episode_is_recorded_with_its_turns() -> None:
-    """Two turns with a message between them; of a failed episode there is nothing."""
+    """The record has two turns with a message between them. A failed episode has no turns."""
     lengths = [[6, 1]]
     packed = ("input_ids", "prompt_mask", "logprobs", "turn_rewards")
     sample = SequenceSample(
@@ -237,7 +237,7 @@ def test_summary_of_completions_equals_the_mean_over_all_subsets(tmp_path: Path)
 def test_interval_of_rewards_is_chosen_by_scores(
     rewards: list[list[float]], interval: Callable[[list[float]], Estimate]
 ) -> None:
-    """Wilson's where every reward is 1 or 0, whatever the reward's name."""
+    """Wilson's interval applies if every reward is 1 or 0, regardless of the reward's name."""
     lines = [
         {"id": str(at), "completions": [{"text": "", "reward": each} for each in row]}
         for at, row in enumerate(rewards)

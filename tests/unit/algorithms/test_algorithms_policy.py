@@ -22,7 +22,7 @@ the gradient's norm."""
 
 
 def test_first_update_is_on_policy(make_world: MakeWorld) -> None:
-    """Before any update the new policy is the sampling policy: every ratio is 1."""
+    """Before any update, the policy equals the sampling policy, so every ratio is 1."""
     world = make_world(n_minibatches=1)
     stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
     assert stats["actor_updates"] == 1.0
@@ -32,7 +32,7 @@ def test_first_update_is_on_policy(make_world: MakeWorld) -> None:
 
 
 def test_reference_equals_the_initial_actor(make_world: MakeWorld) -> None:
-    """The KL to the reference is 0 at first, and not after updates."""
+    """The KL to the reference is 0 at first, and nonzero after updates."""
     world = make_world()
     first = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
     assert first["kl"] == pytest.approx(0.0, abs=1e-5)
@@ -42,7 +42,7 @@ def test_reference_equals_the_initial_actor(make_world: MakeWorld) -> None:
 
 
 def groups(world: Any, prompts: int, n: int) -> SequenceSample:
-    """Prompts of one batch with ``n`` completions each, and all that training reads."""
+    """Return prompts of one batch with ``n`` completions each, and all keys that training reads."""
     sequences = world.rollout(step=1, prompts=prompts * n)
     return SequenceSample(
         tuple(f"{item}@0" for item in range(prompts)),
@@ -106,7 +106,7 @@ def test_training_raises_the_reward(make_world: MakeWorld) -> None:
 
 
 def explained(world: Any, sample: SequenceSample) -> float:
-    """Share of the returns' variance that the critic explains."""
+    """Return the share of the returns' variance that the critic explains."""
     returns = world.estimate(sample).returns
     values = world.critic.forward(sample.only(["input_ids"]))["values"]
     states = world.estimate(sample).responses.tokens - 1
@@ -145,7 +145,7 @@ def test_empty_minibatches_are_left_out(make_world: MakeWorld) -> None:
 def test_host_waits_do_not_grow_with_micro_batches(
     make_world: MakeWorld, train: str, budget: int
 ) -> None:
-    """Losses, masks and indices of a micro-batch make the host wait for nothing on a GPU."""
+    """On a GPU, losses, masks and indices of a micro-batch cause no host waits."""
     world = make_world(n_minibatches=2)
     sample = world.rollout(step=1)
     for engine in (world.actor, world.critic):
@@ -160,8 +160,8 @@ def test_host_waits_do_not_grow_with_micro_batches(
 
 
 def test_a_step_without_critic_and_reference_trains(make_world: MakeWorld) -> None:
-    """Groups of completions need neither values nor reference log-probabilities, and report none of
-    their metrics, but the number of completions.
+    """Group advantages need neither values nor reference log-probabilities, and record none of
+    their metrics.
     """
     world = make_world(advantage="none", kl=KL(coef=0.0), n_minibatches=1)
     sample = world.rollout(step=1)

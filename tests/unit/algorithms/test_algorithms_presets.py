@@ -25,7 +25,7 @@ def values(settings: Any, key: str) -> Any:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
-    """Every value of the table is in force, and gives way to one that is set."""
+    """Every value of the preset applies unless the user sets another one."""
     settings = PolicyGradient.model_validate({"batch_size": 8, "name": name})
     for key, value in PRESETS[name].settings.items():
         wanted = value.items() if key == "kl" else [(key, value)]
@@ -82,7 +82,9 @@ def test_kl_coefficient_is_a_known_metric(coef: float) -> None:
 def test_overriding_a_preset_choice_drops_its_dependent_settings(
     name: str, choice: dict[str, Any], belonging: dict[str, Any]
 ) -> None:
-    """A configuration that chooses otherwise is not refused for settings that it does not have."""
+    """A configuration that overrides a preset's choice is not rejected because of the preset's
+    dependent settings.
+    """
     settings = PolicyGradient.model_validate({"batch_size": 8, "name": name, **choice})
     assert {key: getattr(settings, key) for key in belonging} == belonging
     in_force = {key: value for key, value in settings.preset.items() if key != "kl"}

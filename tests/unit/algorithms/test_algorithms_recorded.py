@@ -1,5 +1,5 @@
-"""Training with what generation has recorded: the part of the vocabulary that each token was drawn
-from, and the experts that read it.
+"""Training with records of generation: the sampling mask of each token, and the experts that
+processed it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def restrict(world: Any) -> None:
 def test_models_apply_the_recorded_sampling_masks(
     options: dict[str, Any], make_world: MakeWorld
 ) -> None:
-    """The policy before its first update is the one that generated, and so is a reference of the
-    same weights: ratios are 1 and divergences 0. Over all tokens they would not be.
+    """Before its first update, the policy equals the generating policy, and so does a reference
+    with the same weights. Ratios are therefore 1 and divergences 0. Without masks, they would
+    differ.
     """
     world = make_world(**options)
     restrict(world)
@@ -71,8 +72,8 @@ def test_models_apply_the_recorded_sampling_masks(
 
 
 def test_update_changes_probabilities_within_sampling_masks(make_world: MakeWorld) -> None:
-    """A loss of one token has the gradient of the restricted log-probability: logits outside of its
-    mask do not move it.
+    """The loss of a token has the gradient of its restricted log-probability. Logits outside its
+    mask have no effect.
     """
     world = make_world()
     restrict(world)
@@ -236,10 +237,9 @@ def _named(*ids: str) -> SequenceSample:
 
 
 def test_only_calls_that_need_records_read_them(make_world: MakeWorld) -> None:
-    """The critic reads no log-probabilities, and a reference has experts of its own.
-
-    Without the settings, and in evaluations, there are none; nor in an algorithm of the user's own,
-    unless it says so.
+    """The critic reads no log-probabilities, and a reference has separate experts. There are no
+    records without the settings or in evaluations. A custom algorithm gets records only if it
+    requests them.
     """
     world = make_world(recompute_logprobs=True, kl={"coef": 0.1})
     config = restricted(world.settings.config)

@@ -44,7 +44,7 @@ def site(tmp_path: Path) -> Site:
 
 
 class Reader:
-    """A stand-in for a reward model: the value at a token is ``100 * place + token``."""
+    """A stand-in for a reward model. The value at a token is ``100 * position + token``."""
 
     def __init__(self) -> None:
         self.read: list[list[int]] = []
@@ -73,7 +73,7 @@ def context(site: Site, *, rule: bool, steps: int | None = None, chat: bool = Tr
 
 
 def completions(site: Site, *endings: str) -> SequenceSample:
-    """Completions of a prompt, as generation makes them of the template."""
+    """Return completions of a prompt, as generation makes them with the template."""
     prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     texts = [[site.tokenizer(text).input_ids for text in (prompt, ending)] for ending in endings]
     return SequenceSample(
@@ -159,7 +159,7 @@ def test_episode_is_scored_at_its_last_turn() -> None:
 
 
 def test_scores_come_from_the_last_token_in_plans_without_masks(site: Site) -> None:
-    """A trial that slurmrl 1 has planned goes on as it began."""
+    """A trial that an earlier version planned continues with its earlier rule."""
     pairs = site.sample(PAIR, type="preference", chat_template=True)
     outputs, of = Reader().forward(pairs), context(site, rule=False)
     old = RewardModelInterface().scores(outputs, pairs.only(["input_ids"]), of)

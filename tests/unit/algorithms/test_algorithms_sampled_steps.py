@@ -49,7 +49,7 @@ Step = Callable[[PreTrainedModel, Sequence[Sequence[Completion]]], float]
 
 
 def logprobs(model: PreTrainedModel, completion: Completion) -> list[Tensor]:
-    """log p of each token of the completion."""
+    """Return the log-probability of each token of the completion."""
     ids = torch.tensor([[*completion.prompt, *completion.tokens]])
     rows = torch.log_softmax(model(ids).logits[0], -1)
     first = len(completion.prompt)
@@ -66,9 +66,8 @@ def descend(model: PreTrainedModel, loss: Tensor) -> None:
 
 
 def cispo(model: PreTrainedModel, groups: Sequence[Sequence[Completion]]) -> float:
-    """Two passes over two minibatches of prompts: eq.
-
-    4 and 5 without a lower bound, averaged over the tokens of a minibatch.
+    """Make two epochs over two minibatches of prompts by equations 4 and 5 without a lower bound,
+    averaged over the tokens of a minibatch.
     """
     largest = 0.0
     with torch.no_grad():
@@ -88,7 +87,7 @@ def cispo(model: PreTrainedModel, groups: Sequence[Sequence[Completion]]) -> flo
 
 
 def distillation(teacher: PreTrainedModel) -> Step:
-    """One update with log(p / p_teacher) of the sampled tokens as their cost."""
+    """Make one update with log(p / p_teacher) of the sampled tokens as their cost."""
 
     def step(model: PreTrainedModel, groups: Sequence[Sequence[Completion]]) -> float:
         losses = []
@@ -107,7 +106,7 @@ def distillation(teacher: PreTrainedModel) -> Step:
 
 
 def made_model(folder: Path, seed: int) -> PreTrainedModel:
-    """A model of transformers with weights in float64; ``folder`` has them in float32."""
+    """Return a model of transformers with weights in float64. ``folder`` has them in float32."""
     torch.manual_seed(seed)
     made = dict(ARCHITECTURE)
     config = AutoConfig.for_model(made.pop("model_type"), **made)
@@ -148,7 +147,7 @@ def context_of(algorithm: Any, batch: tuple[str, ...]) -> CallContext:
 
 
 def completed(actor: FSDPEngine, context: CallContext) -> SequenceSample:
-    """Completions with rewards that differ within every group."""
+    """Return completions whose rewards differ within every group."""
     generator = torch.Generator().manual_seed(3)
     prompts = torch.randint(2, VOCABULARY, (3 * PROMPTS,), generator=generator)
     sample = SequenceSample.from_default([3] * PROMPTS, context.batch, {"prompt_ids": prompts})
@@ -177,8 +176,8 @@ def completions_of(sample: SequenceSample) -> list[list[Completion]]:
 
 
 def test_cispo_step_equals_its_paper(tmp_path: Path) -> None:
-    """Advantages, weights, their bound, averages and minibatches: after four updates, the last of
-    them far from the sampling policy, all weights are the same.
+    """Covers advantages, weights, their bound, averages and minibatches. All weights are equal
+    after four updates, the last of which is far from the sampling policy.
     """
     settings = {"name": "cispo", "n_minibatches": 2, "n_epochs": 2, "clip_ratio_high": HIGH}
     algorithm = PolicyGradient.model_validate({"batch_size": PROMPTS, **settings})
@@ -194,7 +193,7 @@ def test_distillation_step_equals_its_definition(tmp_path: Path) -> None:
 def check(
     interface: Interface, algorithm: Any, step: Step, folder: Path, *, teacher: bool = False
 ) -> None:
-    """Check that the same step from the same completions gives the same weights."""
+    """Check that both steps from the same completions give the same weights."""
     model = made_model(folder / "before", seed=1)
     actor = engine("actor", folder / "before")
     context = context_of(algorithm, tuple("abcdef"))

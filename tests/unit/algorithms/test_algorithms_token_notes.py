@@ -18,7 +18,9 @@ from tests.unit.algorithms.conftest import MakeWorld
 
 
 class Bytes:
-    """Each token is a byte; a sequence that begins with a space loses it, as SentencePiece's do."""
+    """A tokenizer whose tokens are bytes. A leading space of a sequence is lost, as with
+    SentencePiece.
+    """
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace").removeprefix(" ")
@@ -52,7 +54,7 @@ def test_kept_samples_are_whole_groups() -> None:
 
 
 def two_items() -> SequenceSample:
-    """The first with two completions, of which the first has two turns."""
+    """Return two items. The first has two completions, one of them with two turns."""
     lengths = [[6, 3], [3]]
     return SequenceSample.grouped(
         lengths,

@@ -1,4 +1,4 @@
-"""Completions to which the reward gave no score (NaN): as if they had not been made."""
+"""Completions without a score (NaN) are ignored as if they did not exist."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_step_stays_finite_with_unscored_completions(name: str) -> None:
 
 
 def test_filters_leave_out_unscored_completions() -> None:
-    """A prompt whose scores are equal apart from them says nothing."""
+    """A prompt whose other scores are equal has no gradient."""
     rewards = [1.0, nan, 1.0, 0.0, nan, 1.0, 0.0, nan, nan]
     counts = [3, 3, 3]
     sample = SequenceSample(
@@ -89,7 +89,9 @@ def test_filters_leave_out_unscored_completions() -> None:
 
 
 def test_evaluations_are_means_over_scored_completions() -> None:
-    """A prompt with an unscored completion has no pass@k; one without a score is in no mean."""
+    """A prompt with an unscored completion has no pass@k. A prompt without any score is
+    in no mean.
+    """
     evaluation = Evaluation(dataset=Dataset(type="prompt_answer", path="x"), n=2, pass_score=1.0)
     scores = [1.0, 0.0, None, 1.0, None, None]
     records = score_records("abc", [2, 2, 2], scores, ["x"] * 6, evaluation)

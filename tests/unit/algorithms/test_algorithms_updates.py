@@ -1,6 +1,4 @@
-"""The updates of a step: which items a minibatch has, what its loss is divided by, and what ends
-them early.
-"""
+"""The updates of a step: items of minibatches, denominators of losses, and early ends."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ IDS = tuple(f"item{number}" for number in range(8))
 
 
 class Recorder:
-    """An engine that records what it is given."""
+    """An engine that records its inputs."""
 
     role = "actor"
 
@@ -52,9 +50,9 @@ class Recorder:
 
 
 def groups(items: list[int]) -> SequenceSample:
-    """Groups of two sequences: of 2 and of 3 tokens, of which the first is a prompt.
-
-    The second sequence of item 0 has no response, the one of item 1 has one that does not count.
+    """Return groups of two sequences, with 2 and 3 tokens. The first token is the prompt. The
+    second sequence of item 0 has no response, and the response of item 1's second sequence does not
+    count.
     """
     rows = [[2, 3]] * len(items)
     written = torch.tensor([[0, 1, 0, item > 0, item > 0] for item in items]).bool().flatten()
@@ -82,14 +80,13 @@ def updates(items: list[int], *, step: int = 1, seed: int = 1, **settings: Any) 
 
 
 def names(seen: list[tuple[tuple[str, ...], float]]) -> list[set[str]]:
-    """The items of each update. (Their sequences are items of their own by then.)"""
+    """Return the items of each update. (Their sequences are separate items at that point.)"""
     return [{name.partition("#")[0] for name in ids} for ids, _ in seen]
 
 
 def test_shuffled_minibatches_follow_seed_step_and_epoch() -> None:
-    """Each epoch trains on each item once, in minibatches of its own.
-
-    A rank's minibatch is its part of the one of all ranks.
+    """Each epoch trains on each item once, in different minibatches. A rank's minibatch is its part
+    of the minibatch of all ranks.
     """
     everything = list(range(8))
     options = {"n_minibatches": 3, "n_epochs": 2, "shuffle_minibatches": True}
@@ -108,10 +105,8 @@ def test_shuffled_minibatches_follow_seed_step_and_epoch() -> None:
 
 
 def _joined(parts: list[list[set[str]]], whole: list[set[str]]) -> list[set[str]]:
-    """The ranks' items of each update.
-
-    A rank that has none of one is not called with it here, because the recorder knows no other
-    ranks.
+    """Return the items of all ranks for each update. A rank without items of an update is not
+    called here, because the recorder has no other ranks.
     """
     found = []
     rest = [list(part) for part in parts]
@@ -133,7 +128,7 @@ def test_contiguous_minibatches_repeat_in_each_epoch() -> None:
 def test_batch_without_unmasked_tokens_makes_no_update(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log says why; the next step goes on."""
+    """The log has the reason, and the next step continues."""
     seen, means = updates([])
     assert (seen, means) == ([], {"updates": 0.0, "skipped": 0.0})
     assert "step 1 makes no update of the actor" in caplog.text
@@ -145,9 +140,8 @@ def weights(world: Any) -> list[torch.Tensor]:
 
 
 def test_actor_is_not_trained_during_critic_warmup(make_world: MakeWorld) -> None:
-    """Weights and schedule of the actor stay constant in these steps.
-
-    Metrics are complete, and the critic trains.
+    """In these steps, the actor's weights and schedule stay constant, the critic trains, and
+    metrics are complete.
     """
     world = make_world(critic_warmup_steps=2)
     before = weights(world)
@@ -165,7 +159,7 @@ def test_actor_is_not_trained_during_critic_warmup(make_world: MakeWorld) -> Non
 
 
 def test_host_waits_do_not_grow_with_all_options(make_world: MakeWorld) -> None:
-    """Sequence ratios, weights and corrections make a micro-batch wait for nothing on a GPU."""
+    """On a GPU, sequence ratios, weights and corrections cause no host waits in a micro-batch."""
     world = make_world(
         n_minibatches=1, ratio="sequence", aggregation="sequences", correction="mask",
         correction_level="geometric",

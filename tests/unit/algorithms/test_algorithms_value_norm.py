@@ -1,6 +1,4 @@
-"""Normalized returns: their running moments, as a part of the committed state, and what the critic
-does with them.
-"""
+"""Normalized returns: their running moments, which are committed, and their use by the critic."""
 
 from __future__ import annotations
 
@@ -25,7 +23,9 @@ def moments_of(batch: list[float]) -> tuple[float, float]:
 
 
 def test_exponential_moments_are_weighted_means_over_batches() -> None:
-    """The batch before k others weighs 0.9^k, and the weights add up to 1 from the first on."""
+    """A batch followed by k others has the weight 0.9^k before normalization. The weights always
+    add up to 1.
+    """
     found = ReturnMoments()
     for count, batch in enumerate(BATCHES, start=1):
         found = found.exponential(*moments_of(batch), decay=0.9)
@@ -62,7 +62,7 @@ def settings(kind: str) -> PolicyGradient:
 
 
 def test_return_moments_are_committed() -> None:
-    """A successor continues from the very same numbers, whichever step it resumes from."""
+    """A successor continues from the same moments, whichever step it resumes from."""
     reported = [
         {"kl_sequence": 0.0, "completions": 4.0, **ReturnMoments(0.1 * n, 1 / n, 1 / 3).scalars()}
         for n in (1, 2, 3)
@@ -82,9 +82,7 @@ def test_return_moments_are_committed() -> None:
 
 
 def take_rewards(world: Any, step: int, scalars: dict[str, float]) -> Any:
-    """A rollout of finished completions with large rewards, and the values that ``scalars``
-    give.
-    """
+    """Return finished completions with large rewards, and the values of ``scalars``."""
     sample = world.rollout(step)
     sample.data["finished"] = torch.ones_like(sample.tensor("finished"))
     sample.data["rewards"] = 100.0 + 20.0 * sample.tensor("rewards")

@@ -34,7 +34,7 @@ STEPS_OF_A_PRESET = 6
 
 
 def settings_of(name: str, random: Random) -> PolicyGradient:
-    """The preset with some settings changed, of those that may be together."""
+    """Return the preset with a random valid combination of changed settings."""
     while True:
         values: dict[str, Any] = {
             "n_minibatches": random.choice((1, 2, 3)),
@@ -119,7 +119,7 @@ class RankResult:
 
 @dataclass
 class Case:
-    """A step with everything drawn at random."""
+    """A step with random settings and data."""
 
     algorithm: PolicyGradient
     batch: Batch
@@ -199,7 +199,7 @@ class Case:
         )
 
     def minibatches(self, results: Sequence[RankResult], role: str) -> list[list[Prompt]]:
-        """The prompts of each update that was begun, of all ranks."""
+        """Return the prompts of each started update, over all ranks."""
         updates = zip(*(result.trained_on[role] for result in results), strict=True)
         names = [{name.partition("#")[0] for ids in update for name in ids} for update in updates]
         return [[p for p in self.batch.prompts if p.name in chosen] for chosen in names]
@@ -207,9 +207,9 @@ class Case:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_policy_gradient_steps_equal_loops_over_single_tokens(name: str) -> None:
-    """Weights and metrics after a step with any settings: minibatches and epochs, groups of
-    different sizes, failed episodes, several turns, micro-batches, and ranks of which some have
-    nothing.
+    """Compares weights and metrics after a step with random settings: minibatches and epochs,
+    groups of different sizes, failed episodes, several turns, micro-batches, and ranks without
+    items.
     """
     for seed in range(STEPS_OF_A_PRESET):
         check(Case.draw(name, seed), f"{name} {seed}")
@@ -255,8 +255,8 @@ def differences(found: dict[str, float], wanted: dict[str, float]) -> dict[str, 
 def check_order(
     case: Case, minibatches: Sequence[Sequence[Prompt]], *, stopped: bool = False
 ) -> None:
-    """An epoch trains on each prompt once, in minibatches of equal numbers of prompts; those
-    without a token in the loss are left out.
+    """Check that an epoch trains on each prompt once, in minibatches with equal numbers of prompts.
+    Prompts without a token in the loss are left out.
     """
     trained = [
         prompt.name

@@ -98,7 +98,7 @@ def divisors(number: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def allocations(draw: st.DrawFn) -> Allocation:
-    """Any allocation that a backend supports, with or without halves."""
+    """Draw allocations that a backend supports, with one or both parts."""
     backend = draw(st.sampled_from(list(BACKENDS.values())))
     name = draw(st.sampled_from(["", "a", "actor_2", "_"]))
     sizes = ONES | {AXIS_OF[d]: draw(SIZES) for d in backend.dimensions if d != "e"}

@@ -21,7 +21,7 @@ LONGEST_S = 5.0
 
 
 class Clock:
-    """Time that passes only when a test lets it."""
+    """A clock that only the test advances."""
 
     now = 100.0
 

@@ -19,7 +19,7 @@ UNTIMED = settings(deadline=None, max_examples=100)
 
 
 def framed(body: bytes) -> bytes:
-    """A frame made by hand, as the format says."""
+    """Return a frame made by hand, according to the format."""
     length = struct.pack("<I", len(body))
     return b"SRL1" + length + struct.pack("<I", zlib.crc32(length + body)) + body
 

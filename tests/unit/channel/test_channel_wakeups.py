@@ -1,4 +1,4 @@
-"""Wake-ups: what they may cause, and what no datagram can."""
+"""Wake-ups: their effects, and attacks that have no effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARRIVAL_S = 30.0
 
 
 class Looks(SystemCalls):
-    """Counts the looks at each log."""
+    """Counts the reads of each log."""
 
     def __init__(self) -> None:
         self.at: dict[str, int] = {}
@@ -65,14 +65,14 @@ class Site:
         assert readable, "no datagram arrived"
 
     def send(self, name: str, number: int) -> None:
-        """A writer appends, sends a wake-up, and is read."""
+        """Let a writer append and send a wake-up, and read its log."""
         self.writers[name].append({"n": number})
         self.wake(name)
         assert self.follower.read_due() == [{"n": number}]
         self.looks.take()
 
     def poll(self) -> list[dict[str, int]]:
-        """Let time pass until the next poll."""
+        """Advance the time to the next poll."""
         self.now += self.follower.pause_s()
         return self.follower.read_due()
 
@@ -140,7 +140,7 @@ def test_valid_token_from_unknown_sender_causes_no_read(site: Site) -> None:
 
 
 def test_notification_for_an_older_incarnation_is_ignored(site: Site) -> None:
-    """The new wakeups got the port of the old one."""
+    """The new receiver got the port of the old one."""
     older = WakeupSocket(LOOPBACK)
     site.wake("a", WakeupAddress(*site.wakeups.address.source, older.address.token))
     assert site.follower.read_due() == []
@@ -189,9 +189,7 @@ def test_lost_notification_delays_messages_by_at_most_one_poll(site: Site) -> No
 
 
 def test_notification_flood_causes_no_more_reads_than_polling(site: Site) -> None:
-    """Somebody who listens on the fabric can replay notifications with the right token and
-    source.
-    """
+    """An attacker on the network can replay notifications with the right token and source."""
     for _ in range(200):
         site.poll()  # a trial at rest
     site.looks.take()
@@ -212,7 +210,7 @@ def test_notification_flood_causes_no_more_reads_than_polling(site: Site) -> Non
 def test_overflow_of_notifications_makes_the_follower_read_all_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand agents that answer at once overflow the buffer of the master's wakeups."""
+    """A thousand agents that answer at the same time overflow the master's receive buffer."""
     monkeypatch.setattr(module, "RECEIVE_BUFFER_BYTES", 1)  # the kernel's least
     site = Site(tmp_path)
     for writer in site.writers.values():

@@ -36,7 +36,7 @@ def exported(checkpoint: Path, target: Path, *, role: str = "actor", **options: 
 
 
 def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.ndarray]:
-    """Write a role's files with random bits and zero moments; return the whole weights."""
+    """Write a role's files with random bits and zero moments. Return the whole weights."""
     random = np.random.default_rng(3)
     kind = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}[dtype]
     whole = {
@@ -136,7 +136,7 @@ def test_export_holds_weights_without_optimizer_moments(
 
 
 def test_export_keeps_one_tensor_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor and its conversion, whatever the number of tensors and ranks is."""
+    """The export holds one tensor and its conversion, for any number of tensors and ranks."""
     monkeypatch.setitem(globals(), "SHAPES", {f"model.{n}": (512, 512) for n in range(12)})
     tensor_bytes = 4 * 512 * 512
     write_checkpoint(tmp_path, "float32", 3)

@@ -1,4 +1,4 @@
-"""Retention: the commits that are kept, and the reasons."""
+"""Retention: the kept commits and the reasons."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def saved(directory: Path, **options: Any) -> Path:
 
 
 def test_only_needed_files_are_opened(tmp_path: Path) -> None:
-    """A rank that loads its own boxes does not need those of other ranks."""
+    """A rank that loads its own boxes does not open files without these boxes."""
     saved(tmp_path)
     box = chunk(SHAPE, RANKS, 3)
     for rank in (0, 1, 2, 4):
@@ -137,7 +137,9 @@ def test_checkpoint_reads_a_tensor_without_dimensions(tmp_path: Path) -> None:
 
 
 def test_memory_for_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block beside the tensor that is filled, however large it is and however it was cut."""
+    """Reading needs one block in addition to the target tensor, for tensors of any size
+    and layout.
+    """
     shape, count = (4096, 512), 4  # 8 MiB
     boxes = [Box((0, 128 * rank), (4096, 128)) for rank in range(count)]
     spec = TensorSpec(shape, "float32")
@@ -266,7 +268,7 @@ def test_file_of_another_checkpoint_is_rejected(tmp_path: Path, options: dict[st
 
 
 def test_files_of_a_killed_rank_are_replaced_by_the_next_writer(tmp_path: Path) -> None:
-    """No part of an unfinished file stays, and no reader mistakes the folder for a checkpoint."""
+    """No part of an unfinished file remains, and no reader accepts the folder as a checkpoint."""
     for number in range(100):
         try:
             files: list[SavedFile] = snapshots()[0].write(

@@ -131,7 +131,9 @@ def test_directory_in_place_of_a_file_is_damage(checkpoint: Path) -> None:
 def fail_reads(
     patched: pytest.MonkeyPatch, number: int, names: tuple[str, ...] = ("", MANIFEST)
 ) -> None:
-    """Opening fails for all files but the manifest; where it is in ``names``, for that one too."""
+    """Let opening fail for all files except the manifest, or also for the manifest if ``names``
+    contains it.
+    """
     real = SystemCalls.open
 
     def broken(self: SystemCalls, path: Path, flags: int, mode: int = 0) -> int:
@@ -177,7 +179,9 @@ def test_checkpoint_on_a_missing_mount_is_not_damaged(
 
 
 def test_checkpoint_missing_next_to_others_is_damaged(checkpoint: Path) -> None:
-    """A directory that can be listed, and holds others, says for certain that this one is gone."""
+    """If the directory can be listed and has other checkpoints, the missing one is
+    certainly gone.
+    """
     (checkpoint.parent / "another").mkdir()
     checkpoint.rename(checkpoint.parent.parent / "elsewhere")
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):
@@ -187,7 +191,7 @@ def test_checkpoint_missing_next_to_others_is_damaged(checkpoint: Path) -> None:
 def test_io_errors_are_damage_only_after_a_minute(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that restarts answers with EIO for a while, a broken sector always."""
+    """A restarting file server returns EIO for a while, a broken sector always."""
     pauses: list[float] = []
     share = partial(verify_share, checkpoint, 0, 1)
     with monkeypatch.context() as patched:
@@ -221,7 +225,7 @@ def test_wrong_checksum_is_damage_at_once(checkpoint: Path) -> None:
     ],
 )
 def test_checksum_kinds_give_known_values(kind: str, expected: str) -> None:
-    """A program of another version computes the same."""
+    """Other versions must compute the same checksums."""
     assert checksum(BytesIO(b"abc"), kind) == f"{kind}:{expected}"
     parts = Checksum(kind=kind)
     for part in (b"a", memoryview(b"bc")):

@@ -1,6 +1,6 @@
-"""What a link executes in tests in place of the supervisor: it trains nothing, but writes and
-obeys what a real master does. ``stand_in.py RUN_DIR STEPS train|fail|held``: ``held``
-trains its second step once there is a file ``go`` in RUN_DIR.
+"""A program that links execute in tests in place of the supervisor. It trains nothing, but writes
+the files and follows the commands of a real master. ``stand_in.py RUN_DIR STEPS train|fail|held``:
+with ``held``, it trains its second step after a file ``go`` appears in RUN_DIR.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def test_export_is_rejected_for_a_trial_without_training(
 def test_reference_that_averages_the_actor_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checkpoints hold it as they hold a trained role; the message names it."""
+    """Checkpoints contain the reference like a trained role, and the message names it."""
     averaged = ("algorithm={name: grpo, batch_size: 4}", "dataset.type=prompt", "ref.ema=0.1")
     trial = Trial(tmp_path, *averaged, "reward.name=exact_match")
     trial.commit(2, role="ref")
@@ -266,7 +266,7 @@ def test_export_rejects_unknown_step_role_and_foreign_directory(
 
 
 class Deleting(RoleCheckpoint):
-    """The run deletes the commit between its choice and its reading."""
+    """A run that deletes the commit after the export has chosen it and before it reads it."""
 
     trial: Trial
 
@@ -280,7 +280,9 @@ class Deleting(RoleCheckpoint):
 def test_export_continues_or_fails_if_its_commit_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The newest commit is another one then; a requested step no longer exists."""
+    """Without a requested step, the export takes another commit. A requested step no
+    longer exists.
+    """
     monkeypatch.setattr(manifest_module, "RoleCheckpoint", Deleting)
     for step, code in ((None, 0), ("4", 2)):
         Deleting.trial = trial = Trial(tmp_path / f"step {step}")
@@ -294,7 +296,7 @@ def test_export_continues_or_fails_if_its_commit_is_deleted(
 
 
 def change(path: Path, *, at: int, length: int = 4) -> None:
-    """Bytes that are others now; the size stays."""
+    """Change bytes of a file without changing its size."""
     data = bytearray(path.read_bytes())
     at %= len(data)
     data[at : at + length] = bytes(value ^ 0xFF for value in data[at : at + length])

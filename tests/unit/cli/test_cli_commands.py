@@ -116,9 +116,8 @@ def test_watch_ends_without_jobs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without jobs, nothing changes any more.
-
-    A scheduler that does not answer does not prove that there are no jobs.
+    """The watch ends because nothing can change without jobs. If the scheduler does not answer,
+    there may be jobs.
     """
 
     def silent() -> None:
@@ -264,7 +263,9 @@ def test_events_since_accepts_ages_and_dates(
 def test_commands_default_to_the_newest_trial(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one that was submitted last, whatever its name; with none the message says so."""
+    """The default is the most recently submitted trial, regardless of its name. Without trials, a
+    message says so.
+    """
     assert main(["events"]) == 2
     assert "there are no trials in" in capsys.readouterr().err
     for name, submitted in (("10", 3), ("9", 5), ("11", 4)):
@@ -480,7 +481,9 @@ def test_ctrl_c_during_submit_stops_the_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the submission the run exists, and must not continue without an observer."""
+    """After the submission, the run exists. Ctrl-C stops it, because it must not continue without
+    its user.
+    """
     submit_jobs, stop = scheduler.submit, scheduler.interrupt
 
     def pressed(request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
@@ -606,7 +609,7 @@ def test_full_disk_is_reported_and_resume_submits_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Links that found the disk full could not write a word about it."""
+    """Links could not write a report to the full disk."""
     assert submit_it(tmp_path, "--detach") == 0
     scheduler.tasks = []
     capsys.readouterr()
@@ -678,7 +681,9 @@ def test_submit_dry_run_rejects_the_same_trials_as_submit(
 def test_plan_reports_a_trial_with_another_configuration(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Among what is to be fixed before submission; a plan of the same trial has nothing to fix."""
+    """The plan lists it under problems to fix before submission. A plan of the same trial has no
+    problem.
+    """
     config = str(write_config(tmp_path))
     assert submit_it(tmp_path, "--detach") == 0
     run = FakeRun(root)

@@ -43,7 +43,7 @@ complete -C "$line" | string replace -r '\\t.*' ''
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a configuration, three trials, and a slurmrl of this Python on its path."""
+    """Return a folder with a configuration, three trials, and a command slurmrl of this Python."""
     for trial in ("add/2", "add/10", "other/1"):
         (tmp_path / "runs" / user_name() / trial).mkdir(parents=True)
     (tmp_path / "ppo.yaml").touch()
@@ -58,7 +58,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables of a shell that finds the folder's slurmrl, and no files of the user."""
+    """Return the environment of a shell that finds the folder's slurmrl and none of the user's
+    files.
+    """
     environ = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parents[3]),
@@ -180,7 +182,7 @@ def test_completed_key_is_followed_by_no_space(shell: str, folder: Path) -> None
 
 
 def type_until(terminal: int, text: str, wanted: str) -> None:
-    """Write to a terminal, and read until it has shown ``wanted``."""
+    """Write to a terminal, and read until it shows ``wanted``."""
     shown = ""
     os.write(terminal, text.encode())
     end = time.monotonic() + 60

@@ -1,5 +1,5 @@
-"""Every file of a run directory damaged in every way, and every command on it (at length:
-``scripts/soak fuzz``).
+"""Every command on run directories with damaged files of every kind. ``scripts/soak fuzz`` tests
+more examples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_intact_run_directory_is_read_without_errors(
 def test_fifos_and_devices_in_place_of_files_do_not_hang_commands(
     paths: RunPaths, mutation: str
 ) -> None:
-    """One file of each kind; status reads most of them."""
+    """Covers one file of each kind, most of which ``status`` reads."""
     for path in hostile.files(paths):
         with hostile.mutated(paths, path, mutation, random.Random(0)):
             hostile.command(paths, ("status", "add/1"))
@@ -57,7 +57,7 @@ FILES = dict.fromkeys(hostile.MUTATIONS, 2) | {"value": 10}
 
 @pytest.mark.parametrize("mutation", hostile.MUTATIONS)
 def test_damaged_file_gives_one_message(paths: RunPaths, mutation: str) -> None:
-    """Each command and each reader meets each kind of damage, in files drawn for it."""
+    """Each command and each reader is tested with each kind of damage, in randomly chosen files."""
     chance = random.Random(mutation)
     uses = [partial(hostile.command, paths, words) for words in COMMANDS]
     uses += [partial(hostile.reader, paths, name) for name in hostile.READERS]

@@ -17,7 +17,7 @@ SINFO = "main*|up|1-00:00:00|2|8|16000|gpu:2"
 
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cluster of scripted commands; the file of the default profile."""
+    """Make a cluster of scripted commands. Return the file of the default profile."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     for name in ("SLURMRL_PROFILE", "SLURMRL_ROOT", "SCRATCH", "LOADEDMODULES"):
@@ -89,7 +89,9 @@ def test_init_site_reports_missing_slurm_information(
 
 
 def test_init_site_asks_questions_in_a_terminal(site: Path) -> None:
-    """Answers: another root after one that is refused, the proposed partition, no account."""
+    """The user gives another root after a rejected one, accepts the proposed partition, and names
+    no account.
+    """
     typed = "runs\n/shared/runs\n\n-\n90\n\nmodule load cuda; ulimit -n 4096\ny\n"
     master, slave = pty.openpty()
     process = subprocess.Popen(

@@ -29,7 +29,7 @@ TIMEOUT_S = 60.0
 
 
 class StandInScheduler(LocalScheduler):
-    """The local scheduler, except for what a link executes."""
+    """The local scheduler whose links execute a stand-in."""
 
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         steps, mode = os.environ["STAND_IN"].split()
@@ -52,7 +52,7 @@ sys.exit(main())
 
 
 class Desk:
-    """A folder in which a user types commands."""
+    """The folder in which a user runs commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -83,7 +83,7 @@ def test_removed_command_names_its_replacement(
 
 
 def parsed(words: list[str], path: str, command: click.Command, parent: click.Context) -> str:
-    """The command that a command line calls, once its arguments are understood."""
+    """Return the command that a command line calls, after its arguments are parsed."""
     if not isinstance(command, click.Group):
         command.make_context(path, words, parent=parent, obj=parent.obj).close()
         return path

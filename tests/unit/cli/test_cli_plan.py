@@ -148,7 +148,9 @@ def moved(
 def test_planned_moves_count_each_missing_byte_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every rank receives what it lacks and no more; links and ranks count the same bytes."""
+    """Every rank receives exactly the elements that it lacks. Links and ranks count the
+    same bytes.
+    """
     layouts = ("actor.backend=megatron:t2p2", "rollout.backend=native:d4", "rollout.gpus=0-3")
     hosts = ("cluster.workers_per_host=2", "transfer.staging_mib=1")
     code, out, _ = moved(capsys, tmp_path, *layouts, *hosts, "--json")

@@ -47,7 +47,9 @@ def test_many_trials_are_printed_in_columns() -> None:
 
 
 def test_rollout_task_lines_show_count_speed_age_and_losses() -> None:
-    """The lines show number, speed, age of samples and losses. An empty section has no lines."""
+    """The lines show the number of tasks, their speed, the age of samples, and losses. An empty
+    section has no lines.
+    """
     shown = status(rollouts=rollouts())
     lines = status_text.one(shown).splitlines()
     assert [line.strip() for line in lines if line.startswith("  ")][4:7] == [

@@ -23,7 +23,7 @@ BEGAN = 1767225600.0
 
 
 class Scene:
-    """A run on two hosts of Slurm, and a clock that only the scene moves."""
+    """A run on two Slurm hosts, with a clock that only the test advances."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = BEGAN
@@ -38,7 +38,7 @@ class Scene:
         self._links = 0
 
     def link(self, link: int) -> int:
-        """A link starts on n0 and n1, and its master begins an incarnation."""
+        """Start a link on n0 and n1, whose master begins an incarnation."""
         tag, self._links = f"{100 + link}.0.0", self._links + 1
         for host in (0, 1):
             self.run.attempt(f"41_{link}", task=host, number=link, host=f"n{host}", job=tag)
@@ -49,7 +49,7 @@ class Scene:
         return self.run.begin(job=tag, submission=1, link=link)
 
     def train(self, incarnation: int, first: int, last: int, commits: int = 10) -> None:
-        """Steps of 12 s; every ``commits``-th is committed."""
+        """Train steps of 12 s, of which every ``commits``-th is committed."""
         lost = MetricsRecorder(self.run.paths, Logging(), last_step=first - 1).repeated
         if lost:
             self.run.event(f"master.{incarnation}", "repeats", first=lost[0], last=lost[-1])
@@ -83,7 +83,9 @@ class Scene:
 
 
 def killed_worker(scene: Scene) -> None:
-    """A worker was killed in the first link, the second was preempted, the third runs."""
+    """Build a run whose first link lost a worker and whose second link was preempted. The third
+    link runs.
+    """
     first = scene.link(0)
     scene.train(first, 1, 12)
     failure = {"cause": "died", "exit_code": -9, "host": "n1", "rank": 1}

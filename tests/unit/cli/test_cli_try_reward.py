@@ -66,7 +66,9 @@ ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(12)]
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration with its data and reward beside it, seen from another folder."""
+    """Make a configuration with its data and reward in its folder, and use it from
+    another folder.
+    """
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "mine.py").write_text(REWARD)
@@ -110,7 +112,9 @@ def test_reward_scores_the_answers_of_the_first_rows(
 
 
 def test_only_needed_rows_are_read(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A data file may have gigabytes. The line after row 7 is found to be wrong once it is read."""
+    """A data file may have gigabytes. The invalid line after row 7 is an error only if
+    it is read.
+    """
     path = config.with_name("rows.jsonl")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:7], "no JSON\n", *lines[7:]]))
@@ -141,7 +145,7 @@ def test_reward_gets_its_requested_arguments(
 def test_completions_of_a_file_are_matched_with_their_rows(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Ids of a run's completions also contain the epoch, and a row may have several completions."""
+    """Ids of a run's completions also contain the epoch. A row may have several completions."""
     samples = config.with_name("samples.jsonl")
     lines = [{"id": "4@1", "completion": "6"}, {"id": "4@1", "completion": "7"}]
     samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -189,7 +193,7 @@ def test_problem_is_reported_in_one_message(
 def test_reward_runs_in_the_environment_of_a_run(
     config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the shell has and jobs do not inherit would be missed only there."""
+    """The reward must not use variables of the shell that jobs do not inherit."""
     monkeypatch.setenv("SECRET", "x")
     tokens = config.with_name("tokens")
     tokens.touch(mode=0o600)
@@ -282,7 +286,9 @@ def test_reward_runs_with_only_the_files_of_a_job(
     code: dict[str, str],
     why: str | None,
 ) -> None:
-    """A copy of the code, in an empty folder: the files of folders that it imports, no others."""
+    """The reward runs in an empty folder with a copy of the code: only files of folders that it
+    imports.
+    """
     monkeypatch.chdir(config.parent)
     path = config.parent / module
     path.parent.mkdir(exist_ok=True)
@@ -338,7 +344,7 @@ def test_reward_is_named_by_its_file(config: Path, name: str) -> None:
 def test_episode_is_named_by_its_file(
     config: Path, episode: dict[str, Any], keys: set[str]
 ) -> None:
-    """Environments and tools too."""
+    """The same holds for environments and tools."""
     (config.parent / "own.py").touch()
     values = json.loads(config.read_text())
     values["rollout"] = {**values.get("rollout", {}), "episode": episode}
@@ -352,7 +358,7 @@ def test_episode_is_named_by_its_file(
 def test_parts_of_the_code_example_score_content_and_length(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A right program gets 1, and a program of four lines 0.2, whether it is right or not."""
+    """A right program gets 1. A program of four lines gets 0.2, right or wrong."""
     config = REPOSITORY / "examples" / "code" / "grpo.yaml"
     bodies = {
         "return (x - 5) * 10": 1.2,

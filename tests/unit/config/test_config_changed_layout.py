@@ -28,7 +28,7 @@ def backends(config: Config) -> dict[str, str]:
 
 
 def moved(path: Path, *overrides: str) -> Config:
-    """The configuration as ``resume`` makes it from the resolved one."""
+    """Return the configuration that ``resume`` makes from the resolved one."""
     return then(path, resolved(path), overrides)
 
 

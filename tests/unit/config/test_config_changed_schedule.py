@@ -35,7 +35,9 @@ def test_a_longer_run_reports_its_new_learning_rates(tmp_path: Path) -> None:
 
 
 def test_schedule_begins_with_the_first_step_that_trains_its_model(tmp_path: Path) -> None:
-    """Three further steps at the start change neither rates nor what is said of the updates."""
+    """Three additional steps at the start change neither learning rates nor the message about
+    updates.
+    """
     before, now = (config(tmp_path, LINEAR, f"total_steps={steps}") for steps in (10, 20))
     later = [config(tmp_path, LINEAR, f"total_steps={steps}") for steps in (13, 23)]
     [line], [moved] = told(before, now), told(*later, step=8, untrained_steps=3)

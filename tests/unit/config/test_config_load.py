@@ -436,7 +436,7 @@ def test_null_clears_a_setting(tmp_path: Path, null: str) -> None:
 def test_removed_setting_is_accepted_only_with_its_default(
     tmp_path: Path,
 ) -> None:
-    """A trial of an earlier release has written every setting."""
+    """Configurations of trials of an earlier release contain every setting."""
     path = tmp_path / "config.yaml"
     path.write_text("rollout:\n  server_updates: files\n")
     assert load(path).values["rollout"] == {}

@@ -1,4 +1,4 @@
-"""Site profiles: which one is in force, how it is merged, and what is refused."""
+"""Site profiles: selection, merging and rejected settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm's forms of time limits, and the warning that must fit into them."""
+"""Slurm's forms of time limits, which must be longer than the warning time."""
 
 from __future__ import annotations
 

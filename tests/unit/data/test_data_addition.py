@@ -1,4 +1,4 @@
-"""The addition example's files are current, and its held-out problems are held out."""
+"""The addition example's files are current, and training has no held-out problem."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_held_out_sums_are_not_in_training_data_in_either_order() -> None:
 
 
 def test_scored_answers_become_pairs_and_labels(tmp_path: Path) -> None:
-    """A prompt with answers of one kind only has no pair; truncated and unjudged answers are left
-    out, and results without rewards are refused.
+    """A prompt whose answers are all right or all wrong has no pair. Truncated answers and answers
+    without a score are left out. Results without rewards are rejected.
     """
 
     def row(name: str, *answers: tuple[str, float | None, bool]) -> dict[str, Any]:

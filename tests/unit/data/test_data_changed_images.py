@@ -21,7 +21,7 @@ from tests.support.picture_models import draw, write_processor
 
 
 class Site:
-    """Rows with images, which are prepared again and again."""
+    """Rows with images that a test prepares repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         write_processor(folder, "gemma3")
@@ -35,7 +35,7 @@ class Site:
         self.folder = folder / "data"
 
     def prepare(self, incarnation: int) -> tuple[str, str]:
-        """Return the name of the directory that is used, and its fingerprint."""
+        """Prepare the rows. Return the name of the used directory, and the fingerprint."""
         nothing: Callable[[str], None] = lambda what: None  # noqa: E731 - has a type
         made = prepare(self.folder, incarnation, self.config, self.tokenizer, nothing)
         manifest = read_manifest(made)
@@ -45,7 +45,7 @@ class Site:
 
 @pytest.fixture(params=["times", "content"])
 def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """``content``: files were changed so recently that their times do not count."""
+    """Return a site. ``content``: files were changed so recently that their times are not used."""
     settled = 0 if request.param == "times" else 10**18
     monkeypatch.setattr("slurmrl.data.source_files.SETTLED_NS", settled)
     return Site(tmp_path)
@@ -84,7 +84,7 @@ def test_missing_image_is_a_problem_of_its_row(site: Site) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", '{"images": {"a.bmp": 1}}', '{"images": {}}'])
 def test_damaged_list_of_images_is_made_again(site: Site, content: str) -> None:
-    """A change would go unnoticed without the list."""
+    """Without the list, a changed image would not be noticed."""
     _, source = site.prepare(1)
     (listed,) = site.folder.glob(f"*/{IMAGES}")
     listed.write_text(content)

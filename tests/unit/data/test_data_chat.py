@@ -81,11 +81,11 @@ class Site:
         return made.sample([(0, row) for row in range(made.size)])
 
     def marked(self, sample: SequenceSample) -> str:
-        """The text of the first sequence with its targets in brackets."""
+        """Return the text of the first sequence, with its targets in brackets."""
         return self.all_marked(sample)[0]
 
     def all_marked(self, sample: SequenceSample) -> list[str]:
-        """The texts of all sequences with their targets in brackets."""
+        """Return the texts of all sequences, with their targets in brackets."""
         ids = iter(sample.tensor("input_ids").tolist())
         mask = iter(sample.tensor("prompt_mask").tolist())
         lengths = [length for item in sample.lengths["input_ids"] for length in item]
@@ -106,7 +106,9 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_assistant_turns_including_end_token_are_targets(site: Site) -> None:
-    """The tokens are those of the tokenizer's own chat template; a system prompt is context."""
+    """The tokens equal the result of the tokenizer's own chat template. A system prompt
+    is context.
+    """
     sample = site.sample({"messages": TURNS}, system_prompt="Be kind")
     assert site.marked(sample) == (
         "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
@@ -142,8 +144,8 @@ def test_rows_without_tools_get_the_tools_of_the_dataset(
     ids=["strings", "both", "parts"],
 )
 def test_text_parts_reach_every_template(site: Site, template: str, text: str) -> None:
-    """A template that knows no parts would print the list, or leave it out; one that knows them
-    reads them as it always does.
+    """A template without support for parts would print the list or omit it, so it gets a string.
+    Templates with support get the parts.
     """
     site.template(template)
     parts = [{"type": "text", "text": " Hi,"}, {"type": "text", "text": " you"}]
@@ -245,7 +247,7 @@ def test_train_switches_are_accepted_on_untrained_messages(site: Site) -> None:
 
 @pytest.mark.parametrize("key", ["tool_calls", "function_call"])
 def test_row_whose_tool_call_the_template_drops_is_rejected(site: Site, key: str) -> None:
-    """The turn would train its end alone."""
+    """Otherwise only the end of the turn would be trained."""
     call = {"name": "add", "arguments": '{"a": 1}'}
     said = {"role": "assistant", "content": "", key: [call] if key == "tool_calls" else call}
     with pytest.raises(ConfigError) as caught:
@@ -309,10 +311,7 @@ GIVEN = [f"{ASKED}[{text}<|im_end|>]\n" for text in ("Yes", "No")]
     ],
 )
 def test_answers_of_a_pair_may_be_lists_of_messages(site: Site, row: dict[str, Any]) -> None:
-    """All of TRL's conversational forms give the tokens of the same strings.
-
-    Only the answer is a target.
-    """
+    """All conversational forms of TRL give the same tokens. Only the answer is a target."""
     sample = site.sample(row, type="preference", chat_template=True)
     assert site.all_marked(sample) == GIVEN
     ids = sample.tensor("input_ids").tolist()[: sample.lengths["input_ids"][0][0]]

@@ -1,4 +1,4 @@
-"""Texts that continue a context have the tokens that they have inside a text."""
+"""A text after a context has the same tokens as inside a longer text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ COLONS = (
 
 
 def llama(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer like Llama's, with bytes and spaces as ``▁``; ``kind`` says where it adds one."""
+    """Return a tokenizer like Llama's, with byte tokens and ``▁`` for spaces. ``kind``: the places
+    where it adds a space.
+    """
     parts = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     parts += [chr(code) for code in range(33, 127)] + ["▁"]
     merges = [("a", "n"), ("an", "d"), ("▁", "an"), ("▁an", "d"), ("▁", "a"), ("i", "s")]

@@ -176,7 +176,7 @@ def test_references_exist_for_all_prompts_or_none(tmp_path: Path) -> None:
 
 
 def test_id_key_missing_in_all_rows_is_rejected(tmp_path: Path) -> None:
-    """A misspelt key would lose the ids without a word."""
+    """A misspelled key would silently lose the ids."""
     path = write_rows(tmp_path, {"prompt": "1+2=", "meta": {"uid": "a"}})
     config = Dataset(type="prompt", path=path, id_key="meta.uid")
     assert make(config, characters(tmp_path)).sample([(0, 0)]).ids == ("a@0",)
@@ -186,7 +186,7 @@ def test_id_key_missing_in_all_rows_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_row_may_be_nested_deeply(tmp_path: Path) -> None:
-    """A deep key still works, and messages name those of a few levels."""
+    """A key at any depth works. Messages list the keys of the first levels."""
     levels = 500
     deep = '{"a": ' * levels + '"1+2="' + "}" * levels
     path = tmp_path / "rows.jsonl"

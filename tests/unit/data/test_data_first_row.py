@@ -1,4 +1,4 @@
-"""Rows that decide whether a chat template applies."""
+"""The first row decides whether a chat template applies."""
 
 from __future__ import annotations
 

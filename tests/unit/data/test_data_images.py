@@ -55,7 +55,7 @@ def parts(made: SequenceSample, key: str) -> list[list[Any]]:
 
 
 def as_table(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a message as Arrow tables have it: all parts have all keys."""
+    """Return a message in the form of Arrow tables, in which all parts have all keys."""
     return [{"role": "user", "content": [{"image": None, "text": None, **p} for p in content]}]
 
 
@@ -137,7 +137,7 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
 def test_unusable_image_is_a_problem_of_its_row(
     folder: Path, row: dict[str, Any], key: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preparation finds all of them; checks of a submission find those with a key."""
+    """Preparation finds all problems. The checks of a submission find those of ``images_key``."""
     monkeypatch.setattr(image_files, "LARGEST_PIXELS", 1000)
     monkeypatch.setattr(image_files, "LARGEST_FILE", 100_000)
     (folder / "text.txt").write_text("no image")
@@ -172,7 +172,9 @@ def test_unusable_image_is_a_problem_of_its_row(
 def test_temporary_read_error_of_an_image_is_no_problem_of_its_row(
     folder: Path, place: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job reads it again, perhaps on another host; a problem of a row would end the trial."""
+    """A job reads the image again, perhaps on another host. A problem of a row would
+    end the trial.
+    """
 
     def fail(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))
@@ -279,7 +281,7 @@ def test_rows_with_images_are_compared_with_the_positions(
 
 
 def test_dropped_row_leaves_no_images_on_disk(folder: Path) -> None:
-    """Pictures of long rows are the largest ones."""
+    """Rows that are dropped for their length have the largest images."""
     row = {"prompt": "How many?", "images": ["a.png"]}
     path = write_rows(folder, {"prompt": "Many? " * 50, "images": ["b.png"]}, row)
     config = Dataset(

@@ -23,7 +23,7 @@ def make(kind: str, folder: Path, *rows: dict[str, Any], **options: Any) -> Samp
 
 
 def texts(made: SampleRows, *indices: int) -> list[list[tuple[str, str]]]:
-    """The (prompt, answer) of each sequence of the items, by way of the masks."""
+    """Return (prompt, answer) of each sequence of the items, according to the masks."""
     sample = made.sample([(0, index) for index in indices])
     ids = iter(sample.tensor("input_ids").tolist())
     mask = iter(sample.tensor("prompt_mask").tolist())
@@ -63,8 +63,8 @@ REAL = {"id": "c", "prompt": "1+1=", "pos_answers": ["2", "2"], "neg_answers": [
 
 
 def test_pairs_of_a_prompt_stay_in_one_item(tmp_path: Path) -> None:
-    """All sequences of a row form one item, in the order chosen, rejected, for each spelling of the
-    keys.
+    """All sequences of a row form one item, in the order chosen, rejected. Covers each spelling of
+    the keys.
     """
     made = make("preference", tmp_path, PAIR, PAIRS, REAL)
     assert texts(made, 1, 0, 2) == [
@@ -148,9 +148,9 @@ LABELED = [
 
 
 def test_mismatched_answers_belong_to_other_prompts(tmp_path: Path) -> None:
-    """The second sequence of a labeled row has the answer of the closest row before it with
-    another prompt (at the start of the file, of the first one after it), cut at the limit; rows
-    that are left out lend no answer.
+    """The second sequence of a labeled row has the answer of the closest earlier row with another
+    prompt, or of the first later one at the start of the file. The answer is cut at the limit. Rows
+    that are left out give no answers.
     """
     made = make("kto", tmp_path, *LABELED)
     mismatched = [item[1] for item in texts(made, *range(5))]

@@ -1,4 +1,4 @@
-"""The account of samples from rollout tasks: each item is trained at most once and never lost."""
+"""The ledger of samples from rollout tasks: each item is trained at most once and never lost."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def sample(item: int, *versions: str) -> StoredGroup:
 
 
 class Account(RuleBasedStateMachine):
-    """The ledger beside a list that holds the state of each item that was ever taken: a tuple that
-    begins with queued, leased, finished, in flight, trained or dropped.
+    """The ledger, and a list with the state of each item that was taken: a tuple that begins with
+    queued, leased, finished, in flight, trained or dropped.
     """
 
     BATCH = 2
@@ -106,7 +106,7 @@ class Account(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6), holder=st.sampled_from(HOLDERS), lag=st.integers(0, 1))
     def lease(self, count: int, holder: str, lag: int) -> None:
-        """Weights may be published later than they are trained."""
+        """Lease items. Weights may be published later than they are trained."""
         version = max(0, self.step - lag)
         leased, waiting = len(self.items("leased")), len(self.items("finished"))
         further = self.STALENESS + version - self.step
@@ -129,14 +129,14 @@ class Account(RuleBasedStateMachine):
     @precondition(lambda self: self.items("leased"))
     @rule(least=st.integers(0, 2), age=st.sampled_from([0, 0, 1]))
     def finish_all(self, least: int, age: int) -> None:
-        """Tasks finish all that they have, or all from an item on."""
+        """Let tasks finish all their items, or all from one item on."""
         for item in self.items("leased")[least:]:
             self.finish(self.states[item][1], item, self.incarnation, [age])
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), ages=st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True))
     def finish_again(self, data: st.DataObject, ages: list[int]) -> None:
-        """Any result that a task can ever have written, again or for the first time."""
+        """Record any result that a task may have written, again or for the first time."""
         lease, item = data.draw(st.sampled_from(self.leases))
         self.finish(lease, item, data.draw(st.integers(1, self.incarnation)), ages)
 
@@ -174,7 +174,7 @@ class Account(RuleBasedStateMachine):
             self.states[item] = ("queued",)
 
     def redo(self, item: int) -> None:
-        """A sample cannot be read; perhaps it waits for no step any more."""
+        """Report a sample as unreadable, which perhaps no step needs."""
         waits = item in self.items("finished")
         versions = self.states[item][1:] if waits else ("0.1",)
         assert not self.ledger.redo(sample(item, *versions, "99.9"))
@@ -198,7 +198,7 @@ class Account(RuleBasedStateMachine):
     @precondition(lambda self: len(self.items("finished")) >= self.BATCH and not self.in_flight())
     @rule(unread=st.just(set()) | st.sets(st.integers(0, 8)), filtered=st.booleans())
     def take(self, unread: set[int], filtered: bool) -> None:
-        """Take items, of which some samples may not be checked yet."""
+        """Take items. Some of their samples may not be checked yet."""
         most = self.ledger.expected(self.BATCH, self.admission)
         assert most == self.expected(self.BATCH)
         sound = {one for one in self.ledger.finished if one.item not in unread}
@@ -229,7 +229,7 @@ class Account(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.in_flight()))
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
-        """A filter may leave out some, and others are too many for a batch."""
+        """Train items. A filter may drop some, and others may exceed the batch."""
         trained, used = [], 0
         for item in self.in_flight():
             end = data.draw(st.sampled_from(["trained", "trained", "filtered", "too many"]))
@@ -309,8 +309,8 @@ TestAccount = Account.TestCase
 def test_rollouts_run_ahead_by_at_most_the_allowed_staleness(
     max_staleness: int,
 ) -> None:
-    """Tasks that take whatever there is room for finish each step's samples with the weights that
-    the bound allows: none is dropped, and with 0 a step begins when the one before is over.
+    """Tasks that take as many items as allowed finish each step's samples with weights within the
+    bound, and none is dropped. With staleness 0, a step begins when the previous one has ended.
     """
     admission = Admission(max_staleness=max_staleness, batch_size=4, max_leased=100)
     ledger = SampleLedger(1, ALL_STEPS)
@@ -335,9 +335,9 @@ def test_rollouts_run_ahead_by_at_most_the_allowed_staleness(
 def test_more_items_are_generated_ahead_if_a_filter_drops_some(
     max_staleness: int, share: float
 ) -> None:
-    """Steps judge candidates until a batch is accepted, in few rounds, because tasks make most of
-    them while the step before trains. What is accepted and too much for a batch waits for the next
-    step. None becomes stale, also of tasks that are always ahead.
+    """Steps filter candidates until a batch is accepted. This takes few rounds, because tasks
+    generate most candidates during the previous step. Surplus accepted items wait for the next
+    step. No item becomes stale, even if tasks are always ahead.
     """
     admission = Admission(
         max_staleness=max_staleness, batch_size=8, max_leased=None, filter_rounds=20

@@ -1,16 +1,11 @@
-"""Interleavings of two masters and three rollout tasks: no item is trained twice or lost.
-
-A run with a restart may be left after any of its actions for all that can follow, up to a number of
-actions.
-
-The ledger, the lineage and the writers of the history are the real ones; files exist in the model
-only. A master leases an item, reads a result (any one, also again), loses a task, takes a step's
-item, trains it, or commits. A new one may begin at any time, while the old one goes on, although no
-commit of it is taken. A task finishes an item that it was once told to, with the weights of any
-master. To be killed is to do nothing more, so what follows a kill at any line is among the states.
-
-What is checked does not come from the ledger: the weights of the model are the items that they were
-trained with, in order, and the name of a sample's file holds the weights that it was made with.
+"""All interleavings of two masters and three rollout tasks up to a number of actions: no item is
+trained twice or lost. The ledger, the lineage and the writers of the history are the real code;
+files exist only in the model. A master leases an item, reads a result (any one, also repeatedly),
+loses a task, takes a step's item, trains it, or commits. A new master may begin at any time. The
+old one continues, but none of its commits is accepted. A task finishes an item that it was once
+given, with the weights of any master. A killed process makes no more actions, so every kill is
+included. The checks do not use the ledger: the weights of the model are the items that they were
+trained with, in order, and the name of a sample's file contains the weights that made it.
 """
 
 from __future__ import annotations
@@ -161,7 +156,7 @@ def replaced(state: State, number: int, master: Master) -> State:
 
 
 def idle_tasks(state: State) -> Iterator[str]:
-    """Tasks that have work, and one that has none: the others are like it."""
+    """Return the tasks with work and one idle task, which represents all idle tasks."""
     used = {task for task, *_ in state.requests} | {result.task for result in state.results}
     for task in TASKS:
         yield task
@@ -170,7 +165,7 @@ def idle_tasks(state: State) -> Iterator[str]:
 
 
 def begun(state: State) -> State:
-    """A new incarnation begins at the last commit."""
+    """Begin a new incarnation at the last commit."""
     history: Any = MemoryHistory(state.log)
     incarnation = begin(history, {}).incarnation
     _, text, weights = state.checkpoints[-1] if state.checkpoints else ("", "{}", ())
@@ -295,8 +290,8 @@ def run(max_staleness: int) -> Iterator[State]:
 
 
 def explore(actions: int, max_staleness: int = 1) -> int:
-    """Visit all states that a run with so many other actions at its end comes to, wherever it ends,
-    and count them. Raises AssertionError, CorruptFileError.
+    """Visit and count all states that a run can reach with this many more actions. Raises
+    AssertionError or CorruptFileError.
     """
     seen = set(run(max_staleness))
     level = set(seen)

@@ -1,4 +1,4 @@
-"""The account of a trial's data: in any order of events each item is trained or dropped once."""
+"""The ledger of a trial's data: in any order of events, each item is trained or dropped once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(text: str) -> LedgerRecord:
 
 
 class Account(RuleBasedStateMachine):
-    """The ledger beside a list that holds the state of each item that was ever taken."""
+    """The ledger, and a list with the state of each item that was taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Account(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Work after the commit never happened, and what was in flight is queued again."""
+        """Restart from the commit: later work is undone, and items in flight are queued again."""
         text, states = self.commit
         self.ledger = Ledger(read(text))
         self.states = [("queued",) if state[0] == "in flight" else state for state in states]
@@ -117,7 +117,9 @@ def test_commit_size_does_not_grow_with_the_trial() -> None:
 @pytest.mark.parametrize("end", ["train", "drop", "give_back"])
 @pytest.mark.parametrize("items", [[0], [2], [1, 1], [1, 9]])
 def test_ledger_item_can_be_ended_only_once(end: str, items: list[int]) -> None:
-    """One that is trained, queued or named twice is refused, and nothing changes."""
+    """An item that is already trained, still queued or named twice is rejected, and nothing
+    changes.
+    """
     ledger = Ledger()
     ledger.take(3, 1)
     ledger.train([0], 1)

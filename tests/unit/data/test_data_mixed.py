@@ -30,7 +30,7 @@ class Site:
         return config, prepared(config, Characters(self.folder), self.folder / "data")
 
     def order(self, made: tuple[Dataset, SampleRows], count: int, batch: int = 2) -> list[str]:
-        """The ids of the first items."""
+        """Return the ids of the first items."""
         config, rows = made
         directories = [self.folder / "data" / name for name in rows.directories]
         items = order_of(config, 1, batch, rows.size, directories).items(range(count))

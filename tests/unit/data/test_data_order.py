@@ -59,7 +59,7 @@ def source_of(index: int) -> int:
 
 
 def test_mixture_takes_items_of_each_source_once_and_in_order() -> None:
-    """Each source has its own endless order without gaps, so each (epoch, index) occurs once."""
+    """Each source has its own unlimited order without gaps, so each (epoch, index) occurs once."""
     items = mixture(1).items(range(600))
     for source, (first, size) in enumerate(((0, 7), (7, 5), (12, 40))):
         own = [(e, i - first) for e, i in items if source_of(i) == source]
@@ -95,8 +95,8 @@ def test_batches_are_balanced_and_come_longest_first() -> None:
 
 @pytest.mark.parametrize(("size", "batch"), [(10, 4), (7, 10), (9, 3), (11, 1), (5, 7)])
 def test_batches_across_an_epoch_boundary_stay_whole(size: int, batch: int) -> None:
-    """Batches are those of the steps: of an epoch that begins within a batch, the first items
-    complete it, and only whole batches are sorted.
+    """If an epoch begins within a batch, its first items complete this batch. Only whole batches
+    are sorted.
     """
     lengths = [float(i) for i in range(size)]
     begun = 0

@@ -1,4 +1,4 @@
-"""Files whose rows are not JSON: one message that says what they are."""
+"""Files that are not JSON lines give one message that names their format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of dataset of a user's own: ``package.module:Class``."""
+"""Custom dataset types: ``package.module:Class``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Plain:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module beside a file of rows."""
+    """Write a module next to a file of rows."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sums", raising=False)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it is changed within its second

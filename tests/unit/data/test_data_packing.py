@@ -146,7 +146,7 @@ def test_even_parts_have_equal_numbers_of_every_section(
 
 
 def test_even_parts_balance_lengths_if_possible() -> None:
-    """Balanced by tokens alone, the part with the longest would have 2 of 32 items."""
+    """With balance by tokens only, the part with the longest item would have 2 of 32 items."""
     lengths = [1800] + [60] * 31
     assert sorted(map(len, balanced_partition(lengths, 2))) == [2, 30]
     parts = even_partition(lengths, 2)

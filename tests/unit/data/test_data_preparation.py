@@ -1,4 +1,4 @@
-"""Tokenized rows in the run directory: made once, found again, and never read if damaged."""
+"""Tokenized rows in the run directory are made once, reused, and never read if damaged."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_the_file_size(
 
 
 def test_all_problems_of_a_file_are_reported_and_no_data_is_left(site: Site) -> None:
-    """Rows of later chunks are checked too; ids come before texts."""
+    """Rows of later chunks are also checked. Problems of ids come before problems of texts."""
     site.write([{**row, "prompt": 5} if row["n"] in (3, 33) else row for row in ROWS])
     with pytest.raises(ConfigError) as caught:
         site.prepare()

@@ -1,4 +1,4 @@
-"""Traps in usable data."""
+"""Remarks about usable data that are probably wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 
 @pytest.fixture
 def words() -> Any:
-    """A tokenizer that joins one space to the next word, like GPT-2's."""
+    """Return a tokenizer that joins one space to the next word, like GPT-2's."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", "T"), ("ĠT", "h"), ("ĠTh", "e"), ("T", "h"), ("Th", "e"), ("Ċ", "Ċ")]
     parts = [*alphabet, *(one + other for one, other in merges), "</s>"]

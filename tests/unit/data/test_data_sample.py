@@ -29,7 +29,7 @@ def make(lengths: list[int], prefix: str = "s") -> SequenceSample:
 
 
 def nested(groups: list[list[int]], prefix: str = "n") -> SequenceSample:
-    """Items of several sequences each (pairs of answers)."""
+    """Return items of several sequences each (pairs of answers)."""
     total = sum(map(sum, groups))
     return SequenceSample(
         tuple(f"{prefix}{index}" for index in range(len(groups))),

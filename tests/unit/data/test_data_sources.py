@@ -55,7 +55,7 @@ def write(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]]) -> Path:
 def test_every_format_gives_the_same_rows_and_changes_with_content(
     tmp_path: Path, kind: str
 ) -> None:
-    """The fingerprint of what was read is that of the files, so nothing is tokenized twice."""
+    """The fingerprint of the rows depends on the files, so nothing is tokenized twice."""
     path = write(tmp_path, kind, ROWS)
     reader = RecordReader(path, "id")
     assert [record.row for record in reader] == ROWS
@@ -192,7 +192,7 @@ def test_column_that_pyarrow_cannot_read_is_one_problem(
 
 
 def test_arrow_rows_have_no_null_keys_of_other_rows(tmp_path: Path) -> None:
-    """A null that means something stays: everywhere else, and in lists."""
+    """Nulls with a meaning are kept: in all other places, and in lists."""
 
     def row(name: str, own: str) -> dict[str, Any]:
         function = {"name": name, "parameters": {"properties": {own: {"enum": ["x", None]}}}}
@@ -220,7 +220,7 @@ def test_arrow_rows_have_no_null_keys_of_other_rows(tmp_path: Path) -> None:
 
 
 def test_arrow_parts_of_a_message_have_no_null_keys_of_other_parts(tmp_path: Path) -> None:
-    """Templates such as Qwen2-VL's take a part with the key ``image`` for an image."""
+    """Templates such as Qwen2-VL's treat a part with the key ``image`` as an image."""
     image = {"bytes": None, "path": "a.png"}
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "hi"}]
     path = write(tmp_path, "parquet", [{"messages": [{"role": "user", "content": parts}]}])

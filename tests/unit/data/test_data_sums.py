@@ -1,4 +1,4 @@
-"""The files of the sums example are current, and its reward cannot be earned without the answer."""
+"""The files of the sums example are current, and only the right answer gets the reward."""
 
 from __future__ import annotations
 

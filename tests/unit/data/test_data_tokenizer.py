@@ -35,7 +35,7 @@ def test_stop_string_is_found_with_the_last_byte_of_a_character(tmp_path: Path) 
 
 
 def test_decoded_text_keeps_its_spaces_if_the_tokenizer_would_correct_them(tmp_path: Path) -> None:
-    """Rewards and episodes judge what was written: ``x != y`` is not ``x!= y``."""
+    """Rewards and episodes must get the exact text: ``x != y`` is not ``x!= y``."""
     words = {word: number for number, word in enumerate(["x", "!=", "y", "!", ".", END, PAD])}
     core = Tokenizer(models.WordLevel(words, unk_token=PAD))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

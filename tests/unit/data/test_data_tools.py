@@ -1,6 +1,4 @@
-"""The data of the examples with a tool and with code are current, and held-out problems are held
-out.
-"""
+"""The data of the tool and code examples are current, and training has no held-out problem."""
 
 from __future__ import annotations
 

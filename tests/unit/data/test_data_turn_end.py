@@ -1,4 +1,4 @@
-"""The token that ends a turn: trained, generated up to, and exported."""
+"""The token that ends a turn is trained, ends generation, and is exported."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def tokenizer(tmp_path: Path) -> Any:
 
 
 def marked(tokenizer: Any, template: str, *messages: Mapping[str, Any]) -> str:
-    """The tokens of a conversation, the targets in brackets."""
+    """Return the tokens of a conversation, with the targets in brackets."""
     tokenizer.chat_template = template
     config = Dataset(type="messages", path="rows.jsonl")
     (row,) = Encoder(config, tokenizer).conversations([(messages, None)])
@@ -105,7 +105,7 @@ def test_conversation_trains_no_header_if_it_begins_with_the_assistant(
 
 
 def test_first_turn_is_trained_like_later_turns_if_template_opens_it(tokenizer: Any) -> None:
-    """Text after the generation prompt belongs to the model, even an empty thought."""
+    """Text after the generation prompt belongs to the model's turn, even empty reasoning."""
     alone = marked(tokenizer, THINKING, SAID)
     assert alone == "<|im_start|>assistant\n[<think>\n\n</think>\n\nHello<|im_end|>]\n"
     assert marked(tokenizer, THINKING, USER, SAID).endswith(alone)
@@ -141,7 +141,7 @@ def test_end_of_a_turn_is_the_token_that_follows_its_content(
 def test_end_of_turn_comes_from_the_tools_template_if_tools_exist(
     tokenizer: Any, tools: Any, end: str, between: str
 ) -> None:
-    """A tokenizer may have a template of its own for tools."""
+    """A tokenizer may have a separate template for tools."""
     tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CLOSED}
     config = Dataset(type="prompt", path="rows.jsonl", chat_template=True, tools=tools)
     chat = ChatTemplate(config, tokenizer)
@@ -167,7 +167,7 @@ def test_turn_is_trained_up_to_the_stop_token_of_generation(tokenizer: Any) -> N
 def test_generation_stops_at_the_tokens_that_end_a_turn_in_every_template(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    """A base model's end of text is another token than its template's end of a turn."""
+    """A base model's end-of-text token may differ from its template's end-of-turn token."""
     tokenizer.chat_template = CHATML
     other = tmp_path / "other.jinja"
     other.write_text(NEXT_ROLE)
@@ -196,7 +196,9 @@ def test_generation_stops_at_the_tokens_that_end_a_turn_in_every_template(
 def test_generation_stops_at_the_token_that_ends_tool_calls(
     tokenizer: Any, template: str, stops: tuple[str, ...]
 ) -> None:
-    """Calls may end with another token than answers; a token that closes a call ends no turn."""
+    """Tool calls may end with another token than answers. A token that closes a call does not end a
+    turn.
+    """
     tokenizer.chat_template = template
     config = Dataset(type="messages", path="rows.jsonl")
     assert ChatTemplate(config, tokenizer).stops == stops

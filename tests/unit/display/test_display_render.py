@@ -85,7 +85,7 @@ def test_labels_are_escaped_and_stay_within_the_picture() -> None:
 
 
 def test_arrows_do_not_cross_boxes() -> None:
-    """``a`` is read two and three rows later; ``b`` and ``c`` lie between."""
+    """The calls two and three rows below read ``a``, with ``b`` and ``c`` between them."""
     names = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 3}
     nodes = [Node(name, level, [NodeLine("key")] * 3) for name, level in names.items()]
     arrows = [("a", "b"), ("b", "c"), ("a", "d"), ("c", "e"), ("d", "e"), ("a", "e")]

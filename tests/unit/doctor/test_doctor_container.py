@@ -1,5 +1,5 @@
-"""The look into a container: the real job and the real command line; only the container's program
-is a stand-in, which sees what a container would show of the machine.
+"""Checks of a container with the real job and command line. Only the container program is a
+stand-in, which shows a part of the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ words = [word.replace('{root}', '{root} inside') for word in words]
 
 
 def look(folder: Path, what: str = "", python: str = sys.executable) -> dict[str, Check]:
-    """Checks by name of a job on this machine with workers in a container."""
+    """Return the checks, by name, of a job on this machine with workers in a container."""
     root = folder / "runs"
     program = folder / "my programs" / "apptainer"
     program.parent.mkdir()

@@ -24,7 +24,7 @@ from tests.fake_runs import ADDITION, FakeScheduler, task, write_config
 
 
 def look(root: Path, said: list[str] | None = None, **more: Any) -> dict[str, Check]:
-    """Checks by name; of several with one name the worst."""
+    """Return the checks by name. Of several checks with one name, return the worst."""
     values: dict[str, Any] = {
         "config": None,
         "overrides": (),
@@ -112,7 +112,7 @@ def test_code_check_includes_a_custom_algorithm(
 
 
 def test_job_is_not_submitted_for_an_invalid_configuration(tmp_path: Path) -> None:
-    """The job would run on other hosts, or as another user, than the trial."""
+    """The job might run on other hosts, or as another user, than the trial."""
     path = write_config(tmp_path)
     found = look(tmp_path / "r", config=path, overrides=("sed=3",), job=True)
     assert (found["job"].state, found["job"].measured) == (State.FAILED, "was not submitted")
@@ -137,7 +137,7 @@ def test_scheduler_check_fails_if_slurm_does_not_answer(
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    """A Slurm whose controller answers and whose queue is played by the fake."""
+    """Make a Slurm whose controller answers, with a fake queue."""
     fake = FakeScheduler()
     rows = [HostRow("n0", "idle", 0), HostRow("n1", "mixed", 0), HostRow("n2", "down*", 0)]
     monkeypatch.setattr(SlurmClient, "ping", lambda self: None)

@@ -1,4 +1,6 @@
-"""The numbers of a hardware profile from points: formulas with them give the seconds again."""
+"""The numbers of a hardware profile are fitted to measurements, and formulas with them give the
+measured seconds.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def generate(numbers: Mapping[str, float], rows: int, tokens: int) -> float:
 
 
 def points(numbers: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Measurements of hardware that is exactly as the formulas say."""
+    """Return measurements of hardware that follows the formulas exactly."""
     found: list[dict[str, Any]] = []
     for width, rate in ((2, numbers["flops_per_s"]), (4, numbers["float32_flops_per_s"])):
         for side in (32, 128, 512, 1024):
@@ -188,7 +190,9 @@ def test_known_gpu_keeps_the_vendors_peak() -> None:
 
 
 def test_measured_profile_has_no_negative_numbers_despite_noise() -> None:
-    """Long sequences were faster than short ones, and many rows than few."""
+    """In the measurements, long sequences are faster than short ones, and many rows faster than
+    few.
+    """
     noisy = points(TRUE)
     for point in noisy:
         if point.get("length") == 1024 or point.get("rows") == 16:

@@ -1,4 +1,4 @@
-"""Hosts that meet: each is a thread with a server of its own."""
+"""Hosts that connect to each other. Each is a thread with a separate server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def place(folder: Path, task: int, hosts: int = 3) -> ProbeHost:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long for what does not come."""
+    """Shorten all timeouts."""
     monkeypatch.setattr(meeting, "MEET_S", 0.5)
     monkeypatch.setattr(meeting, "BYE_S", 0.5)
     monkeypatch.setattr(meeting, "LONGEST_DELAY_S", 0.3)
@@ -64,7 +64,7 @@ def test_host_with_another_directory_is_reported_missing(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("hurried")
 def test_files_that_do_not_appear_are_reported(tmp_path: Path) -> None:
-    """The other host serves from a directory that the first one's files never reach."""
+    """The other host uses a directory in which the first host's files never appear."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     server = meeting.Server(tmp_path / "b", "token", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""The job of ``profile-cluster``: its hosts, ranks and GPUs, and wrong options."""
+"""The job of ``profile-cluster``: hosts, ranks, GPUs and invalid options."""
 
 from __future__ import annotations
 

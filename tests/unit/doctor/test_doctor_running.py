@@ -1,4 +1,4 @@
-"""Checks of servers that run already, on one of this process."""
+"""Checks of running servers, with a server in this process."""
 
 from __future__ import annotations
 

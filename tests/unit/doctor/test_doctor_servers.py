@@ -1,4 +1,4 @@
-"""The check of a server's environment, on packages that the test makes."""
+"""The check of a server's environment, with packages that the test makes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(python: Path | str, backend: str = "sglang:d1") -> Config:
 
 
 def environment(folder: Path, version: str, words: tuple[str, ...]) -> Path:
-    """A Python in which a package named sglang contains these words."""
+    """Make a Python with a package named sglang that contains these words."""
     package = folder / "site" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('it must not be imported')")

@@ -1,4 +1,4 @@
-"""The placement of a model on many ranks, as the fsdp engine computes it."""
+"""The fsdp engine's placement of a model on many ranks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ RECORDING = GenerationOptions(max_new_tokens=9, stop_token_ids=(3, 4, 5), expert
 
 @contextmanager
 def chosen(model: HFModel) -> Iterator[list[Tensor]]:
-    """The experts [tokens, K] that each later call of a block computes with."""
+    """Collect the experts [tokens, K] of each later call of a block."""
     found: list[Tensor] = []
 
     def keep(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -51,7 +51,7 @@ def chosen(model: HFModel) -> Iterator[list[Tensor]]:
 
 
 def in_one_call(model: HFModel, tokens: tuple[int, ...]) -> Tensor:
-    """The experts [tokens, L * K] of a sequence that is read at once."""
+    """Return the experts [tokens, L * K] of a sequence that is computed in one call."""
     with chosen(model) as found, torch.no_grad():
         model(torch.tensor(tokens), torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens))
     return torch.cat(found, dim=1)
@@ -63,7 +63,7 @@ def model_of(name: str, seed: int = 0) -> HFModel:
 
 
 def sets(experts: Tensor, each: int = 2) -> Tensor:
-    """The experts of a block in ascending order: their order does not matter."""
+    """Return the experts of a block in ascending order, because their order has no effect."""
     return experts.view(len(experts), -1, each).long().sort(-1).values
 
 
@@ -96,9 +96,8 @@ def test_recorded_experts_are_those_that_processed_the_tokens(family: str) -> No
 @pytest.mark.parametrize("recompute", ["off", "full"])
 @pytest.mark.parametrize("family", ROUTED)
 def test_training_computes_with_recorded_experts(family: str, recompute: str) -> None:
-    """Other weights selected the recorded experts.
-
-    Sequences without a record use the current router.
+    """Other weights than those in training selected the recorded experts. Sequences without a
+    record use the current router.
     """
     options: dict[str, Any] = {"architecture": ROUTED[family], "implementation": "hf"}
     trained = engine(**options, gradient_checkpointing=recompute, max_tokens_per_microbatch=64)
@@ -137,7 +136,9 @@ def test_training_computes_with_recorded_experts(family: str, recompute: str) ->
 
 
 def test_replay_of_the_routers_own_choice_changes_nothing() -> None:
-    """Bit by bit, for families that choose from scores, from logits and in groups."""
+    """The results have the same bits. Covers families that choose experts by scores, by logits and
+    in groups.
+    """
     for family in ROUTED:
         options: dict[str, Any] = {"architecture": ROUTED[family]}
         trained = engine(**options, implementation="hf")

@@ -13,7 +13,7 @@ from slurmrl.engines.host import HostBuffer, HostCopies
 
 
 class Cudart:
-    """CUDA's page-locking: which memory is locked. ``code`` is what it returns."""
+    """CUDA's page-locking with a record of locked memory. ``code``: the returned value."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -38,7 +38,7 @@ def use(monkeypatch: pytest.MonkeyPatch, cudart: Cudart) -> Cudart:
 
 
 def state(**changes: Any) -> dict[str, torch.Tensor]:
-    """Tensors whose sizes are far from powers of two."""
+    """Return tensors whose sizes are far from powers of two."""
     tensors = {f"layer.{number}": torch.rand(1025, 257) for number in range(8)}
     tensors |= {
         "norm": torch.rand(3).bfloat16(),

@@ -1,4 +1,4 @@
-"""Every kind of optimizer against torch's own, in parts, and from the middle on."""
+"""Every kind of optimizer against torch's, also on parts of tensors and after a resume."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gradients(steps: range, dtype: torch.dtype = torch.float32) -> Iterator[dict
 
 
 def torchs(kind: str, options: Optimizer, steps: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights after steps of torch's class, one tensor at a time."""
+    """Return the weights after steps of torch's class, one tensor at a time."""
     parameters = {name: nn.Parameter(value) for name, value in random(0, dtype).items()}
     known, settings = KINDS[kind]
     if "eps" in known([parameters["matrix"]]).defaults:
@@ -128,7 +128,9 @@ def test_moments_and_step_number_suffice_to_resume(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_changes_every_moment(kind: str) -> None:
-    """Each has one tensor a parameter that every step changes, and leaves gradients as they are."""
+    """Each optimizer has one or more moments per parameter that every step changes, and does not
+    change gradients.
+    """
     weights = random(0)
     optimizer = made(options_of(kind), weights)
     assert tuple(optimizer.moments) == optimizer.options.moments

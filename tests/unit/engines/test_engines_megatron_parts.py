@@ -45,7 +45,7 @@ CLAMPED = {**DENSE, "model_type": "gpt_oss", "num_local_experts": 4, "num_expert
 def test_pipeline_chunks_contain_the_experts_of_their_layers(
     dense: list[int], found: list[list[tuple[int, int]]]
 ) -> None:
-    """Layer by layer, as two stages of two chunks have them alternately."""
+    """Two stages with two chunks each have the layers alternately."""
     config = ModelConfig.from_hf({**SPARSE, "mlp_only_layers": dense})
     places = [Place(pp=2, pp_rank=rank, virtual=2) for rank in range(2)]
     stages = [stage for pair in zip(*(p.stages(4) for p in places), strict=True) for stage in pair]

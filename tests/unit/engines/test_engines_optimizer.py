@@ -1,4 +1,4 @@
-"""Schedules by their defining points, AdamW and clipping against torch's own."""
+"""Schedules at their defining points; AdamW and clipping against torch's."""
 
 from __future__ import annotations
 

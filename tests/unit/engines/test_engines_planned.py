@@ -1,4 +1,6 @@
-"""Layouts without engines. (That they equal the engines' own: `move_cases.placed_layouts`.)"""
+"""Layouts that are computed without engines. `move_cases.placed_layouts` compares them with the
+engines' layouts.
+"""
 
 from __future__ import annotations
 

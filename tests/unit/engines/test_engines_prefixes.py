@@ -52,7 +52,9 @@ def test_short_prefixes_are_not_shared() -> None:
 
 
 def test_each_sequence_has_at_least_one_token_after_its_prefix() -> None:
-    """Equal sequences, one that is a prefix of the next, and a prompt without a completion."""
+    """Covers equal sequences, a sequence that is a prefix of the next one, and a prompt without a
+    completion.
+    """
     rows = sample([A, A], [[*A, 1], [*A, 1, 2]])
     (prefix,) = shared_prefixes(rows)
     assert prefix == SharedPrefix(0, 4, 29)
@@ -65,7 +67,7 @@ def test_prefix_of_too_many_sequences_is_processed_twice() -> None:
 
 
 def assert_maps(rows: SequenceSample) -> None:
-    """Every token is a token of the pieces behind the same tokens as in the sample."""
+    """Check that every token of the sample is in a piece and follows the same tokens."""
     shared = shared_tokens(rows)
     assert shared is not None
     ids = rows.tensor("input_ids")
@@ -96,7 +98,7 @@ def test_segments_contain_each_prefix_token_once() -> None:
 
 
 def test_micro_batches_count_a_prefix_once_and_keep_its_items_together() -> None:
-    """Each group has 30 + 3 * 2 tokens, or 40 + 2."""
+    """The groups have 30 + 3 * 2 or 40 + 2 distinct tokens."""
     rows = sample(
         *[[[*A, number, 1]] for number in range(3)], [[9] * 10], [[*B, 1]], [[*B, 2]], [[8] * 26]
     )

@@ -43,8 +43,8 @@ OPTIONS = GenerationOptions(
 
 
 def expected_mask(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], Tensor]:
-    """Return the tokens that top-k and top-p keep of logits [V], by sorting, and log-probabilities
-    under them [V].
+    """Return the tokens that top-k and top-p keep for logits [V], computed by sorting, and the
+    log-probabilities [V] restricted to them.
     """
     scaled = logits / OPTIONS.temperature
     scaled[list(banned)] = -torch.inf
@@ -59,7 +59,7 @@ def expected_mask(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], T
 
 
 def logits_of(decoder: Any, tokens: list[int]) -> Tensor:
-    """After each token [T, V], by the model's features and its head."""
+    """Return the logits [T, V] after each token, from the model's features and its head."""
     cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32)
     with torch.no_grad():
         features = decoder(torch.tensor(tokens), cu_seqlens, len(tokens))
@@ -99,7 +99,7 @@ def test_requests_get_the_sampling_mask_of_each_token() -> None:
 
 
 def replayed(output: GenerationOutput) -> SequenceSample:
-    """The completions of a generation, two of each prompt."""
+    """Generate two completions of each prompt."""
     rows = output.lengths.view(-1, 2).tolist()
     made = SequenceSample.grouped(
         rows, [str(n) for n in range(len(rows))], {"input_ids": output.tokens}
@@ -110,7 +110,7 @@ def replayed(output: GenerationOutput) -> SequenceSample:
 
 
 def drawn(output: GenerationOutput) -> Tensor:
-    """[T]: which tokens are new."""
+    """Return which tokens [T] are sampled."""
     pairs = zip(output.prompt_lengths.tolist(), output.lengths.tolist(), strict=True)
     rows = [torch.arange(length) >= prompt for prompt, length in pairs]
     return torch.cat(rows)
@@ -135,8 +135,8 @@ def test_training_computes_the_sampling_distribution_of_generation(implementatio
 def test_completions_with_a_shared_prefix_keep_their_own_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sequences of the same tokens are read once; what each was drawn from may still differ, as
-    after an update of the weights between them.
+    """Equal sequences are computed once. Their sampling masks may still differ, for example after a
+    weight update between them.
     """
     ids = torch.randint(4, 50, (24,), generator=torch.Generator().manual_seed(2))
     batch = SequenceSample.grouped([[24, 24]], ["a"], {"input_ids": ids.repeat(2)})
@@ -157,7 +157,7 @@ def test_completions_with_a_shared_prefix_keep_their_own_masks(
 
 
 def test_generation_in_rounds_records_sampling_masks() -> None:
-    """The engine that answers requests in rounds cuts them as it cuts the tokens."""
+    """The engine that answers requests in rounds cuts masks together with tokens."""
     model = engine(implementation="hf")
     texts = prompts(4)
     sizes = (3, 12, 5, 7)
@@ -235,7 +235,7 @@ EXPERTS_OF_TWO = {
 
 
 def choices(decoder: Any, tokens: list[int]) -> Tensor:
-    """The experts that the routers choose for each token [T, L * K], by their logits."""
+    """Return the experts [T, L * K] that the routers choose for each token by their logits."""
     rows: list[Tensor] = []
     count = decoder.config.moe.per_token
 
@@ -308,8 +308,8 @@ def routed(seed: int = 4) -> SequenceSample:
 
 
 def test_whole_batches_replay_their_recorded_experts() -> None:
-    """The recorded experts are those that the same weights choose, so nothing changes; after others
-    were drawn, outputs do.
+    """Recorded experts that the same weights chose change nothing. Other recorded experts change
+    the outputs.
     """
     model = experts_engine()
     options = GenerationOptions(max_new_tokens=9, temperature=0.7, experts=True)
@@ -329,8 +329,8 @@ def test_whole_batches_replay_their_recorded_experts() -> None:
 
 
 def test_replayed_experts_match_tokens_in_micro_batches_and_recomputation() -> None:
-    """Each sequence has its own, whatever else is in its micro-batch, and backward passes that
-    compute a layer again have the same ones.
+    """Each sequence uses its own experts in any micro-batch, and the recomputation in the backward
+    pass uses the same experts.
     """
     batch = routed()
     alone = [experts_engine().forward(batch.take([n]))["logp"] for n in range(batch.bs)]

@@ -1,4 +1,4 @@
-"""Decode of the native engine with static buffers, as CUDA graphs repeat it."""
+"""Decoding of the native engine with static buffers, as CUDA graphs replay it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIGHT = Limits(rows=8, step_tokens=16, cache_tokens=64, page_tokens=4)
 
 @dataclass
 class Run:
-    """A decoder's batch, and what it did."""
+    """A decoder's batch, and a record of its calls."""
 
     batch: ContinuousBatch
     decoder: Decoder
@@ -73,7 +73,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def same(found: list[Sequence], wanted: list[Sequence]) -> None:
-    """Log-probabilities differ by less than 1e-5: products have padded rows."""
+    """Check that tokens are equal and log-probabilities differ by less than 1e-5, because products
+    have padded rows.
+    """
     for own, other in zip(found, wanted, strict=True):
         assert (own.tokens, own.finish) == (other.tokens, other.finish)
         assert own.versions == other.versions
@@ -112,7 +114,7 @@ def test_cuda_graph_replay_samples_the_same_tokens(
 
 @dataclass
 class Replaced:
-    """A graph whose draws are others."""
+    """A graph that samples other tokens."""
 
     graph: Any
 
@@ -147,7 +149,7 @@ class RefusedGraphs(RecordedGraphs):
 def test_cuda_graph_that_fails_or_samples_differently_is_not_used(
     start: Any, caplog: pytest.LogCaptureFixture, kind: Any, reason: str, overlap: bool
 ) -> None:
-    """The log says so, and all calls are direct ones from then on."""
+    """The log has a message, and all later calls run without graphs."""
     direct = start("qwen3", Limits(rows=24), overlap=False, graphs=False)
     run = start("qwen3", Limits(rows=24), overlap=overlap, graphs=True, kind=kind)
     results = []

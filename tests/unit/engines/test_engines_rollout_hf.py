@@ -30,9 +30,8 @@ from tests.unit.engines.test_engines_waits import engine, sample
 def test_stop_strings_end_completions_of_a_whole_batch(
     implementation: str, every: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine that trains hands the tokenizer on.
-
-    On a GPU, transformers' models sample some tokens more before the host sees them.
+    """The training engine passes its tokenizer on. On a GPU, transformers' models sample some
+    additional tokens before the host reads them.
     """
     monkeypatch.setitem(CHECK_TOKENS, "cpu", every)
     model, batch = engine(implementation=implementation), sample("prompt_ids")
@@ -55,7 +54,7 @@ def test_stop_strings_end_completions_of_a_whole_batch(
 
 
 def test_requests_of_a_round_have_their_own_limits() -> None:
-    """The last turns of episodes have fewer tokens left, perhaps fewer than the least number."""
+    """The last turns of episodes may have fewer tokens left than the minimum."""
     model, batch = engine(implementation="hf"), sample("prompt_ids")
     stops = tuple(range(3, 20))
     limits = [
@@ -147,7 +146,7 @@ def new_tokens(output: GenerationOutput) -> list[Tensor]:
 
 
 def first_stop(tokens: list[int], stops: tuple[str, ...], least: int) -> int | None:
-    """Return how many tokens there are with the first one after ``least`` that completes a stop."""
+    """Return the number of tokens up to the first token after ``least`` that completes a stop."""
     for count in range(least + 1, len(tokens) + 1):
         known, text = len(letters(tokens[: count - 1])), letters(tokens[:count])
         if any(stop in text[max(0, known - len(stop) + 1) :] for stop in stops):

@@ -136,7 +136,7 @@ def test_host_directory_gets_another_name_if_its_name_is_taken(
 
 
 def test_host_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
-    """User 10's name is the beginning of user 100's."""
+    """Covers user 10, whose folder name is a prefix of user 100's."""
     (tmp_path / f"slurmrl-{os.getuid()}0").mkdir(mode=0o700)
     made = HostFolder(tmp_path)
     assert made.path.parent == tmp_path / f"slurmrl-{os.getuid()}"

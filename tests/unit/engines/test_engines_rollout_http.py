@@ -1,4 +1,4 @@
-"""Requests to HTTP servers that refuse, hang, break off and come back."""
+"""Requests to HTTP servers that reject, hang, break connections and restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def read_request(reader: asyncio.StreamReader) -> bytes:
-    """The head and the body of a request."""
+    """Read the header and the body of a request."""
     head = await reader.readuntil(b"\r\n\r\n")
     lengths = [
         int(line.split(b":")[1])
@@ -95,7 +95,7 @@ def test_addresses_may_be_tcp_or_unix_sockets() -> None:
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_request_that_the_server_did_not_begin_is_repeated(tmp_path: Path, status: int) -> None:
-    """A server that is not there yet, and one that is busy."""
+    """Covers a server that has not started yet, and a busy server."""
     answers = [status, status, 200]
 
     async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Requests over instances that die, hang, return and are updated, in virtual time."""
+"""Requests to server instances that end, hang, restart and are updated, in virtual time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AT_ONCE = 6
 
 
 class VirtualSelector(selectors.DefaultSelector):
-    """Time passes only while nothing is ready, and then at once."""
+    """A selector for virtual time: time advances without waiting when nothing is ready."""
 
     now = 0.0
 
@@ -74,7 +74,7 @@ State = Literal["up", "hung", "dead"]
 
 
 class FakeServer:
-    """Outlives its engines. ``state`` decides how they behave."""
+    """A server that outlives its engines, whose behavior depends on ``state``."""
 
     def __init__(self) -> None:
         self.state: State = "up"
@@ -96,7 +96,7 @@ class FakeServer:
         return self.engine
 
     async def answer(self, after_s: float) -> None:
-        """Return after a time, or never, or fail."""
+        """Answer after a time, never answer, or fail, depending on ``state``."""
         end = asyncio.get_running_loop().time() + after_s
         while self.state == "hung" or asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.25)
@@ -359,7 +359,9 @@ def test_update_does_not_wait_forever_for_a_hanging_instance() -> None:
 
 
 def test_version_rejected_by_one_instance_is_served_by_the_others() -> None:
-    """A server whose disk is full costs no run that has others; it comes back once it can load."""
+    """A server with a full disk does not stop a run with other servers. It serves again when it can
+    load.
+    """
 
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
@@ -397,7 +399,7 @@ def test_start_waits_for_servers_that_come_later() -> None:
 
 
 def test_request_that_fails_on_every_instance_fails() -> None:
-    """Each of its failures has the instance answer for its health before the next request."""
+    """After each failure, the instance must pass a health check before the next request."""
 
     async def main() -> None:
         server = FakeServer()
@@ -434,7 +436,7 @@ def test_requests_wait_a_limited_time_for_an_instance() -> None:
 
 @pytest.mark.parametrize("kind", [UsageError, RunFailedError])
 def test_failed_start_reports_the_reason(kind: type[SlurmrlError]) -> None:
-    """A server that will never do is not one to wait for, even if another one works."""
+    """The engine does not wait for an unusable server, even if another one works."""
 
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
