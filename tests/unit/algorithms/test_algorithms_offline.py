@@ -316,7 +316,7 @@ def test_offline_pass_keeps_file_order_and_commits_each_step(tmp_path: Path, exa
         (["dataset.type=kto"], "dataset.type", "prompt or preference or prompt_answer"),
         (["stop_when=reward >= 1"], "stop_when", "ends after the last row"),
         (["evaluation.dataset.path=x", "evaluation.dataset.type=prompt"], "evaluation", "trains"),
-        (["reward=null"], "reward", "is required: it scores"),
+        (["reward=null"], "reward", "is required to score"),
         (["algorithm.vote_pattern=("], "algorithm.vote_pattern", "must be a regular expression"),
         (["rollout.greedy=true"], "rollout", "n 8 is not allowed with greedy"),
     ],
