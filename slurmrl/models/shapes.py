@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from slurmrl.models import hf_form
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.family_rules import Latent
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.registry import resolve
-from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice
+from slurmrl.tensors.checkpoint.tensors import Storage, TensorEntry, TensorSlice
 from slurmrl.tensors.layout import Array, Box, Index, TensorSpec
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -21,6 +22,9 @@ LM_HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 Shapes = dict[str, tuple[int, ...]]
 LAYERS = "model.layers."
+MTP_FIELDS: Final = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names that a config may have for the number of its MTP layers."""
+MTP_TENSOR: Final = re.compile(r"(?:(?:model|language_model)\.)*(?:mtp\.|layers\.(\d+)\.)")
 
 
 def parameter_shapes(config: ModelConfig, head: Head) -> Shapes:
@@ -261,3 +265,25 @@ class TrainedTensors(Protocol):
     def read(self, name: str, box: Box) -> Array:
         """Return a box of a tensor."""
         ...
+
+
+def states_mtp(config: Mapping[str, Any]) -> bool:
+    """Return whether a config states that its model has MTP layers."""
+    text = {**config, **config.get("text_config", {})}
+    return any(text.get(name) for name in MTP_FIELDS)
+
+
+def mtp_entries(tensors: FolderTensors, config: Mapping[str, Any]) -> list[TensorEntry]:
+    """Return the tensors of a folder's MTP layers, which predict tokens after the next one.
+
+    No engine computes these layers. The names of their tensors begin with ``mtp``; or they are
+    layers after the last layer of the ``config``, if it states that it has them.
+    """
+    layers = {**config, **config.get("text_config", {})}.get("num_hidden_layers", 0)
+    found = []
+    for name, spec in tensors.specs().items():
+        match = MTP_TENSOR.match(name)
+        if match and (match[1] is None or (states_mtp(config) and int(match[1]) >= layers)):
+            read = partial(tensors.read, name, Box.whole(spec.shape))
+            found.append(TensorEntry(name, spec, read))
+    return found

@@ -168,6 +168,7 @@ def export(
     generation: Mapping[str, Any],
     tokenizer: TokenizerFiles | None = None,
     storage: Storage = by_name,
+    more: Sequence[TensorEntry] = (),
     precision: Precision = AS_STORED,
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
@@ -175,14 +176,15 @@ def export(
     """Write a role of a checkpoint as a folder that transformers loads.
 
     ``config`` and ``generation`` are the objects for config.json and generation_config.json.
-    ``storage`` maps parameters to tensors of the files, and ``precision`` gives their types. The
-    folder is complete or absent; an existing folder is replaced. One tensor is in memory at a time.
+    ``storage`` maps parameters to tensors of the files, ``more`` are other tensors for the files,
+    and ``precision`` gives their types. The folder is complete or absent; an existing folder is
+    replaced. One tensor is in memory at a time.
     (`open_verified` opens a checkpoint after verifying its files.)
     """
 
     def fill(folder: Path) -> None:
         stored = file_entries(weights.weights(), weights.read, storage)
-        entries = [precision.apply(entry) for entry in stored]
+        entries = [precision.apply(entry) for entry in (*stored, *more)]
         write_weights(folder, entries, shard_bytes=shard_bytes, calls=calls)
         write_json(folder / "config.json", {**config, "dtype": _main_dtype(entries)}, calls)
         write_json(folder / "generation_config.json", generation, calls)

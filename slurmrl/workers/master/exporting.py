@@ -30,7 +30,7 @@ from slurmrl.models.adapters import write_adapter
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.model_tensors import merged_weights, open_folder, read_headers, stored_name
-from slurmrl.models.shapes import FolderTensors, file_form
+from slurmrl.models.shapes import FolderTensors, file_form, mtp_entries, states_mtp
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.shape import (
     CONFIG,
@@ -114,8 +114,7 @@ class Exporter:
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
         trained = manifest.open_verified(checkpoint, self.role)
         if model.lora is not None and self.form == "adapter":
-            tokenizer = self._tokenizer(checkpoint)
-            return Exported(self._write_adapter(trained, target, model.lora, tokenizer))
+            return Exported(self._write_adapter(trained, target, model.lora, checkpoint))
         weights = self._whole(trained)
         values, generation, storage = self._model_files(checkpoint)
         types = export_types(model, self.dtype, weights, storage)
@@ -126,6 +125,7 @@ class Exporter:
             target,
             generation=generation,
             storage=storage,
+            more=self._mtp(values),
             precision=types.precision,
             tokenizer=self._tokenizer(checkpoint),
         )
@@ -187,8 +187,13 @@ class Exporter:
             merged.check_base(trained.frozen, model.dtype)
         return merged
 
+    def _mtp(self, config: Mapping[str, Any]) -> list[TensorEntry]:
+        path = Path(self.model.path) if self.model.path and self.head == "lm" else None
+        known = path is not None and (path.exists() or states_mtp(config))
+        return mtp_entries(open_folder(path), config) if path and known else []
+
     def _write_adapter(
-        self, trained: RoleCheckpoint, target: Path, lora: Lora, tokenizer: TokenizerFiles | None
+        self, trained: RoleCheckpoint, target: Path, lora: Lora, checkpoint: Path
     ) -> Path:
         make_private_directory(target.parent)
         theirs = config_values(self.model) if self.model.implementation == "hf" else None
@@ -199,7 +204,7 @@ class Exporter:
             self.head,
             base=str(self.model.path),
             theirs=theirs,
-            tokenizer=tokenizer,
+            tokenizer=self._tokenizer(checkpoint),
             precision=Precision(None if self.dtype in ("auto", "source") else self.dtype),
         )
 
@@ -254,7 +259,7 @@ def export_step(
     exporter = Exporter(paths, config, role, head, dtype, form or settings.export_form)
     if form == "adapter" and exporter.model.lora is None:
         raise UsageError(f"{role} has no adapters, so it has no adapter form: use --form merged")
-    if target is not None and target.exists() and not _is_empty_folder(target):
+    if target is not None and target.exists() and (target.is_file() or any(target.iterdir())):
         raise UsageError(f"{target} exists already: choose a new directory")
 
     def exported(commit: Commit) -> Exported:
@@ -288,8 +293,9 @@ def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
 
 
 def _merged_actor(paths: RunPaths) -> Exporter:
-    config = load_resolved(paths.config)
-    return Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
+    return Exporter(
+        paths, load_resolved(paths.config), ROLE, _head(paths, ROLE), "float32", "merged"
+    )
 
 
 def _of_commit(
@@ -310,10 +316,6 @@ def _of_commit(
             if isinstance(error, DamagedCheckpointError):
                 raise CheckpointError(f"{error}. {_remedy(paths, commit, left, how)}") from error
             raise
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _remedy(paths: RunPaths, damaged: Commit, commits: Sequence[Commit], how: str) -> str:
@@ -394,9 +396,7 @@ def _generation(
 
 
 def _one_or_list(stops: list[int]) -> int | list[int] | None:
-    if not stops:
-        return None
-    return stops[0] if len(stops) == 1 else stops
+    return stops if len(stops) > 1 else next(iter(stops), None)
 
 
 def _sweep(paths: RunPaths) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slurmrl.config.schema import Lora
@@ -91,6 +94,36 @@ def test_file_layout_from_a_child_process_equals_the_local_one(
     with pytest.raises(UsageError) as found:
         hf_form.file_form(unknown, "lm")
     assert str(found.value) == str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "stated", "layer"),
+    [
+        ("glm4_moe", {"num_nextn_predict_layers": 1}, "model.layers.2."),
+        ("qwen3_next", {}, "mtp.layers.0."),
+    ],
+)
+def test_export_keeps_layers_that_predict_more_tokens(
+    tmp_path: Path, family: str, stated: dict[str, Any], layer: str
+) -> None:
+    values = tiny(family, **stated)
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).save_pretrained(source)
+    held = load_file(source / "model.safetensors")
+    own = {f"{layer}{name}": torch.randn(3, 2).bfloat16() for name in ("eh_proj.weight", "norm")}
+    save_file({**held, **own}, source / "model.safetensors", {"format": "pt"})
+    trial = CommittedTrial(tmp_path / "runs", path=str(source), implementation="hf")
+    shapes, constants = tensor_specs(HFConfig.from_hf(values), "lm")
+    sizes = shapes | {name: spec.shape for name, spec in constants.items()}
+    trial.commit(4, {name: np.ones(size, "<f4") for name, size in sizes.items()})
+
+    target = export_step(trial.paths, "actor", 4, tmp_path / "own").folder
+
+    found = load_file(target / "model.safetensors")
+    assert found.keys() == held.keys() | own.keys()
+    for name, tensor in own.items():
+        assert torch.equal(found[name], tensor)
+    assert AutoModelForCausalLM.from_pretrained(target).num_parameters() > 0
 
 
 def test_file_layout_fails_if_transformers_cannot_be_imported(
