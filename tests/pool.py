@@ -154,9 +154,10 @@ class RankPool:
     def __call__(
         self, n: int, reference: str, *args: Any, deadline_s: float = 600.0, **kwargs: Any
     ) -> list[Any]:
-        """Return the results of ``module:function`` on ranks 0..n-1 of a new process group. Raises
-        RankError with the tracebacks of failed ranks, or TimeoutError with the ranks that did not
-        answer and their code positions.
+        """Return the results of ``module:function`` on ranks 0..n-1 of a new process group.
+
+        Raises RankError with the tracebacks of failed ranks, or TimeoutError with the ranks that
+        did not answer and their code positions.
         """
         self._jobs += 1
         store = f"{self._directory.name}/{self._jobs}.store"

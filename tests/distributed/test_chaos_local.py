@@ -1,6 +1,8 @@
 """Local trials whose processes are killed at seeded random moments have the result of an
-undisturbed trial. The test makes a few kills of each kind; `scripts/chaos` makes any number. Other
-tests in this folder kill each kind of process once, at one step.
+undisturbed trial.
+
+The test makes a few kills of each kind; `scripts/chaos` makes any number. Other tests in this
+folder kill each kind of process once, at one step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Every configuration in examples/ runs in a short form: small models, few rows, two steps. New
-files are included automatically. An example that starts from another trial
+"""Every configuration in examples/ runs in a short form: small models, few rows, two steps.
+
+New files are included automatically. An example that starts from another trial
 (``trial:addition-sft/1``) starts from the short form of the example that makes it, so these
 references and their order are tested too.
 """

@@ -148,9 +148,11 @@ def flip(path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_skipped(site: Site, undisturbed: dict[str, Any]) -> None:
-    """The master finds a wrong size before the workers start. Ranks find a wrong checksum when they
-    load, which costs a start. The run tries the newest commit, then an older one. It waits for a
-    directory that is temporarily hidden, and does not count it as damaged.
+    """The master finds a wrong size before the workers start.
+
+    Ranks find a wrong checksum when they load, which costs a start. The run tries the newest
+    commit, then an older one. It waits for a directory that is temporarily hidden, and does not
+    count it as damaged.
     """
     site.wait_for_step(TRIAL, HELD)
     os.kill(processes(site.paths(TRIAL).run)["chain"][0], signal.SIGUSR2)

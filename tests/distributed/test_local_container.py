@@ -1,6 +1,7 @@
-"""Workers run in a container, and their agent outside. A stand-in behaves like Apptainer with
---cleanenv: it stays as the parent of the command, and passes open descriptors, but no environment
-variables and no ignored signals.
+"""Workers run in a container, and their agent outside.
+
+A stand-in behaves like Apptainer with --cleanenv: it stays as the parent of the command, and
+passes open descriptors, but no environment variables and no ignored signals.
 """
 
 from __future__ import annotations

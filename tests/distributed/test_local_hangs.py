@@ -120,8 +120,10 @@ def check_end(site: Site, kind: str) -> None:
 
 def test_stacks_are_shown_on_demand_even_of_a_stopped_rank(site: Site) -> None:
     """`slurmrl stacks` shows hanging ranks of a running trial, and the status names which ranks
-    wait. One rank has written 3 MB before, of which 1 MiB may stay. After it is stopped, its
-    silence ends it long before the deadline.
+    wait.
+
+    One rank has written 3 MB before, of which 1 MiB may stay. After it is stopped, its silence
+    ends it long before the deadline.
     """
     submit(site, "flood", step_timeout_s=1000.0, logging={"output_mib": 1})
     status = waited_for(site)

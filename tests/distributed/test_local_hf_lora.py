@@ -36,9 +36,10 @@ def begin(
 
 
 def test_adapters_are_trained_merged_by_tasks_and_exported(tmp_path: Path) -> None:
-    """A killed trial with rollout tasks equals a trial whose trainers generate. Tasks merge each
-    version of adapters with the model folder. Both forms of export give equal outputs, and adapters
-    are never merged with another folder.
+    """A killed trial with rollout tasks equals a trial whose trainers generate.
+
+    Tasks merge each version of adapters with the model folder. Both forms of export give equal
+    outputs, and adapters are never merged with another folder.
     """
     site, source = site_in(tmp_path, {}, pause_s=0.6), tmp_path / "source"
     torch.manual_seed(0)

@@ -113,9 +113,10 @@ def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
     undisturbed: Callable[[str], dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the master was killed, the agent starts new workers from the same fork server. After
-    the agent was killed, the supervisor starts another agent in the same link. After the chain was
-    killed, `resume` finishes the trial. Sinks hold each committed step once.
+    """After the master was killed, the agent starts new workers from the same fork server.
+
+    After the agent was killed, the supervisor starts another agent in the same link. After the
+    chain was killed, `resume` finishes the trial. Sinks hold each committed step once.
     """
     site = Site(tmp_path, {"WANDB_SILENT": "true"})
     run = started(site, "sft", ALL_SINKS)

@@ -35,9 +35,10 @@ def config_of(source: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_adapters_are_trained_committed_resharded_and_exported(tmp_path: Path) -> None:
-    """The reference is the actor without adapters, so the KL is zero at first. The trial resumes
-    from its adapters. Both exports give equal outputs, and adapters are never merged with another
-    base model.
+    """The reference is the actor without adapters, so the KL is zero at first.
+
+    The trial resumes from its adapters. Both exports give equal outputs, and adapters are never
+    merged with another base model.
     """
     site = Site(tmp_path)
     source = tmp_path / "source"

@@ -69,9 +69,10 @@ def outcome(site: Site, trial: str) -> dict[str, Any]:
 def test_tasks_without_staleness_equal_trainers_despite_kills(
     site: Site,
 ) -> None:
-    """A rollout worker, a rank of the trainers and the master are killed. New trainer processes use
-    the same tasks. The weights equal a trial that generates and scores itself, with the same stop
-    strings.
+    """A rollout worker, a rank of the trainers and the master are killed.
+
+    New trainer processes use the same tasks. The weights equal a trial that generates and scores
+    itself, with the same stop strings.
     """
     stops = ("12", "33", "5", "70")
     settings = f"rollout.stop_strings={json.dumps(stops)}"
@@ -100,10 +101,11 @@ def test_tasks_without_staleness_equal_trainers_despite_kills(
 
 @pytest.mark.long
 def test_tasks_merge_adapters_to_the_trainers_generation_weights(site: Site) -> None:
-    """A rollout worker is killed, then a rank of the trainers. The weights equal a trial whose
-    trainers generate in another layout, to which the merged weights move. Versions contain only
-    adapters. If the folder of frozen weights changes, the next task rejects it and the trainers
-    wait.
+    """A rollout worker is killed, then a rank of the trainers.
+
+    The weights equal a trial whose trainers generate in another layout, to which the merged
+    weights move. Versions contain only adapters. If the folder of frozen weights changes, the next
+    task rejects it and the trainers wait.
     """
     source = site.folder / "source"
     for name, backend, tasks in [("moved", "native:d2", None), ("merged", None, {"max": 1})]:

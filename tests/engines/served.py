@@ -411,9 +411,11 @@ class ServedContract:
         check(served.versions["2.1"], made, version="2.1")
 
     def test_idle_server_sleeps_and_samples_with_the_next_weights(self, served: Served) -> None:
-        """The batch of a cancelled request may still run when the server must sleep. The server
-        answers probes while it sleeps, and drops its cache. (On CPUs it frees no memory.) The test
-        sleeps twice, because the second sleep follows an update that woke the server.
+        """The batch of a cancelled request may still run when the server must sleep.
+
+        The server answers probes while it sleeps, and drops its cache. (On CPUs it frees no
+        memory.) The test sleeps twice, because the second sleep follows an update that woke the
+        server.
         """
 
         async def work() -> list[Completion]:

@@ -1,6 +1,7 @@
 """A lower bound of a GPU's seconds: bytes and floating-point operations of every dispatched
-operation, divided by the rates of good kernels on an H100 SXM. Operations in compiled regions and
-kernels called without torch's dispatcher are not counted.
+operation, divided by the rates of good kernels on an H100 SXM.
+
+Operations in compiled regions and kernels called without torch's dispatcher are not counted.
 """
 
 from __future__ import annotations

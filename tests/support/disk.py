@@ -1,7 +1,8 @@
-"""A disk in memory that simulates a crash of the file server. A file's bytes are durable after
-fsync of the file, and an entry (a name made, moved or removed) after fsync of its directory. Each
-other change may or may not survive a crash, independently of the rest. POSIX promises no more, and
-most file systems do.
+"""A disk in memory that simulates a crash of the file server.
+
+A file's bytes are durable after fsync of the file, and an entry (a name made, moved or removed)
+after fsync of its directory. Each other change may or may not survive a crash, independently of
+the rest. POSIX promises no more, and most file systems do.
 """
 
 from __future__ import annotations

@@ -45,10 +45,12 @@ class KilledError(BaseException):
 
 
 class Faulty(SystemCalls):
-    """Counts operations. Operation ``at`` and the next ``times - 1`` fail with ``error``.
-    ``killed``: the process is killed at operation ``at`` instead, halfway through a write.
-    ``done``: the operation takes effect, and only its reply is lost. Sleeping and, with ``hang_s``,
-    each operation advance the clock and take no real time.
+    """Counts operations.
+
+    Operation ``at`` and the next ``times - 1`` fail with ``error``. ``killed``: the process is
+    killed at operation ``at`` instead, halfway through a write. ``done``: the operation takes
+    effect, and only its reply is lost. Sleeping and, with ``hang_s``, each operation advance the
+    clock and take no real time.
     """
 
     def __init__(

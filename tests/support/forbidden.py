@@ -1,7 +1,8 @@
-"""Run every command on a run directory with an unreadable file or folder. ``python -m
-tests.support.forbidden FOLDER`` makes the run directory and prints each command that did not end
-with success or with one message. Root can read everything, so the program must run without the
-capabilities that allow it.
+"""Run every command on a run directory with an unreadable file or folder.
+
+``python -m tests.support.forbidden FOLDER`` makes the run directory and prints each command that
+did not end with success or with one message. Root can read everything, so the program must run
+without the capabilities that allow it.
 """
 
 from __future__ import annotations

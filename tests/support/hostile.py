@@ -1,5 +1,6 @@
-"""A run directory with one damaged or foreign file, and the readers of that file. ``python -m
-tests.support.hostile [--seed N] [--examples N]`` makes a long test of what
+"""A run directory with one damaged or foreign file, and the readers of that file.
+
+``python -m tests.support.hostile [--seed N] [--examples N]`` makes a long test of what
 ``unit/cli/test_cli_hostile.py`` tests briefly: every reader either works or ends with one clear
 message, without a traceback and in limited time.
 """

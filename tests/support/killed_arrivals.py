@@ -1,8 +1,9 @@
 """Processes that pass evaluations to all sinks, each killed at another place: python -m
-tests.support.killed_arrivals RUN PLACE... Each PLACE is a separate process. It is killed when the
-evaluations are ``recorded``, after a part of the data for ``tensorboard``, ``wandb`` or ``mlflow``,
-or after the last of them has all data but before this is recorded (``held``). With ``none`` it is
-not killed.
+tests.support.killed_arrivals RUN PLACE...
+
+Each PLACE is a separate process. It is killed when the evaluations are ``recorded``, after a part
+of the data for ``tensorboard``, ``wandb`` or ``mlflow``, or after the last of them has all data
+but before this is recorded (``held``). With ``none`` it is not killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""megatron-core in processes without a GPU. Megatron uses torch.cuda for its device, streams and
-random states. Here, each of its modules gets a separate ``torch`` object that represents the CPU,
-and the rest of the process uses the real one. Rank processes call ``install`` before they make a
-megatron engine.
+"""megatron-core in processes without a GPU.
+
+Megatron uses torch.cuda for its device, streams and random states. Here, each of its modules gets
+a separate ``torch`` object that represents the CPU, and the rest of the process uses the real one.
+Rank processes call ``install`` before they make a megatron engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A trial whose steps are slow until the test removes the pauses. It still runs when a test
-disturbs it, on machines of any speed, and ends soon afterwards. Its result does not depend on the
-pauses.
+"""A trial whose steps are slow until the test removes the pauses.
+
+It still runs when a test disturbs it, on machines of any speed, and ends soon afterwards. Its
+result does not depend on the pauses.
 """
 
 from __future__ import annotations

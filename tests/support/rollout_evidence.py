@@ -1,6 +1,8 @@
-"""The files of a trial with rollout tasks, read by the formats in docs/protocols.md without code of
-the package. A new incarnation removes the control logs of older ones, and a commit removes samples
-that it does not need. An `Archive` therefore keeps a hard link to each file.
+"""The files of a trial with rollout tasks, read by the formats in docs/protocols.md without code
+of the package.
+
+A new incarnation removes the control logs of older ones, and a commit removes samples that it does
+not need. An `Archive` therefore keeps a hard link to each file.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Seeded disturbances of a trial whose rollout tasks run in a preemptible partition of Slurm. A
-seed selects several kinds. Each disturbance follows after some steps and lasts until the trial
+"""Seeded disturbances of a trial whose rollout tasks run in a preemptible partition of Slurm.
+
+A seed selects several kinds. Each disturbance follows after some steps and lasts until the trial
 reacts, so results do not depend on the speed of the machine.
 """
 

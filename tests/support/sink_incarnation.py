@@ -1,8 +1,10 @@
 """Incarnations that feed all sinks and are killed meanwhile: python -m
-tests.support.sink_incarnation RUN PLACE... Each PLACE is an incarnation of four more steps in a
-separate process, which has already imported the libraries. It records two more steps than it
-commits. When every sink has started, it kills itself at PLACE: ``kept`` (the steps are delivered,
-but this is not recorded), ``half`` (half of the data is delivered), or ``none``.
+tests.support.sink_incarnation RUN PLACE...
+
+Each PLACE is an incarnation of four more steps in a separate process, which has already imported
+the libraries. It records two more steps than it commits. When every sink has started, it kills
+itself at PLACE: ``kept`` (the steps are delivered, but this is not recorded), ``half`` (half of
+the data is delivered), or ``none``.
 """
 
 from __future__ import annotations
@@ -95,9 +97,10 @@ def feed(paths: RunPaths, base: int, place: str) -> None:
 
 
 def wait_for_services() -> None:
-    """Wait for the remaining processes of a killed child, which this process has adopted. After the
-    kill, W&B's process still writes its file for some moments. A new incarnation of a trial needs
-    longer to start.
+    """Wait for the remaining processes of a killed child, which this process has adopted.
+
+    After the kill, W&B's process still writes its file for some moments. A new incarnation of a
+    trial needs longer to start.
     """
     deadline = time.monotonic() + 60.0
     with contextlib.suppress(ChildProcessError):  # none is left

@@ -1,6 +1,7 @@
-"""A training engine whose model is a table in float64, on ranks that are threads. The logits of a
-language model depend on the previous token, and a critic's value on the token itself. Weights
-follow plain gradient descent, so tests can compute a step by hand.
+"""A training engine whose model is a table in float64, on ranks that are threads.
+
+The logits of a language model depend on the previous token, and a critic's value on the token
+itself. Weights follow plain gradient descent, so tests can compute a step by hand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""TransformerEngine in processes without a GPU. Its Python code and megatron's adapters run
-unchanged. Its CUDA kernels, which another extension module contains, are replaced by the same
-operations of torch. Unused features (quantized tensors, fused attention, triton, ONNX) exist only
-by name. ``install`` must run before the first import of megatron-core, in processes that do nothing
-else.
+"""TransformerEngine in processes without a GPU.
+
+Its Python code and megatron's adapters run unchanged. Its CUDA kernels, which another extension
+module contains, are replaced by the same operations of torch. Unused features (quantized tensors,
+fused attention, triton, ONNX) exist only by name. ``install`` must run before the first import of
+megatron-core, in processes that do nothing else.
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ def assert_trains_alike(
     ranks: RankPool, folder: Path, one: Setup, split: Setup, bound: float
 ) -> Path:
     """Compare two steps on one rank and on a split model, and a third step of each from the
-    checkpoint of the other. ``bound`` is the bound of saved tensors. Return the checkpoint of the
-    split model.
+    checkpoint of the other.
+
+    ``bound`` is the bound of saved tensors. Return the checkpoint of the split model.
     """
     folders = folder / "one", folder / "split"
     for each in folders:

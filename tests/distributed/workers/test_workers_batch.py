@@ -106,9 +106,10 @@ def test_single_rank_sends_no_data(ranks: RankPool, items: int) -> None:
 def test_training_is_balanced_by_the_tokens_of_completions(
     ranks: RankPool, items: int, minibatches: int
 ) -> None:
-    """The lengths of completions are unknown before generation. Afterwards, every minibatch has the
-    same items as before, and about the same number of tokens on each rank. An item may have any
-    number of sequences, and a rank none.
+    """The lengths of completions are unknown before generation.
+
+    Afterwards, every minibatch has the same items as before, and about the same number of tokens
+    on each rank. An item may have any number of sequences, and a rank none.
     """
     sizes = [[1 + (item * item * 37) % 200] * (item % 3) + [7] for item in range(items)]
     parts = ranks(4, f"{HERE}:rebalance", sizes, minibatches, deadline_s=60.0)

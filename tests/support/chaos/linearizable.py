@@ -1,6 +1,7 @@
 """A check that the history of one key is linearizable, after Wing and Gong, "Testing and verifying
-concurrent objects" (1993), with memory of dead ends. An operation that never returned (its process
-was killed) may have taken effect or not.
+concurrent objects" (1993), with memory of dead ends.
+
+An operation that never returned (its process was killed) may have taken effect or not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Processes that stop before each file operation until they may continue, so that they can be
-killed at every point. An actor is a forked process that runs a function. In it, the functions of
-``os`` that touch files are replaced (this also covers code that bypasses `fsio.calls`): before each
-operation, the actor reports and waits for a token. Only one actor moves at a time, so the reports
-form a linear history. fsync does nothing here, because SIGKILL leaves the page cache intact;
+killed at every point.
+
+An actor is a forked process that runs a function. In it, the functions of ``os`` that touch files
+are replaced (this also covers code that bypasses `fsio.calls`): before each operation, the actor
+reports and waits for a token. Only one actor moves at a time, so the reports form a linear
+history. fsync does nothing here, because SIGKILL leaves the page cache intact;
 `tests.support.disk` tests durability. Sleeping takes no time.
 """
 

@@ -1,6 +1,7 @@
-"""Kill processes of a trial at seeded random moments: scripts/chaos [OPTIONS]. The trial must have
-the result of an undisturbed trial, bit for bit: weights, optimizer state, metrics of each step
-(except times), and the samples of each step.
+"""Kill processes of a trial at seeded random moments: scripts/chaos [OPTIONS].
+
+The trial must have the result of an undisturbed trial, bit for bit: weights, optimizer state,
+metrics of each step (except times), and the samples of each step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Python runs this module at its start if its folder is in PYTHONPATH. Agents and master then
-behave as on a shared file system, which reports no changes. SLURMRL_TEST_WAKEUPS is a folder with a
-file per program, which gets a byte for each wake-up that had an effect. If SLURMRL_TEST_CUT_OFF is
-set, no wake-up arrives.
+"""Python runs this module at its start if its folder is in PYTHONPATH.
+
+Agents and master then behave as on a shared file system, which reports no changes.
+SLURMRL_TEST_WAKEUPS is a folder with a file per program, which gets a byte for each wake-up that
+had an effect. If SLURMRL_TEST_CUT_OFF is set, no wake-up arrives.
 """
 
 import os

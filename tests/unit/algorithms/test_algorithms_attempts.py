@@ -73,9 +73,10 @@ def _first_is_right(votes: tuple[str | None, ...]) -> float:
 def test_majority_rate_of_many_completions_equals_the_sum_over_subsets(
     counts: tuple[int, ...],
 ) -> None:
-    """Compares maj@k with exact sums over the numbers of each vote in a subset. The first vote is
-    right in three of four completions or in all, and the second in all. Four completions have no
-    vote.
+    """Compares maj@k with exact sums over the numbers of each vote in a subset.
+
+    The first vote is right in three of four completions or in all, and the second in all. Four
+    completions have no vote.
     """
     n = sum(counts) + 4
     right = [Fraction(3, 4) if counts[0] % 4 == 0 else Fraction(1), Fraction(1), *[Fraction(0)] * 3]

@@ -237,9 +237,10 @@ def _named(*ids: str) -> SequenceSample:
 
 
 def test_only_calls_that_need_records_read_them(make_world: MakeWorld) -> None:
-    """The critic reads no log-probabilities, and a reference has separate experts. There are no
-    records without the settings or in evaluations. A custom algorithm gets records only if it
-    requests them.
+    """The critic reads no log-probabilities, and a reference has separate experts.
+
+    There are no records without the settings or in evaluations. A custom algorithm gets records
+    only if it requests them.
     """
     world = make_world(recompute_logprobs=True, kl={"coef": 0.1})
     config = restricted(world.settings.config)

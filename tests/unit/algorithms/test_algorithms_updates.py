@@ -50,9 +50,10 @@ class Recorder:
 
 
 def groups(items: list[int]) -> SequenceSample:
-    """Return groups of two sequences, with 2 and 3 tokens. The first token is the prompt. The
-    second sequence of item 0 has no response, and the response of item 1's second sequence does not
-    count.
+    """Return groups of two sequences, with 2 and 3 tokens.
+
+    The first token is the prompt. The second sequence of item 0 has no response, and the response
+    of item 1's second sequence does not count.
     """
     rows = [[2, 3]] * len(items)
     written = torch.tensor([[0, 1, 0, item > 0, item > 0] for item in items]).bool().flatten()

@@ -1,11 +1,13 @@
 """All interleavings of two masters and three rollout tasks up to a number of actions: no item is
-trained twice or lost. The ledger, the lineage and the writers of the history are the real code;
-files exist only in the model. A master leases an item, reads a result (any one, also repeatedly),
-loses a task, takes a step's item, trains it, or commits. A new master may begin at any time. The
-old one continues, but none of its commits is accepted. A task finishes an item that it was once
-given, with the weights of any master. A killed process makes no more actions, so every kill is
-included. The checks do not use the ledger: the weights of the model are the items that they were
-trained with, in order, and the name of a sample's file contains the weights that made it.
+trained twice or lost.
+
+The ledger, the lineage and the writers of the history are the real code; files exist only in the
+model. A master leases an item, reads a result (any one, also repeatedly), loses a task, takes a
+step's item, trains it, or commits. A new master may begin at any time. The old one continues, but
+none of its commits is accepted. A task finishes an item that it was once given, with the weights
+of any master. A killed process makes no more actions, so every kill is included. The checks do not
+use the ledger: the weights of the model are the items that they were trained with, in order, and
+the name of a sample's file contains the weights that made it.
 """
 
 from __future__ import annotations

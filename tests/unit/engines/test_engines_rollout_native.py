@@ -65,7 +65,7 @@ def served(
     overlap: bool = False,
     **more: Any,
 ) -> tuple[list[Completion], NativeRollout]:
-    """Return all completions in the order of the requests, and the engine, which has ended."""
+    """Return all completions in the order of the requests, and the closed engine."""
 
     async def run() -> tuple[list[Completion], NativeRollout]:
         engine = NativeRollout(decoder, limits=limits, version="0.1", **more)
@@ -82,7 +82,7 @@ def everything_is_free(engine: NativeRollout) -> bool:
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of sequences in each later call of a decoder."""
+    """Collect the numbers of tokens per sequence in each later call of a decoder."""
     counts: list[int] = []
     read = PagedDecoder.logits
 
@@ -112,9 +112,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_completions_do_not_depend_on_the_batch(
     name: str, changes: dict[str, Any], limits: Limits, overlap: bool
 ) -> None:
-    """Completions equal a batch that begins and ends together, for any number of rows, tokens and
-    pages.
-    """
+    """Completions equal those of a fixed batch, for any number of rows, tokens and pages."""
     decoder = decoder_of(name)
     options = GenerationOptions(**{"max_new_tokens": 25, **changes})
     requests = [
@@ -131,7 +129,7 @@ def test_completions_do_not_depend_on_the_batch(
 
 
 def test_request_survives_a_round_trip_through_json() -> None:
-    """The leader of a split model sends it to the other ranks."""
+    """The leader of a split model sends requests as JSON to the other ranks."""
     options = GenerationOptions(max_new_tokens=3, stop_token_ids=(7,), stop_strings=("x",))
     sent = request("a", (3, 5), options, -1, 2)
     assert GenerationRequest.from_values(json.loads(json.dumps(asdict(sent)))) == sent
@@ -147,9 +145,8 @@ def test_repeated_requests_give_identical_bits() -> None:
 
 
 def test_memory_of_ended_sequences_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is that of the rows that are served at a time, and of no prompt that has ended.
-
-    It is free at the end, at once: on a GPU, training needs it before the garbage collector runs.
+    """The cache has space only for the served rows, not for ended prompts. At the end it is freed
+    immediately, because on a GPU, training needs the memory before the garbage collector runs.
     """
     sizes: list[int] = []
     caches: list[weakref.ref[PagedCache]] = []
@@ -179,8 +176,8 @@ def test_memory_of_ended_sequences_is_reused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_turns_share_only_computed_cache_cells() -> None:
-    """Two sequences end as a third one needs a page, in the call that would have read their last
-    tokens. These fill pages, which a later prompt may then not share.
+    """Two sequences end when a third one needs a page, in the call that would have computed their
+    last tokens. These tokens fill pages, which a later prompt must then not share.
     """
     decoder = decoder_of()
     limits = Limits(rows=4, step_tokens=16, cache_tokens=24, page_tokens=4)
@@ -238,8 +235,8 @@ def test_logprobs_equal_the_training_forward_pass(name: str) -> None:
     ],
 )
 def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
-    """Every family gives the same tokens unless two are nearly equally likely; log-probabilities
-    agree within 1e-4.
+    """Every family gives the same tokens, unless two tokens are nearly equally likely.
+    Log-probabilities agree within 1e-4.
     """
     from tests.support.decoder_folders import from_hf
 
@@ -274,7 +271,7 @@ def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_logprobs_belong_to_the_sampling_distribution() -> None:
-    """With top-k and top-p, the probabilities of the kept tokens add up to 1."""
+    """With top-k and top-p, the probabilities of the kept tokens sum to 1."""
     options = GenerationOptions(max_new_tokens=1, top_k=2)
     found, _ = served(decoder_of(), [request(0, (5, 6, 7), options, *range(64))])
     probability = {c.tokens[0]: torch.tensor(c.logprobs[0]).exp().item() for c in found}
@@ -286,7 +283,9 @@ def test_logprobs_belong_to_the_sampling_distribution() -> None:
 def test_prompt_is_prefilled_once_for_all_its_completions(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """n = 64 completions cost one prefill; so do later requests that begin with the same pages."""
+    """n = 64 completions need one prefill of the prompt. Later requests that begin with the same
+    pages reuse it.
+    """
     decoder, prompt = decoder_of(), tuple(4 + n % 30 for n in range(length))
     counts = reads(monkeypatch)
     options = GenerationOptions(max_new_tokens=3)
@@ -300,8 +299,8 @@ def test_prompt_is_prefilled_once_for_all_its_completions(
 def test_later_turns_prefill_only_tokens_after_the_shared_prefix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt that begins with an ended request's tokens reads only what follows its full pages,
-    until the weights change.
+    """If a prompt begins with the tokens of an ended request, only the tokens after its full pages
+    are computed, until the weights change.
     """
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=9)
     counts = reads(monkeypatch)
@@ -333,8 +332,8 @@ def test_simultaneous_equal_prompts_are_prefilled_once(monkeypatch: pytest.Monke
 
 
 def test_new_weights_take_over_within_a_completion(tmp_path: Path) -> None:
-    """Tokens behind an update are those of the new weights, given the tokens before it; each token
-    has its version, and an update from a folder changes the decoder's own tensors.
+    """Tokens after an update come from the new weights, given the tokens before it. Each token has
+    its version. An update from a folder changes the decoder's own tensors.
     """
     first, second = decoder_of(seed=0), decoder_of(seed=1)
     to_hf(second, tmp_path)
@@ -367,8 +366,7 @@ def test_new_weights_take_over_within_a_completion(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [2, 9])
 def test_stale_cache_keeps_older_keys_after_an_update(tmp_path: Path, length: int) -> None:
-    """New weights use keys and values of old weights, as in transformers.
-
+    """New weights use keys and values of old weights, as the reference with transformers does.
     Later prompts share none of them.
     """
     models = [hf_model(ODD["qwen3"], seed) for seed in (1, 2)]
@@ -449,8 +447,8 @@ def check_greedy(completion: Completion, logits: Tensor) -> None:
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_updates_at_every_step_do_not_stop_requests(paused: bool) -> None:
-    """Prompts longer than a call's tokens are read again after each update; still each version
-    draws at least one token, so requests end.
+    """Prompts longer than a call's token limit are computed again after each update. Each version
+    still samples at least one token, so requests end.
     """
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=6)
     texts = [tuple(4 + (n + i) % 30 for n in range(30)) for i in range(4)]
@@ -518,7 +516,9 @@ def test_no_token_is_sampled_while_paused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_aborted_requests_keep_their_tokens() -> None:
-    """Abort gives what was drawn; a cancelled future frees its rows; unknown ids are ignored."""
+    """An abort returns the sampled tokens, a cancelled future frees its rows, and unknown ids are
+    ignored.
+    """
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=40)
 
     async def run() -> tuple[Completion, ...]:
@@ -684,8 +684,8 @@ def test_closed_engine_fails_its_requests() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("least", [0, 5])
 def test_stop_strings_end_completions_across_tokens(least: int, overlap: bool) -> None:
-    """A completion ends with the first token after which its text has a stop string, wherever in
-    tokens it begins and ends, and after the least number of tokens.
+    """A completion ends with the first token that completes a stop string, which may begin and end
+    inside tokens, and not before the minimum number of tokens.
     """
     decoder, stops = decoder_of(), ("ab", "cccd", "hhij", "ff")
     free = GenerationOptions(max_new_tokens=40)

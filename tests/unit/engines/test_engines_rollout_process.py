@@ -1,4 +1,4 @@
-"""The life of server processes, with small programs instead of servers."""
+"""Start and end of server processes, with small programs instead of servers."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
 
 
 def family(folder: Path) -> dict[str, int]:
-    """The pids of the server, its child and its daemon, once all of them run."""
+    """Wait until the server, its child and its daemon run. Return their pids."""
     names = ("server", "child", "daemon")
     wait_for("the server's processes", lambda: all((folder / name).exists() for name in names))
     return {name: int((folder / name).read_text()) for name in names}
 
 
 def shared_memory(pids: dict[str, int]) -> Path:
-    """The shared memory of the server."""
+    """Return the shared memory of the server."""
     return Path("/dev/shm", f"slurmrl_test_{pids['server']}")
 
 
@@ -93,7 +93,9 @@ def wait_for_ends(pids: dict[str, int]) -> None:
 
 
 def test_close_ends_every_process_of_a_server_including_daemons(tmp_path: Path) -> None:
-    """Closing ends what the server started and frees its shared memory; its log is private."""
+    """Closing ends all processes that the server started, and frees its shared memory. The log is
+    private.
+    """
     process = start(tmp_path)
     pids = family(tmp_path)
     assert shared_memory(pids).exists()
@@ -105,8 +107,8 @@ def test_close_ends_every_process_of_a_server_including_daemons(tmp_path: Path) 
 
 @pytest.mark.parametrize("killed", ["owner", "server"])
 def test_no_server_process_outlives_a_kill(tmp_path: Path, killed: str) -> None:
-    """Whether the owner or the server is killed, no process of the server is left, nor its shared
-    memory.
+    """After a kill of the owner or the server, no process and no shared memory of the server
+    remain.
     """
     with (tmp_path / "owner.log").open("wb") as output:
         owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stderr=output)
@@ -158,9 +160,8 @@ def test_only_shared_memory_of_the_server_is_removed(tmp_path: Path, killed: str
 
 
 def test_server_ends_if_its_supervisor_is_killed(tmp_path: Path) -> None:
-    """The kernel ends the server, and closing what runs in its session.
-
-    (The fork server kills a daemon after the worker, which adopts it.)
+    """The kernel ends the server, and closing ends the other processes of its session. (The fork
+    server adopts a daemon, and kills it after the worker.)
     """
     process = start(tmp_path)
     pids = family(tmp_path)
@@ -175,7 +176,7 @@ def test_server_ends_if_its_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 def test_report_of_an_ended_server_quotes_its_last_output(tmp_path: Path) -> None:
-    """There is the signal or the code, and the end of this start's output."""
+    """The report has the signal or exit code, and the end of the output of this start."""
     first = start(tmp_path)
     pids = family(tmp_path)
     os.kill(pids["server"], signal.SIGKILL)

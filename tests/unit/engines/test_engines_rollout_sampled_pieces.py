@@ -1,4 +1,4 @@
-"""Draws that updates of weights interrupt, against the same draws without updates."""
+"""Samples that weight updates interrupt, against the same samples without updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text(tokens: Sequence[int]) -> str:
 
 
 def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[int, Finish]:
-    """Return how many tokens of the stream a sample has, and how it ends."""
+    """Return the number of the stream's tokens in a sample, and its finish reason."""
     for count in range(options.min_new_tokens + 1, options.max_new_tokens + 1):
         whole, before = text(stream[:count]), len(text(stream[: count - 1]))
         ends = range(before + 1, len(whole) + 1)
@@ -63,9 +63,9 @@ def answer(
 
 
 def test_segments_combine_to_the_result_of_one_request() -> None:
-    """Wherever updates cut a completion: within stop strings of which others are the beginnings or
-    the ends, before the least number of tokens, within a character, and at the last token. Requests
-    that no update cuts make progress each.
+    """Updates may cut a completion anywhere: within overlapping stop strings, before the minimum
+    number of tokens, within a character, and at the last token. Every request makes progress
+    between updates.
     """
     pieces = 0
     for seed in range(4000):

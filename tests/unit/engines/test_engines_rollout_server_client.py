@@ -1,4 +1,4 @@
-"""The engine of a server, in front of a server that computes nothing."""
+"""The engine of a server, with a server that computes nothing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ CONTEXT = 16
 
 
 class ScriptedDialect(Dialect):
-    """Draws wait until the test ends them.
-
-    Aborts of draws younger than ``deaf`` calls of `abort` get lost, as those that overtake their
-    request do.
+    """A dialect whose requests wait until the test ends them. The first ``deaf`` aborts of a
+    request are lost, like aborts that arrive before their request.
     """
 
     where = "server"
@@ -120,8 +118,8 @@ async def ready(dialect: ScriptedDialect, **options: int) -> ServerClient:
 
 
 def test_tokens_of_unknown_weights_are_rejected() -> None:
-    """A server that was started again, or that another run has updated, is found out by the
-    versions of its tokens; `health` then fails, so that it gets the weights again.
+    """The versions of tokens show that a server was restarted, or that another run has updated it.
+    `health` then fails, so that the server gets the weights again.
     """
 
     async def main() -> None:
@@ -143,7 +141,7 @@ def test_tokens_of_unknown_weights_are_rejected() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_tokens_without_a_probability_are_rejected(value: float) -> None:
-    """Trained on, they would make each step one that is skipped."""
+    """With such tokens, training would skip every step."""
 
     async def main() -> None:
         dialect = ScriptedDialect()
@@ -186,8 +184,8 @@ def test_sleeping_server_wakes_before_it_gets_weights() -> None:
 
 
 def test_requests_wait_for_the_first_version_and_are_limited_in_number() -> None:
-    """No token is drawn before a version was installed; then at most ``concurrency`` completions
-    are requested at a time, and each is answered once, in the order of its keys.
+    """No token is sampled before a version was loaded. Afterwards, at most ``concurrency``
+    completions are requested at a time, and each is answered once, in the order of its keys.
     """
 
     async def main() -> None:
@@ -233,7 +231,7 @@ def test_abort_returns_sampled_tokens_even_if_it_overtakes_the_request() -> None
 
 
 def test_completion_aborted_by_the_server_is_an_error() -> None:
-    """A server that ends gracefully answers what it has: that must not pass for the whole."""
+    """A server that shuts down returns partial completions, which must not count as complete."""
 
     async def main() -> None:
         dialect = ScriptedDialect()

@@ -1,4 +1,4 @@
-"""A server that this run starts, and starts again, in front of a program that is no server."""
+"""A server that the run starts and restarts, with a program in place of the server."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def started(folder: Path, count: int) -> list[int]:
-    """The pids of all starts of the server, once there are that many.
-
-    (Every test has a deadline.) A server is ready here before it runs.
+    """Wait for this many starts of the server, and return their pids. (Every test has a deadline.)
+    The engine may count a server as ready before its program runs.
     """
     record = folder / "starts"
     while not record.exists() or len(pids := record.read_text().split()) < count:
@@ -56,7 +55,7 @@ async def ended(pid: int) -> None:
 
 
 class PickyDialect(ScriptedDialect):
-    """Refuses the versions in ``refused`` once it is paused."""
+    """A dialect that rejects the versions in ``refused`` while the server is paused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class PickyDialect(ScriptedDialect):
         self.at_wake()
 
     async def answer(self, name: str = "r-0-0", version: str = "1.1") -> None:
-        """Complete a draw once it has come."""
+        """Wait for a request, and complete it."""
         while name not in self.draws:
             await asyncio.sleep(0.01)
         self.draws[name].set_result(replace(completion(), versions=(version,) * 3))
@@ -114,7 +113,7 @@ def within(
     events: EventWriter | None = None,
     made: Callable[[], PickyDialect] = PickyDialect,
 ) -> None:
-    """``test`` gets the engine of a server with version 1.1, and how that server is spoken to."""
+    """Run ``test`` with the engine of a server at version 1.1, and with its dialect."""
 
     async def main() -> None:
         dialect = made()
@@ -239,7 +238,9 @@ def test_server_that_rejects_its_earlier_version_is_abandoned(tmp_path: Path) ->
 
 
 def test_server_that_hangs_during_an_update_is_restarted(tmp_path: Path) -> None:
-    """Once that has taken as long as a start may take. Silence does not count until then."""
+    """The server is restarted when the update has taken as long as a start may take. Until then,
+    silence does not count.
+    """
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         (pid,) = await started(tmp_path, 1)
@@ -258,7 +259,7 @@ def test_server_that_hangs_during_an_update_is_restarted(tmp_path: Path) -> None
 def test_unresponsive_server_is_ended_unless_it_answers_requests(
     tmp_path: Path,
 ) -> None:
-    """One that is too busy to answer probes still answers requests."""
+    """A server that is too busy to answer probes but answers requests is kept."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         (pid,) = await started(tmp_path, 1)
@@ -307,7 +308,9 @@ def test_suspended_process_does_not_mistake_its_server_for_hung(tmp_path: Path) 
 def test_repeated_start_error_is_final_unless_the_host_may_be_faulty(
     tmp_path: Path, error: str, lost: type[Exception], message: str
 ) -> None:
-    """Another host could not help. The message has the error, not only that the server ended."""
+    """Another host would not help. The message contains the error, and not only the end of the
+    server.
+    """
     code = f"import sys, time\ntime.sleep(0.2)\nraise {error}"
     words = rf"{message}.*exited with code 1\): \w+Error: .*; its log is .*server.l"
 
@@ -339,8 +342,8 @@ def test_error_that_servers_answer_before_ending_is_final_if_repeated(
 
 
 def test_server_that_a_request_crashes_is_not_restarted_forever(tmp_path: Path) -> None:
-    """A start that answers none of its requests has failed, although each counts as stable at once
-    here. The second one answers, so four more starts follow it.
+    """A start that answers none of its requests has failed, although every start counts as stable
+    immediately in this test. The second start answers, so four more starts follow it.
     """
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:

@@ -78,7 +78,9 @@ def reply(tokens: list[int], kind: str, version: str = "1.1", **finish: Any) -> 
 
 
 class ScriptedServer(HttpClient):
-    """A server that draws the numbers after the last token, two for each request until a pause."""
+    """A server that samples the numbers after the last token, and pauses each request after two
+    tokens.
+    """
 
     def __init__(self, info: Mapping[str, Any] = INFO) -> None:
         super().__init__(Address("unix:/nowhere"))
@@ -132,7 +134,7 @@ class ScriptedServer(HttpClient):
 
 
 async def paused(settings: GenerationRequest) -> tuple[ScriptedServer, Completion]:
-    """A draw that an update interrupts after two tokens."""
+    """Return a sample that an update interrupts after two tokens."""
     server = ScriptedServer()
     dialect = SglangDialect(server, model=MODEL)
     await dialect.connect()
@@ -160,8 +162,8 @@ async def paused(settings: GenerationRequest) -> tuple[ScriptedServer, Completio
 def test_stop_string_is_found_across_a_pause(
     stop: str, asked: list[list[str]], tokens: tuple[int, ...]
 ) -> None:
-    """The tokens before the pause are kept, and the server, which would not see a text that the
-    pause has cut in two, also stops at the rest of one that may have begun.
+    """The tokens before the pause are kept. The server would not find a stop string that the pause
+    cuts, so it also stops at the rest of a stop string that may have begun.
     """
     server, made = asyncio.run(paused(draw(stop_strings=(stop,))))
     assert [body["sampling_params"]["stop"] for body in server.asked] == [[stop], *asked]
@@ -184,7 +186,7 @@ def test_stop_string_is_found_across_a_pause(
 def test_last_token_before_a_pause_may_end_a_completion(
     options: dict[str, Any], finish: str | None
 ) -> None:
-    """A server draws once more before it aborts a request, and does not look at what it drew."""
+    """A server samples one more token before it aborts a request, without checking it for stops."""
     drawing = PiecewiseSampling(draw(**options))
     made = read_reply("server", reply([3, 4], "abort"), drawing.rest())
     ended = drawing.add(*made)
@@ -247,7 +249,7 @@ def test_stop_strings_end_a_completion_only_after_minimum_tokens(
 
 
 def test_completion_cut_inside_a_character_begins_again() -> None:
-    """A stop string may begin with it."""
+    """A stop string may begin within this character."""
     drawing = PiecewiseSampling(draw(stop_strings=("é",)))
     made = Completion(tokens=(3,), logprobs=(-1.0,), versions=("1.1",), finish="aborted")
     assert drawing.add(replace(made, text="a\ufffd")) == "aborted"
@@ -283,13 +285,15 @@ def test_abort_ends_a_completion_even_if_the_server_is_paused() -> None:
     ],
 )
 def test_wrong_replies_are_rejected(answer: object, message: str) -> None:
-    """A form, a stop or log-probabilities that were not requested are never taken for tokens."""
+    """Replies of another form, with an unknown stop, or without the requested log-probabilities,
+    are never used.
+    """
     with pytest.raises(RunFailedError, match=message):
         read_reply("server", answer, draw(stop_token_ids=(9,), stop_strings=("x",)))
 
 
 def masked(masks: list[list[int]]) -> dict[str, Any]:
-    """A reply with these sampling masks."""
+    """Return a reply with these sampling masks."""
     answer = reply([3, 4], "length")
     logprobs = {"output_token_sampling_logprobs": [-0.1, -0.2]}
     more = {"output_token_sampling_mask": masks, **logprobs}
@@ -327,7 +331,7 @@ ROUTED = RoutedLayers(layers=3, sparse=(0, 2), experts=5, per_token=2)
 
 
 def routed(rows: object, answer: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A reply with these experts."""
+    """Return a reply with these experts."""
     answer = answer or reply([3, 4], "length")
     text = base64.b64encode(np.array(rows, "<i4").tobytes()).decode()
     return {**answer, "meta_info": {**answer["meta_info"], "routed_experts": text}}
@@ -339,7 +343,7 @@ def experts_of(answer: dict[str, Any]) -> Any:
 
 
 def test_experts_are_read_only_for_layers_with_experts() -> None:
-    """SGLang reports all layers, and nothing of the last token, which was not read."""
+    """SGLang reports all layers, and no experts of the last token, which it did not process."""
     assert request_body(draw(experts=True))["return_routed_experts"]
     rows = [[[0, 1], [9, 9], [4, 2]], [[3, 1], [0, 0], [0, 4]], [[1, 0], [0, 0], [2, 3]]]
     found = experts_of(routed(rows))
@@ -511,10 +515,9 @@ KEEPS: dict[str, Any] = {**INFO, "version": "0.5.22", "pp_size": 1, "disaggregat
 def test_pause_mode_depends_on_server_version_and_requests(
     tmp_path: Path, info: Mapping[str, Any], least: int, stale_cache: bool, modes: list[str]
 ) -> None:
-    """A server that retracts is idle at once.
-
-    Before the first update its cache may be of another run, so it is emptied; one that is kept is
-    shared by requests of the same version only. A paused server stays in its mode.
+    """A server with pause mode "retract" is idle immediately. Before the first update, its cache
+    may belong to another run, so it is emptied. In a kept cache, only requests of the same version
+    share pages. A paused server stays in its mode.
     """
 
     async def work() -> ScriptedServer:

@@ -68,7 +68,7 @@ MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
 class ScriptedClient(HttpClient):
-    """Answers from a table; what it lacks has status 404."""
+    """A client that answers from a table; other requests get status 404."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         super().__init__(Address("unix:/none"))
@@ -101,7 +101,7 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
 
 
 def test_server_starts_after_another_was_killed(tmp_path: Path) -> None:
-    """The socket of the one before is still there, and vLLM would not bind it."""
+    """The socket of the killed server still exists, and vLLM would not bind it."""
     (tmp_path / "server.sock").touch()
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ ! -e "$6" ] || exit 7\necho "$@"\n')
@@ -141,7 +141,9 @@ def test_incomplete_reply_is_not_a_completion(path: tuple[str | int, ...], value
 
 
 def test_paused_server_is_resumed_before_it_is_checked() -> None:
-    """A client that was killed during an update leaves it so, and no token would ever come."""
+    """A client that was killed during an update leaves the server paused, and no
+    request would end.
+    """
     client = ScriptedClient(SERVER)
     assert asyncio.run(VllmDialect(client, model=MODEL).connect()) == 256
     assert client.asked.index("POST /resume") < client.asked.index("POST /inference/v1/generate")
@@ -215,7 +217,7 @@ def test_server_update_without_effect_fails(
 
 
 def test_checksums_are_read_per_rank_without_reordered_matrices() -> None:
-    """The rank is in the name; what kernels may have reordered is left out."""
+    """The rank is part of the name. Matrices that kernels may have reordered are left out."""
     reply = {
         "checksums": {
             f"dp0:pp0:pcp0:tp{rank}:model.{name}": f"{rank}"

@@ -1,4 +1,4 @@
-"""Whether a server holds the weights of a version."""
+"""Checks that a server has the weights of a version."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ def test_tensor_rank_reads_only_its_part_of_matrices(tmp_path: Path) -> None:
 def test_checksums_of_gpu_parameters_equal_sglang(
     count: int, dtype: torch.dtype, expected: str
 ) -> None:
-    """The values are those of SGLang's kernel (tests/engines runs it): of a part of a word, a tile,
-    and more than is computed at a time.
+    """The expected values come from SGLang's kernel (tests/engines runs it). Covers a part of a
+    word, a tile, and more elements than are computed at a time.
     """
     assert on_gpu((torch.arange(count) % 1000 - 300).to(dtype), CPU) == expected
 
@@ -242,7 +242,7 @@ def check(
 def test_server_with_wrong_weights_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One tensor is enough. What cannot be compared is said, once."""
+    """One wrong tensor is enough. A message lists tensors that cannot be compared, once."""
     first, second = version(tmp_path), version(tmp_path, "2.1", seed=1)
     checks = WeightChecks()
     held = report(tensors())
@@ -277,7 +277,7 @@ def test_parameters_in_another_format_are_compared_only_between_starts(
 
 
 def test_server_may_be_restarted_on_fewer_gpus(tmp_path: Path) -> None:
-    """Whoever runs it chooses: it is compared from then on."""
+    """The user of the server may change its number of GPUs. Later checks use the new number."""
     loaded, checks = version(tmp_path), WeightChecks()
     check(checks, report(tensors()) * 2, loaded)
     check(checks, report(tensors()), loaded)

@@ -1,5 +1,5 @@
-"""Tests of host waits for a GPU: few per training step and token group, none per micro-batch, layer
-or token.
+"""Host waits for a GPU are few per training step and group of tokens, and none per micro-batch,
+layer or token.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def test_rounds_check_for_ended_sequences_every_few_tokens(
 def test_requests_wait_only_for_tokens_of_an_earlier_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Calls of the model and draws are queued without a wait; tokens are read when the next call
-    runs, and completions are those of the whole batch. (Products are those of a GPU.)
+    """Model calls and sampling are queued without a wait. Tokens are read while the next call runs.
+    Completions equal those of the whole batch. (Products are those of a GPU.)
     """
     monkeypatch.setattr(inference_module, "packable", lambda weight: False)
     model, batch, keys = engine(), sample("prompt_ids"), torch.arange(len(LENGTHS))

@@ -18,7 +18,9 @@ from tests.support.faulty import Faulty
 
 
 class Scripted(SystemCalls):
-    """Raises an error at chosen calls of one method, before or after doing it."""
+    """File operations that raise an error at chosen calls of one method, before or after its
+    effect.
+    """
 
     def __init__(self, method: str, error: int, *, times: int = 1, done: bool = False) -> None:
         self.method, self.error, self.times, self.done = method, error, times, done
@@ -132,7 +134,7 @@ def test_replace_keeps_the_old_content_on_a_full_disk(tmp_path: Path) -> None:
 
 
 class Sequence(SystemCalls):
-    """Notes what happens to which kind of file."""
+    """File operations that record each operation with its kind of file."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -198,7 +200,7 @@ def test_remove_exactly_keeps_content_of_others(tmp_path: Path) -> None:
 
 
 class ReplacedInBetween(SystemCalls):
-    """Another writer replaces the file between our look and our rename."""
+    """File operations in which another writer replaces the file between the read and the rename."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -228,7 +230,9 @@ def test_temporaries_are_skipped_by_listing_and_removed_by_sweep(tmp_path: Path)
 
 
 class SweptBefore(SystemCalls):
-    """Somebody sweeps the directory just before the first link or rename."""
+    """File operations in which another process empties the directory just before the first link or
+    rename.
+    """
 
     swept = 0
 

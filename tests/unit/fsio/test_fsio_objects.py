@@ -1,4 +1,4 @@
-"""Dataclasses as JSON objects, which are checked where they are read."""
+"""Dataclasses as JSON objects, which readers check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VALUES = {
 
 
 def test_written_objects_read_back_equal() -> None:
-    """Fields with their default take no space."""
+    """Fields with their default value are not written."""
     assert json.loads(json.dumps(to_json(CART))) == VALUES
     assert from_json(Cart, VALUES, "a cart") == CART
 

@@ -15,7 +15,7 @@ OURS, THEIRS = os.geteuid(), os.geteuid() + 1
 
 
 class Owned(SystemCalls):
-    """Shows some paths as belonging to another user, or fails."""
+    """File operations that show some paths as another user's, or fail."""
 
     def __init__(self, theirs: tuple[Path, ...] = (), error: int = 0) -> None:
         self.theirs = theirs

@@ -99,7 +99,7 @@ def test_unread_keys_are_reported_with_their_makers() -> None:
 
 
 def test_built_in_call_may_produce_unread_keys() -> None:
-    """No setting changes that, so it is no cause for a warning; a call of no use is one."""
+    """The user cannot change this, so there is no warning. An unused call causes a warning."""
     ours = replace(GENERATE, interface="slurmrl.algorithms.rollout_calls:RolloutInterface")
     assert unread((ours, JUDGE, TRAIN), "prompt") == []
     assert unread((ours, JUDGE, TRAIN), "prompt", evaluation=True) == []

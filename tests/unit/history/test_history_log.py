@@ -92,7 +92,7 @@ def test_missing_slot_on_a_local_file_system_is_reported_at_once(tmp_path: Path)
 
 
 class HidesNewFiles(NoSleep):
-    """A cache that does not show the newest files for a number of pauses."""
+    """File operations whose cache hides the newest files for a number of pauses."""
 
     hidden = 3
 

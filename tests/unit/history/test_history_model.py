@@ -55,7 +55,7 @@ Action = tuple[Any, ...]
 
 
 class NextAction(BaseException):
-    """Unwinds a process at an action that has not happened yet."""
+    """Raised to stop a process at an action that has not happened yet."""
 
 
 class Replay:
@@ -187,7 +187,7 @@ class Model:
     _next: dict[tuple[int, Log, tuple[Any, ...]], Action | None] = field(default_factory=dict)
 
     def explore(self) -> None:
-        """Visit every state that can be reached. Raises AssertionError with the state."""
+        """Visit every reachable state. Raises AssertionError with the state."""
         first = State((), frozenset(), ((),) * len(self.programs))
         seen, todo = {first}, [first]
         while todo:
@@ -206,7 +206,7 @@ class Model:
         self.states = len(seen)
 
     def step(self, state: State, number: int) -> State | None:
-        """The state after the next action of one process; None if it has ended."""
+        """Return the state after the next action of a process, or None if it has ended."""
         returns = state.processes[number]
         if returns is None:
             return None
@@ -262,15 +262,15 @@ class Model:
 
 
 def check(state: State) -> None:
-    """The invariants of docs/protocols.md."""
+    """Check the invariants of docs/protocols.md."""
     missing = needed(state.log) - state.disk
     assert not missing, f"not on disk: {missing}, {state}"
 
 
 @cache
 def needed(log: Log) -> frozenset[str]:
-    """The checkpoints that must exist: the committed ones, and the base of the newest incarnation
-    until it has its own commit. Checks the history itself.
+    """Check the history, and return the checkpoints that must exist: the committed ones, and the
+    base of the newest incarnation until it has its own commit.
     """
     try:
         now = fold(records(log))
@@ -290,7 +290,7 @@ def needed(log: Log) -> frozenset[str]:
 
 @pytest.fixture(autouse=True)
 def _files_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """File operations of the real code become actions of the model."""
+    """Turn file operations of the real code into actions of the model."""
 
     def remove(path: ModelPath, **options: Any) -> None:
         path.replay.act("remove", path.name)
@@ -316,7 +316,7 @@ def explored(*programs: Callable[[Replay], None]) -> Model:
 
 
 def kinds(logs: set[Log]) -> set[str]:
-    """Histories as words: the first letter of each kind, x for FINISHED."""
+    """Draw histories as words: the first letter of each kind, x for FINISHED."""
     letters = {Kind.FINISHED: "x"}
     return {"".join(letters.get(kind, kind.value[0]) for kind, *_ in log) for log in logs}
 

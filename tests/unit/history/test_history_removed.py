@@ -1,4 +1,4 @@
-"""The directory of the history was removed, renamed or hidden while its run is still there."""
+"""The directory of the history was removed, renamed or hidden while its run still exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two writers on one history: in any order, an old incarnation never follows a newer one."""
+"""Two writers on one history: in any order, no record of an old incarnation follows a newer
+incarnation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub for the test, which the library of the hub takes for the real one."""
+"""A test hub that the hub's library uses in place of the real one."""
 
 from __future__ import annotations
 

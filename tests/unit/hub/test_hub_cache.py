@@ -1,4 +1,4 @@
-"""Repositories of the hub: fetched once per commit, and what is said of those that cannot be."""
+"""Repositories of the hub: each commit is downloaded once, and failures are explained."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def test_commit_is_downloaded_once_and_then_found_offline(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A branch is asked for each time; a commit is not.
-
-    Files are readable by their owner only, and torch is not imported.
+    """Each use asks the hub for the commit of a branch, but not for a commit. Only the owner can
+    read the files, and torch is not imported.
     """
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     first = hub.commit("datasets/org/sums", {"train.jsonl": LINES, "test.jsonl": LINES})

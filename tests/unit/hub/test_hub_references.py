@@ -92,8 +92,8 @@ def test_trial_keeps_its_commits_and_new_trials_get_the_newest(site: Site) -> No
 def test_resumed_trial_downloads_removed_commits_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commits that it had, although the branches have moved on; where the hub cannot be
-    reached, one message for each folder, and nothing is queued.
+    """The trial gets its earlier commits, although the branches have moved. If the hub cannot be
+    reached, there is one message for each folder, and no job is queued.
     """
     config = site.load().config
     paths = RunPaths.of(site.root, user_name(), "sums", "1")

@@ -1,4 +1,4 @@
-"""The profile of a site: what is proposed of what was found, and the text of the answers."""
+"""The profile of a site: values that `slurmrl init` proposes, and the written file."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 
 
 def mark(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
-    """The number of boxes that hold each element."""
+    """Count the boxes that hold each element."""
     counts = np.zeros(shape, dtype=int)
     for box in boxes:
         counts[box.slices] += 1

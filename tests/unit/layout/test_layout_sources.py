@@ -1,4 +1,4 @@
-"""Boxes of any layout put together from any other, with real data."""
+"""Boxes of any layout are assembled from any other layout, with real data."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Clock:
 
 
 class Directory(SystemCalls):
-    """A directory that can fail, or answer only after a time."""
+    """A directory that can fail or answer late."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -151,7 +151,7 @@ def test_suspended_observer_leaves_holders_alive(watcher: Watcher) -> None:
 
 
 def test_lease_note_is_written_with_the_counter_and_never_hides_it(watcher: Watcher) -> None:
-    """A shorter note leaves the rest of the one before behind it."""
+    """Covers a shorter note, after which the rest of the previous note remains."""
     watcher.lease.beat(b"a long note")
     assert (watcher.look().counter, watcher.look().note) == (2, b"a long note")
     watcher.lease.beat(b"short")

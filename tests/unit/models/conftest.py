@@ -1,4 +1,4 @@
-"""Pairs of the built-in decoder and transformers' own model with the same random weights."""
+"""Pairs of the built-in decoder and transformers' model with the same random weights."""
 
 from __future__ import annotations
 

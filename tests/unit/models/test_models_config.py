@@ -74,7 +74,7 @@ def test_exports_name_transformers_classes(name: str) -> None:
 
 @pytest.mark.parametrize("factor", [1, 1.0, None])
 def test_full_rotary_dimension_may_be_stated(factor: float | None) -> None:
-    """The spellings of transformers and of users."""
+    """Covers the spellings of transformers and of users."""
     theta = {"rope_type": "default", "rope_theta": 500.0}
     plain = ModelConfig.from_hf({**LLAMA, "rope_parameters": theta}, strict=True)
     for changes in (

@@ -1,4 +1,4 @@
-"""Folders whose weights have NaN or infinite values are refused by file and tensor."""
+"""Folders with NaN or infinite weights are rejected with the file and tensor."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def randomize(model: HFModel) -> dict[str, Tensor]:
 
 
 def theirs(name: str, family: str, values: Tensor) -> tuple[str, Tensor]:
-    """PEFT's name of a matrix, and its values in PEFT's form."""
+    """Return PEFT's name of a matrix, and its values in PEFT's form."""
     layer, _, matrix = name.removeprefix(MODULE).rpartition(".")
     if family in TRANSPOSED:
         matrix, values = LORA_A if matrix == LORA_B else LORA_B, values.t()
@@ -85,7 +85,7 @@ def total(logp: Tensor) -> Tensor:
 
 @dataclass
 class Trained:
-    """Adapters as a checkpoint has them."""
+    """Adapters in the form of a checkpoint."""
 
     tensors: dict[str, Tensor]
 

@@ -1,4 +1,6 @@
-"""Rows of several sequences, in families that keep these apart and in families that do not."""
+"""Rows with several sequences, in families that separate sequences within a row and families that
+do not.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_logprobs_do_not_depend_on_the_batch(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["jamba", "lfm2", "falcon_h1", "qwen3_next", "llama", "qwen3_moe"])
 def test_new_weights_show_which_families_mix_sequences(name: str, dtype: torch.dtype) -> None:
-    """Sequences of new models hardly change each other, until training makes weights larger."""
+    """In new models, sequences of a row hardly affect each other until training makes weights
+    larger.
+    """
     model = built(tiny(name, initializer_range=0.02), dtype)
     assert model.rows == ("packed" if name in APART else "single")
 

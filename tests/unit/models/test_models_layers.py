@@ -31,7 +31,7 @@ def numbers(*shape: int) -> Tensor:
 def test_fused_layer_equals_its_parts_bit_by_bit(
     monkeypatch: pytest.MonkeyPatch, name: str, tokens: int
 ) -> None:
-    """A decode step of rows with cells of earlier calls; what it writes to the cache, too."""
+    """Covers a decode step of rows with cells of earlier calls, and the cells that it writes."""
     decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}))
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 3 * PAGE, (tokens,), generator=draw)

@@ -1,4 +1,4 @@
-"""Frozen weights with their adapters merged: the same bits however they are cut."""
+"""Frozen weights with merged adapters have the same bits for any partition."""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ def test_balance_loss_does_not_depend_on_micro_batches(cuts: list[int]) -> None:
 
 
 def test_recorded_experts_equal_a_loop_over_tokens() -> None:
-    """The router's weights of them, values and gradients; where none are recorded, it chooses."""
+    """Compares values and gradients of the router's weights of these experts. For tokens without a
+    record, the router chooses.
+    """
     block = blocks()[0][0]
     block.balance = None
     generator = torch.Generator().manual_seed(4)

@@ -1,4 +1,4 @@
-"""Evaluations by trials of their own, on their way to the sinks of the trial that trains."""
+"""Results of separate evaluation trials reach the sinks of the training trial."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def configure(run: FakeRun, root: Path, **logging: Any) -> Logging:
 
 
 def arrived_steps(paths: RunPaths) -> list[str]:
-    """The steps of the files that TensorBoard has, in the order of their arrival."""
+    """Return the steps in TensorBoard's files, in the order of their arrival."""
     return [path.name.rpartition("-")[2] for path in sorted(paths.arrived_tensorboard.iterdir())]
 
 
@@ -160,9 +160,8 @@ def test_writers_take_turns_and_skip_a_dead_holder(tmp_path: Path) -> None:
 def test_process_suspended_before_its_turn_does_not_reuse_a_past_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was stopped between its look and the creation of the file.
-
-    Its time runs from before that.
+    """A process may be stopped between its check and the creation of its file. Its time limit
+    starts before the check.
     """
     (tmp_path / "8").touch()
     (tmp_path / "8.ended").touch()

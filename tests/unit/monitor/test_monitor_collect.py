@@ -17,7 +17,7 @@ from tests.support.replaced import replace
 
 
 class Time:
-    """A clock that moves during sleeps, and things that happen meanwhile."""
+    """A clock that advances during sleeps, and events at given times."""
 
     def __init__(self, *leases: Lease, beat_at_s: float = 0.1) -> None:
         self.now = 0.0

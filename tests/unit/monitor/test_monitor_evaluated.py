@@ -26,7 +26,9 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 def test_unreadable_summary_is_left_out(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system of its host does not answer for a while, but the trial's does."""
+    """The summary is on a file system that does not answer for a while, while the trial's file
+    system does.
+    """
     summary = evaluation(run.paths, "add-1-step-40", "step-00000040.2-checkpoint", loss=2.0)
     stat = Path.stat
 
@@ -77,8 +79,8 @@ def test_evaluated_checkpoints_have_lines(run: FakeRun) -> None:
 def test_results_of_other_trials_and_rolled_back_steps_are_left_out(
     run: FakeRun, tmp_path: Path
 ) -> None:
-    """Another trial's model, a checkpoint that training did not continue from, a trial that has not
-    finished, and a file that was cut.
+    """Covers another trial's model, a checkpoint of a rolled-back step, an unfinished trial, and a
+    truncated file.
     """
     paths = run.paths
     another = FakeRun(tmp_path, trial="2")

@@ -1,4 +1,4 @@
-"""The page of events lists the kinds and the fields that the code writes, and no others."""
+"""The page of events lists exactly the kinds and fields that the code writes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def trees() -> tuple[ast.Module, ...]:
 
 
 def documented() -> dict[str, set[str]]:
-    """The fields of each kind in the tables of the page."""
+    """Return the fields of each kind in the tables of the page."""
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", PAGE.read_text(encoding="utf-8"), re.M)
     assert len(rows) == len({kind for kind, _ in rows}), "a kind has two rows"
     return {kind: set(re.findall(r"`(\w+)`", fields)) for kind, fields in rows}
 
 
 def written() -> Iterator[tuple[str, set[str]]]:
-    """Kind and named fields of each call ``….write("kind", field=…)``."""
+    """Return the kind and named fields of each call ``….write("kind", field=…)``."""
     for tree in trees():
         for node in ast.walk(tree):
             match node:

@@ -1,4 +1,4 @@
-"""Who waits for whom, in one sentence."""
+"""A sentence that names which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_single_rank_is_shown_on_one_line() -> None:
 
 
 def test_ranks_of_another_world_are_separate_and_named() -> None:
-    """Rank 0 of a rollout task is not rank 0 of the trainers: they are never one group, and no
-    explanation of what the trainers wait for blames it.
+    """Rank 0 of a rollout task is not rank 0 of the trainers. They are never in one group, and an
+    explanation of the trainers' wait never names the task.
     """
     away = row(3, "generate", world="rollout/7")
     found = grouped([away, *THREE, row(3, "generate")])

@@ -87,10 +87,8 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
     ],
 )
 def test_failure_is_described_in_words(failure: dict[str, Any], words: str) -> None:
-    """Exit codes and times come from fields.
-
-    Where an older version wrote none, the line repeats the reason, and nothing is guessed from its
-    words.
+    """Exit codes and times come from fields. If an older version wrote no fields, the line repeats
+    the reason without interpretation.
     """
     assert failure_words(Failure(**failure)) == words
 

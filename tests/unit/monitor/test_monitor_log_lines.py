@@ -56,7 +56,7 @@ def logs(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
 def test_lines_of_all_processes_are_sorted_by_time_with_tracebacks(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A broken line stays where it stands in its file, and a cut one is shown."""
+    """An invalid line keeps its place in its file, and a truncated line is shown."""
     assert logs(capsys) == [
         "trainer/0 | printed before any entry",
         "01-31 14:00:00.0  master  INFO     incarnation 1",
@@ -114,9 +114,8 @@ def test_json_lines_have_documented_fields(
 def test_newest_lines_are_read_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: Wanted
 ) -> None:
-    """Only the end of a long file is read.
-
-    For a file that was just rotated, the previous part is read too.
+    """Readers read only the end of a long file. If a file was just rotated, they also read the
+    previous part.
     """
     path = tmp_path / "0.0.log"
     old, new = f"{DAY} 13:00:00,000 [rank 0] INFO old\n", f"{DAY} 14:00:00,000 [rank 0] INFO"

@@ -115,7 +115,9 @@ def test_cut_drops_lines_of_an_older_master(path: Path) -> None:
 
 
 def test_recorder_continues_after_the_last_commit(tmp_path: Path) -> None:
-    """Lines of an older version have no time. It is no curve, and the line given stays as it is."""
+    """Lines of an older version have no time. The time is not a metric, and the caller's line stays
+    unchanged.
+    """
     paths = RunPaths(tmp_path)
     write(paths.metrics, 1, 2, 3)
     recorder = MetricsRecorder(paths, Logging(), last_step=2, clock=lambda: 1767225600.12345)

@@ -1,4 +1,4 @@
-"""The samples that steps keep: which lines readers find, whoever is killed."""
+"""The recorded samples of steps: the lines that readers find after any kill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keep(
 
 
 def read(folder: Path, *, evaluation: bool = False) -> dict[int, str]:
-    """The text of each step, whose lines must be whole and of that step."""
+    """Return the text of each step. Its lines must be complete and belong to the step."""
     found = {}
     for step, place in samples.places(folder, evaluation=evaluation).items():
         with documents.opened(place.path) as file:
@@ -116,7 +116,7 @@ def test_complete_steps_are_readable_after_a_kill_at_any_operation(tmp_path: Pat
 
 
 class FullDisk(SystemCalls):
-    """Every ``period``-th write ends in its middle."""
+    """File operations in which every ``period``-th write is partial."""
 
     def __init__(self, period: int) -> None:
         self.period = period

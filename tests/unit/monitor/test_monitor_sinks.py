@@ -72,7 +72,7 @@ def test_no_package_is_needed_without_sinks(
 
 
 def test_mlflow_telemetry_is_disabled(tmp_path: Path) -> None:
-    """The library decides while it is imported whether it sends what clusters do to its makers."""
+    """MLflow decides during its import whether it sends usage data."""
     code = (
         "import sys; from pathlib import Path; from slurmrl.config.schema import Logging, Mlflow; "
         "from slurmrl.watch import sinks; from slurmrl.run.paths import RunPaths; "
@@ -108,9 +108,8 @@ def test_only_numbers_are_plotted() -> None:
 def test_each_sink_has_each_committed_step_once_despite_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed when the steps are handed over, and half-way through that.
-
-    Steps that were recorded but not committed have other values when they are done again.
+    """The process is killed when steps are delivered, and halfway through the delivery. Steps that
+    were recorded but not committed have other values when they are repeated.
     """
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     paths = FakeRun(tmp_path / "runs").paths
@@ -305,7 +304,9 @@ def test_only_current_incarnation_or_ended_trial_feeds_sinks(
 
 
 def test_metrics_between_two_steps_are_read_once_in_order(tmp_path: Path) -> None:
-    """Each once, the newest line, in order; lines behind that are not read."""
+    """Each step is returned once, in order, from its newest line. Lines of later steps are not
+    read.
+    """
     path = tmp_path / "metrics.jsonl"
     lines: list[Mapping[str, Any]] = [{"step": 1}, {"step": 2}, {"step": 4, "a": 1}, {"step": 3}]
     path.write_bytes(b"".join(map(metrics.encode, [*lines, {"step": 4, "a": 2}])) + b'{"step": 5')

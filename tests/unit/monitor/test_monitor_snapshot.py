@@ -21,7 +21,7 @@ SLACK = 12
 
 
 def live(root: Path, incarnations: int) -> FakeRun:
-    """A run that began so often; each time it made commits and died in a job of its own."""
+    """Make a run with this many incarnations. Each made commits and ended in a separate job."""
     run = FakeRun(root, trial=str(incarnations))
     run.submission()
     for number in range(1, incarnations + 1):
@@ -39,7 +39,7 @@ def live(root: Path, incarnations: int) -> FakeRun:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every file that was opened through `fsio` or `Path.open`."""
+    """Collect the files that are opened through `fsio` or `Path.open`."""
     files: list[Any] = []
     real, real_path = os.open, Path.open
 
@@ -93,7 +93,7 @@ def test_incomplete_events_are_skipped(tmp_path: Path, torn: str) -> None:
 
 @pytest.mark.parametrize("part", ["events", "metrics.jsonl", "plan.json", "export", "submissions"])
 def test_status_works_before_all_files_exist(tmp_path: Path, part: str) -> None:
-    """Whoever makes a run directory may have come only so far, or a cache shows only so much."""
+    """A submission may still be making the run directory, or a cache may show only a part of it."""
     run = live(tmp_path, 2)
     (run.paths.run / part).rename(tmp_path / "away")
     status = assemble(read(run.paths, DETAILED), [])
@@ -130,7 +130,7 @@ def test_stacks_are_rejected_without_a_plan(tmp_path: Path, text: str | None, me
 def test_attempt_hidden_by_a_cache_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The listing shows a newer attempt, its file is not seen yet."""
+    """The listing shows a newer attempt whose file is not visible yet."""
     run = live(tmp_path, 2)
     real, hidden = NameStore.find_subtree, "attempt/trainer/0/2"
 

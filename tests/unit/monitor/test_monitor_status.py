@@ -344,8 +344,8 @@ def test_ended_job_of_a_task_has_its_reason_in_words(run: FakeRun) -> None:
 
 
 def test_tasks_of_other_groups_do_not_make_a_trial_run(run: FakeRun) -> None:
-    """A rollout task that holds its GPUs while the trainers' job waits in the queue is no running
-    trial: that has not begun, and its time left is not the task's.
+    """If a rollout task has GPUs while the trainers' job waits in the queue, the trial does not
+    count as running. Its remaining time is not the task's.
     """
     trainers = '{"name": "trainer", "hosts": 1, "elastic": false}'
     rollout = '{"name": "rollout", "hosts": 1, "elastic": true}'

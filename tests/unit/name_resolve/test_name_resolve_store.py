@@ -1,4 +1,4 @@
-"""Names: what a store does, several stores on one directory, and its contents."""
+"""The name store: its operations, several stores on one directory, and its files."""
 
 from __future__ import annotations
 

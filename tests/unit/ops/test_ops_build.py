@@ -1,4 +1,4 @@
-"""Building the operators: keys, one build for many processes, publication, falling back."""
+"""Builds of the operators: keys, one build for many processes, publication, fallback to torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def made() -> Recipe:
 
 @pytest.fixture
 def forget() -> Iterator[None]:
-    """Start without loaded libraries and without earlier warnings."""
+    """Remove loaded libraries and earlier warnings."""
     for function in (loading.load, loading._ready, loading._ready_or_warn):
         function.cache_clear()
     yield
@@ -252,7 +252,7 @@ def test_message_about_missing_compilers_says_what_to_install() -> None:
 
 @pytest.fixture
 def bare_host(forget: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No C++ compiler; returns the cache, which is empty."""
+    """Remove the C++ compiler, and return the empty cache."""
     monkeypatch.setenv("CXX", str(tmp_path / "missing"))
     monkeypatch.setenv("SLURMRL_OPS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -367,10 +367,8 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe) -> str:
-    """The output of a C++ program, which must succeed.
-
-    It is built from sources in ``folder`` with sanitizers, and cached until the sources, flags or
-    compiler change.
+    """Build and run a C++ program, which must succeed, and return its output. It is built from
+    sources in ``folder`` with sanitizers, and cached until the sources, flags or compiler change.
     """
     common = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *SANITIZE]
     command = [libraries.find_toolchain().cxx, *common, *flags, *sources, "-o", "{}/program"]
@@ -431,7 +429,7 @@ def test_cuda_kernels_run_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path
 
 
 def test_operators_build_from_the_wheel(tmp_path: Path) -> None:
-    """The wheel has the sources: its library has the same key as this tree's."""
+    """The wheel contains the sources. Its library has the same key as the library of this tree."""
     installed = tmp_path / "installed"
     pip("wheel", tmp_path, "-w", str(tmp_path))
     (wheel,) = tmp_path.glob("slurmrl-*.whl")

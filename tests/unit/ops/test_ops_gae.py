@@ -1,4 +1,4 @@
-"""Packed GAE, compiled and in torch, against a float64 loop of the definition."""
+"""Packed GAE, compiled and in torch, against a loop over the definition in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-4, torch.
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The pure torch form and the compiled form."""
+    """Use the torch form, and the compiled form."""
     monkeypatch.setenv("SLURMRL_OPS", request.param)
     return str(request.param)
 
@@ -56,7 +56,7 @@ def pack(
 
 
 def rounded(sequences: Sequences, dtype: torch.dtype) -> Sequences:
-    """The numbers rounded to the dtype."""
+    """Return the numbers rounded to the dtype."""
 
     def through(numbers: list[float]) -> list[float]:
         return torch.tensor(numbers, dtype=dtype).double().tolist()

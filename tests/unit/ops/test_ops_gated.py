@@ -52,7 +52,9 @@ def test_gated_gradients_equal_autograd(activation: str) -> None:
 
 
 def test_gated_block_keeps_two_activations_of_its_inner_size() -> None:
-    """The gate and the other half; neither the activated gate nor the product."""
+    """The block keeps the gate and the other factor, but neither the activated gate nor the
+    product.
+    """
     architecture = {
         "model_type": "llama",
         "vocab_size": 8,

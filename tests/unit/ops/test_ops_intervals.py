@@ -19,14 +19,14 @@ ALL = [*FLOATS, torch.int8, torch.uint8, torch.bool, torch.int64, torch.complex6
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The pure torch form and the compiled form."""
+    """Use the torch form, and the compiled form."""
     monkeypatch.setenv("SLURMRL_OPS", request.param)
     return str(request.param)
 
 
 @st.composite
 def separate(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Disjoint intervals in random order, some adjacent or empty."""
+    """Return disjoint intervals in random order, some of them adjacent or empty."""
     pairs, begin = [], 0
     for gap, length in draw(
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=12)

@@ -36,7 +36,9 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean() -> None:
 
 
 def test_dropout_depends_only_on_token_and_column() -> None:
-    """Ranks that have some of the tokens, in any order, or some of the columns, draw the same."""
+    """Ranks with a part of the tokens, in any order, or of the columns, have the same dropout
+    masks.
+    """
     whole = drawn(9)(torch.ones(9, 30))
     for begin, end in ((0, 7), (5, 14), (14, 30)):
         part = drawn(9, first=begin)(torch.ones(9, end - begin))

@@ -32,7 +32,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_token_output_does_not_depend_on_other_tokens() -> None:
-    """Bit for bit in the compiled form, whatever else is in the call."""
+    """In the compiled form, outputs have the same bits for any other tokens in the call."""
     q, keys, values, tables, rows, lengths = case(LENGTHS, ROWS, 4, 2, 20)
     together = paged_attention(q, keys, values, tables, rows, lengths, **OPTIONS)
     for t in range(len(q)):

@@ -1,4 +1,4 @@
-"""Kernels for pages are compared with torch before they are used; here others take their place."""
+"""Kernels for paged caches are compared with torch before use. Here, wrong kernels replace them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_wrong_or_failing_attention_kernel_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Torch's form is, after one warning; with SLURMRL_OPS=native it is an error."""
+    """slurmrl warns once and uses torch. With SLURMRL_OPS=native, this is an error."""
     monkeypatch.setattr(paged_kernels, "attend", kernel)
     inputs = example(SIZES, 200, 3)
     for _ in range(2):

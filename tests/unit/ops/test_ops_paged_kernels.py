@@ -77,8 +77,8 @@ def test_paged_attention_equals_float64(
     launched: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Single tokens of many rows, and chunks of prompts beside them; rows of 300 cells are split
-    where the card has more processors than the call has programs.
+    """Covers single tokens of many rows together with chunks of prompts. Rows of 300 cells are
+    split if the GPU has more processors than the call has programs.
     """
     lengths, rows = list(LENGTHS), list(range(len(LENGTHS)))
     for first, count in CHUNKS if chunked else ():
@@ -142,7 +142,7 @@ def test_one_long_row_may_be_split_many_times(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_cache_writes_equal_torch(dtype: torch.dtype) -> None:
-    """Parts of a wider tensor are written where they belong, and nothing else is."""
+    """Parts of a wider tensor are written to the right places, and no other cell changes."""
     wider = torch.randn(5, 7, 1000).to(dtype)
     k, v = wider[:, 2:4], wider[:, 4:6]
     slots = torch.tensor([3, 0, 7, 8, 5])

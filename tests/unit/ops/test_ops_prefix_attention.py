@@ -35,7 +35,7 @@ def packing() -> PrefixPacking:
 
 
 def whole_sequences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each piece's part of the attention over its whole sequence, computed by itself."""
+    """Return each piece's part of the attention over its whole sequence, computed separately."""
     pieces = [x.split_with_sizes(PIECES) for x in (q, k, v)]
     outputs = []
     for piece in range(len(PIECES)):
@@ -80,7 +80,9 @@ def test_prefix_attention_equals_attention_over_whole_sequences(
 
 
 def test_scores_of_very_different_size_are_merged() -> None:
-    """One part's normalizer overflows exp() in float32, or vanishes beside the other's."""
+    """The normalizer of one part overflows exp() in float32, or is negligible next to the other
+    part's.
+    """
     for factor in (300.0, -300.0):
         q, k, v = (x.detach() for x in inputs(2, torch.float32))
         start, length = packing().prefixes[0].start, packing().prefixes[0].length

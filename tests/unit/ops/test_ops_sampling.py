@@ -8,7 +8,7 @@ from slurmrl.tensors.ops.sampling import joined, sample, stream, stream_uniform
 
 
 def splitmix(x: int) -> int:
-    """SplitMix64 in plain integers."""
+    """Return SplitMix64 computed with plain integers."""
     mask = 2**64 - 1
     x = (x + 0x9E3779B97F4A7C15) & mask
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -136,7 +136,9 @@ def test_interval_ends_sample_possible_tokens() -> None:
 
 
 def test_kept_tokens_are_recorded_as_sampling_mask() -> None:
-    """Ascending; of equally likely ones as many as top-k allows, those with lower ids first."""
+    """The mask is in ascending order. Of equally likely tokens, those with lower ids are kept up to
+    the limit of top-k.
+    """
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0, 4.0, 0.0]])
     options = {"record": True, "masked": True}
     drawn = sample(logits, uniforms(2), top_k=3, **options)

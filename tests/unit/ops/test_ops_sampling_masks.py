@@ -21,7 +21,9 @@ CU_SEQLENS = torch.tensor([0, 9, 10, 37], dtype=torch.int32)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, SamplingMasks]:
-    """Every third token, and the first of each sequence, was drawn from all tokens."""
+    """Return inputs in which every third token, and the first of each sequence, was sampled from
+    all tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
@@ -41,7 +43,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
 def reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, masks: SamplingMasks, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, over only the logits of the mask."""
+    """Compute the results token by token, only from the logits of the mask."""
     results = []
     rows = masks.ids.split(masks.sizes.tolist())
     for state, target, row in zip(hidden, targets, rows, strict=True):
@@ -99,7 +101,7 @@ def test_packed_sequences_keep_the_mask_of_each_token() -> None:
 
 
 class _Ranks:
-    """A group whose ranks are threads of this test: gathers are given by hand."""
+    """A process group in one process, whose gathered values the test provides."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -144,7 +146,7 @@ def test_vocabulary_parallel_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rank_keeps_mask_ids_of_its_vocabulary_part() -> None:
-    """Tokens whose mask lies elsewhere stay restricted."""
+    """Tokens whose mask is in other parts stay restricted."""
     _, _, _, masks = inputs()
     local = masks.within(100, 50)
     inside = (masks.ids >= 100) & (masks.ids < 150)

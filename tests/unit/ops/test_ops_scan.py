@@ -22,7 +22,7 @@ from slurmrl.tensors.ops.scan import (
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The pure torch form and the compiled form."""
+    """Use the torch form, and the compiled form."""
     monkeypatch.setenv("SLURMRL_OPS", request.param)
     return str(request.param)
 
@@ -34,7 +34,7 @@ def offsets(lengths: list[int]) -> Tensor:
 def loop(
     x: Tensor, lengths: list[int], factor: float, decay: Tensor | None, tail: Tensor | None
 ) -> Tensor:
-    """y_t = x_t + factor decay_t y_{t+1}, step by step."""
+    """Return y_t = x_t + factor decay_t y_{t+1}, computed step by step."""
     y = x.double().clone()
     begin = 0
     for s, length in enumerate(lengths):

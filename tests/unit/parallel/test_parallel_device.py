@@ -1,4 +1,4 @@
-"""The device of a worker: the one of its plan, or an error with torch's own reason; its set-up."""
+"""The device of a worker is the device of its plan, or there is an error with torch's reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reject(reason: Exception) -> None:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A CUDA build of torch, on a machine with a driver."""
+    """Simulate a CUDA build of torch on a machine with a driver."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
@@ -45,10 +45,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_gpu_unusable_for_torch_is_a_host_failure_with_the_reason(
     cuda: pytest.MonkeyPatch, reason: Exception
 ) -> None:
-    """Another host may have a newer driver.
-
-    The failure names host and GPU; the text does not, so that the same lack on another host is
-    recognized.
+    """Another host may have a newer driver. The failure names host and GPU in fields and not in its
+    text, so that equal failures of several hosts are recognized.
     """
     cuda.setattr(torch.cuda, "init", lambda: reject(reason))
     cuda.setattr(torch.cuda, "is_available", lambda: False)
@@ -63,7 +61,7 @@ def test_gpu_unusable_for_torch_is_a_host_failure_with_the_reason(
 def test_cpu_build_of_torch_is_a_user_error_for_gpu_workers(
     cuda: pytest.MonkeyPatch,
 ) -> None:
-    """Every host runs the environment that submitted: no other start would do better."""
+    """Every host uses the environment of the submission, so another start would fail too."""
     cuda.setattr(torch.backends.cuda, "is_built", lambda: False)
     with pytest.raises(UsageError, match=r"for CPUs only.*--torch cuda"):
         device.choose(1)

@@ -17,7 +17,7 @@ HOLDER = "4711, /usr/bin/python3, 37000 MiB\n"
 
 
 class Card:
-    """80 GiB, of which others hold ``held(now)`` GiB."""
+    """A GPU of 80 GiB, of which other processes use ``held(now)`` GiB."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ def test_worker_does_not_wait_for_its_own_cuda_context(
 def test_permanently_occupied_gpu_is_a_host_failure_naming_the_holder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another host may serve, instead of an out-of-memory error of the user's."""
+    """The trial may continue on another host, instead of failing with an out-of-memory error."""
     card = Card(monkeypatch, lambda now: 37)
     with pytest.raises(UnusableGpuError) as caught:
         card.wait()
@@ -78,7 +78,7 @@ def test_permanently_occupied_gpu_is_a_host_failure_naming_the_holder(
 
 
 def test_shared_gpu_is_used_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One's own machine: two small trials may share its GPU."""
+    """On the user's own machine, two small trials may share a GPU."""
     assert Card(monkeypatch, lambda now: 37).wait(exclusive=False) == device.WAIT_S
 
 
