@@ -56,7 +56,7 @@ def test_retry_pauses_only_between_attempts() -> None:
 def test_retry_ends_if_a_file_was_replaced_by_something_else(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """A directory that does not answer is waited for without limit."""
+    """The retry waits without a time limit for a directory that does not answer."""
     now = [0.0]
     monkeypatch.setattr(backoff_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     raised: list[int] = []

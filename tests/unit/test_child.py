@@ -1,4 +1,4 @@
-"""Child processes with a limit."""
+"""Child processes with a time limit."""
 
 from __future__ import annotations
 

@@ -159,12 +159,14 @@ def imports(module: str) -> Iterator[Import]:
 
 
 def _module_of(name: str) -> str:
-    """``errors.ConfigError`` lies in ``errors``; a name of the package itself is in ``""``."""
+    """Return the module of a dotted name: ``errors`` for ``errors.ConfigError``, ``""`` for a name
+    of the package itself.
+    """
     return name if name in modules() else name.rpartition(".")[0]
 
 
 def arrows() -> dict[tuple[str, str], list[str]]:
-    """The imports of all rooms from others, each with its places."""
+    """Return the imports of all rooms from other rooms, each with its places."""
     found: dict[tuple[str, str], list[str]] = {}
     for module in filter(None, modules()):
         for one in imports(module):
@@ -233,14 +235,14 @@ def test_room_check_detects_forbidden_imports() -> None:
 
 
 def test_modules_have_no_import_cycles() -> None:
-    """Imports for type checkers count too."""
+    """Imports under TYPE_CHECKING also count."""
     floors(
         {module: {one.imported for one in imports(module)} - {module, ""} for module in modules()}
     )
 
 
 def test_classes_and_functions_do_not_share_names_with_modules() -> None:
-    """Importing the module would replace it."""
+    """An import of the module would replace the class or function."""
     defined = [
         f"{module}.{node.name}"
         for module in modules()
@@ -365,7 +367,7 @@ def test_errors_are_defined_in_one_place() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """A name means one thing wherever it is read."""
+    """A class name has one meaning in the whole package."""
     owners: dict[str, list[str]] = {}
     for module in modules():
         for node in tree(module).body:
@@ -375,7 +377,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_no_module_defines_a_name_twice() -> None:
-    """The second value would replace the first one, also where the first is meant."""
+    """The second definition would replace the first one."""
     twice = {}
     for module in modules():
         names = Counter(

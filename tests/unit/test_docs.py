@@ -1,4 +1,6 @@
-"""The documentation keeps up with the code: pages, messages, the map of a run, and commands."""
+"""The documentation agrees with the code: pages, messages, the table of files of a run, and
+commands.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def leaves(tree: object) -> Iterator[str]:
-    """The pages of a part of the navigation."""
+    """Return the pages of a part of the navigation."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict):
@@ -152,7 +154,7 @@ def test_each_skip_mark_belongs_to_a_block_and_has_a_reason() -> None:
 
 
 def commands(page: str) -> list[str]:
-    """Shell lines that make the page's files and run its commands."""
+    """Return the shell lines that make a page's files and run its commands."""
     lines = []
     for block in blocks(page):
         if block.mark == "file":
@@ -185,7 +187,9 @@ def test_commands_of_each_page_work(page: str, tmp_path: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """The examples with a stand-in for GSM8K, the scripts, and the commands of an installation."""
+    """Prepare a folder with the examples, a stand-in for GSM8K, the scripts, and the commands of an
+    installation.
+    """
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("data"))
     (folder / "scripts").symlink_to(ROOT / "scripts")
     data = folder / "examples/data/gsm8k"
@@ -228,7 +232,7 @@ def test_docs_words_are_spelled_correctly() -> None:
 
 
 def test_language_counts_do_not_rise() -> None:
-    """Turns of phrase that readers must read twice only get fewer."""
+    """The number of hard phrases must not increase."""
     command = [sys.executable, str(ROOT / "scripts" / "check-language")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

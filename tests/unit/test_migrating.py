@@ -76,7 +76,7 @@ def _rows(page: str) -> Iterator[Row]:
 
 @cache
 def known(algorithm: str) -> frozenset[str]:
-    """Dotted keys of a configuration with this algorithm."""
+    """Return the dotted keys of a configuration with this algorithm."""
     own = paths(_schema(algorithm), ("algorithm",))
     return frozenset(dotted(key) for key in (*paths(Config), *own))
 
@@ -96,7 +96,7 @@ def spans(text: str, algorithm: str) -> Iterator[tuple[str, str]]:
 
 
 def problems_of(key: str, value: str, algorithm: str, folder: Path) -> list[str]:
-    """Messages of the schema about one value."""
+    """Return the messages of the schema about one value."""
     file = folder / "one.yaml"
     file.write_text(f"algorithm: {{name: {algorithm}, batch_size: 8}}\n")
     source = load(file, [f"{key.replace('<name>', 'own')}={value}"])
@@ -158,7 +158,7 @@ def test_migration_page_keys_exist_with_valid_values(page: str, tmp_path: Path) 
 
 
 def default(key: str, algorithm: str) -> Any:
-    """The default of a key, with the preset of the algorithm."""
+    """Return the default of a key, with the preset of the algorithm."""
     *sections, name = key.split(".")
     if key == "rollout.n":
         return PRESETS[algorithm].completions
@@ -212,7 +212,7 @@ def stand_ins(page: str, folder: Path) -> tuple[Path, list[str]]:
 
 
 def _datasets(values: Any, prefix: str = "") -> Iterator[str]:
-    """The sections of a configuration that have the path of a dataset."""
+    """Yield the sections of a configuration that have the path of a dataset."""
     for name, section in values.items():
         if isinstance(section, dict):
             here = f"{prefix}.{name}" if prefix else name
@@ -225,7 +225,7 @@ def _datasets(values: Any, prefix: str = "") -> Iterator[str]:
 def test_complete_configuration_has_a_plan(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``slurmrl plan`` finds nothing to fix, its estimate of GPU memory included."""
+    """``slurmrl plan`` finds no problem, including its estimate of GPU memory."""
     config, overrides = stand_ins(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     code = main(["plan", str(config), *overrides, "--root", str(tmp_path / "runs")])

@@ -1,4 +1,4 @@
-"""The documentation site in a real browser, opened from a disk."""
+"""The documentation site in a real browser, opened from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU affinity next to a GPU, with real affinities and a stand-in for sysfs."""
+"""CPU affinity near a GPU, with real affinities and a stand-in for sysfs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU
 
 @needs_two
 def test_threads_and_children_are_bound_to_allowed_cpus_of_the_node(tmp_path: Path) -> None:
-    """CPUs of the node that this process may not use are left out."""
+    """CPUs of the NUMA node that this process may not use are left out."""
     first = min(os.sched_getaffinity(0))
     for cpus in (f"{first}", f"{first},4096-4100"):
         expected = str([first])
@@ -67,7 +67,7 @@ def test_affinity_is_unchanged_without_a_near_cpu(tmp_path: Path, cpus: str | No
 
 @needs_two
 def test_affinity_is_unchanged_if_the_node_has_too_few_or_all_cpus(tmp_path: Path) -> None:
-    """A worker is not squeezed onto fewer CPUs than the plan gives it."""
+    """A worker never gets fewer CPUs than the plan gives it."""
     allowed = sorted(os.sched_getaffinity(0))
     assert bound(tree(tmp_path / "few", str(allowed[0])), least=2)[0] == "None"
     assert bound(tree(tmp_path / "all", "0-4095"))[0] == "None"

@@ -1,4 +1,4 @@
-"""A folder with a valid PPO configuration, for tests that break one thing in it."""
+"""A folder with a valid PPO configuration, in which tests make one change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Load: TypeAlias = Callable[..., Settings]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Has ppo.yaml and the files that it names."""
+    """Return a folder with ppo.yaml and the files that it names."""
     (tmp_path / "ppo.yaml").write_text(PPO)
     write_model(tmp_path / "model")
     for name in ("train.jsonl", "held_out.jsonl"):
@@ -90,7 +90,9 @@ BOUNDED = ("dataset.max_prompt_tokens=256", "rollout.max_new_tokens=256")
 
 @pytest.fixture
 def plan_ppo(folder: Path) -> Load:
-    """Settings for planning: with a model that can be split, or with another ``architecture``."""
+    """Return settings of a plan with a model that can be split, or with another
+    ``architecture``.
+    """
 
     def load(*overrides: str, architecture: Mapping[str, object] = LARGE) -> Settings:
         actor = ("actor.path=", f"actor.architecture={json.dumps(architecture)}")

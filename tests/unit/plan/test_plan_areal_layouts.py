@@ -1,4 +1,4 @@
-"""AReaL's layouts: each line of its table of engines, and of its servers."""
+"""AReaL's layouts: each row of its table of engines, and its servers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_workers_are_placed_on_as_few_hosts_as_possible(
 def test_plan_needs_exactly_one_fixed_trainer_group(
     load_ppo: Load, changes: list[dict[str, Any]], problem: str
 ) -> None:
-    """Every process of a run finds the trainers' world by this."""
+    """Every process of a run finds the trainers' world by this group."""
     plan = make_plan(load_ppo(), scheduler="local")
     groups = [plan.trainers.model_copy(update=change) for change in changes]
     wrong = plan.model_copy(update={"groups": tuple(groups)})

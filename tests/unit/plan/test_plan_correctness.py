@@ -27,7 +27,7 @@ GAME = "rollout.episode={name: multi_turn, environment: {name: guess_number}}"
     ],
 )
 def test_score_of_1_is_correct_if_scores_are_1_or_0(load_ppo: Load, reward: str) -> None:
-    """The default stands in the configuration of the run, with its metrics."""
+    """The run's configuration contains the default, and its metrics include the rates."""
     settings = load_ppo(SEVERAL, reward)
     assert settings.config.evaluation is not None
     assert settings.config.evaluation.pass_score == 1.0
@@ -49,10 +49,7 @@ def test_score_of_1_is_correct_if_scores_are_1_or_0(load_ppo: Load, reward: str)
     ],
 )
 def test_other_scores_have_rates_only_with_pass_score(load_ppo: Load, reward: str) -> None:
-    """A rate of scores that are never 1 would be 0, whatever the model can do.
-
-    One line names the setting.
-    """
+    """If scores are never 1, a rate would always be 0. One message names the setting."""
     settings = load_ppo(SEVERAL, reward)
     assert settings.config.evaluation is not None
     assert settings.config.evaluation.pass_score is None

@@ -1,6 +1,4 @@
-"""Memory and FLOPs against other sources: the decoder's own parameters and FLOPs, and published
-figures.
-"""
+"""Memory and FLOPs against the decoder's parameters and FLOPs, and against published numbers."""
 
 from __future__ import annotations
 
@@ -171,8 +169,8 @@ def test_parameter_count_equals_published_numbers(values: dict[str, Any], billio
 
 
 def test_prompt_is_prefilled_once_for_all_its_completions() -> None:
-    """Each completion costs the forward pass of its sequence but, after the first one, that of the
-    prompt. Other calls read whole sequences.
+    """Each completion costs the forward pass of its sequence, without the prompt after the first
+    completion. Other calls compute whole sequences.
     """
     shape = shape_of(LLAMA_8B)
     group, prompt = replace(LENGTHS, group=4), LENGTHS.longest - LENGTHS.new_tokens
@@ -197,8 +195,8 @@ def test_flops_count_only_active_experts() -> None:
 def test_model_state_takes_the_documented_bytes_per_parameter(
     backend: str, per_parameter: float
 ) -> None:
-    """Megatron-LM's table for bfloat16 weights with float32 gradients: 18, or 6 + 12/d; ZeRO's 16/d
-    with everything in shards.
+    """The expected bytes per parameter are Megatron-LM's for bfloat16 weights with float32
+    gradients (18, or 6 + 12/d), and ZeRO's 16/d if everything is sharded.
     """
     found = estimate(job(LLAMA_8B, backend))
     count = parameters(shape_of(LLAMA_8B), parse("fsdp:d1"), "lm").total
@@ -242,8 +240,8 @@ def test_memory_counts_the_moments_of_each_optimizer(options: dict[str, Any], ke
 def test_estimated_peaks_equal_the_peaks_measured_on_the_null_gpu(
     architecture: dict[str, Any], mode: Any, tokens: int, measured_gib: float
 ) -> None:
-    """Allocated bytes of one of eight FSDP ranks with 7.6 or 1.5 billion parameters, for one
-    micro-batch of sequences of 4,096 tokens, in bfloat16 with AdamW.
+    """Covers one of eight FSDP ranks with 7.6 or 1.5 billion parameters, for one micro-batch of
+    sequences of 4,096 tokens, in bfloat16 with AdamW.
     """
     model = Model(dtype="bfloat16", max_tokens_per_microbatch=16384, gradient_checkpointing=mode)
     lengths = Lengths(sequences=8 * tokens // 4096, longest=4096, new_tokens=0, assumed=False)
@@ -271,7 +269,7 @@ def test_gradients_and_activations_coexist_with_several_micro_batches() -> None:
 
 
 def test_kv_cache_takes_the_known_bytes_per_token() -> None:
-    """128 KiB for Llama 3 8B in 16 bits: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
+    """Llama 3 8B needs 128 KiB per token in 16 bits: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
     shape = shape_of(LLAMA_8B)
     assert kv_bytes_per_token(shape, parse("sglang:d1"), "bfloat16") == 131072
     assert kv_bytes_per_token(shape, parse("sglang:t4"), "bfloat16") == 32768
@@ -310,7 +308,7 @@ def test_generation_peak_is_the_larger_of_prefill_and_logits() -> None:
 
 
 def resident() -> int:
-    """Return the resident bytes of this process, without memory that was freed."""
+    """Return freed memory to the system, and then the resident bytes of this process."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -430,7 +428,9 @@ def test_step_seconds_are_reported_for_a_known_gpu(plan_ppo: Load) -> None:
 
 
 def test_checkpointing_slows_only_training(plan_ppo: Load) -> None:
-    """A repeated forward pass is a third of the products, and less of the whole step."""
+    """A repeated forward pass adds a third of the matrix products, and a smaller share of the whole
+    step.
+    """
     before: dict[str, float] = {}
     for mode, most in (("off", 1.0), ("selective", 1.2), ("full", 1.4)):
         found = costs(

@@ -1,4 +1,4 @@
-"""Every example can be planned, whatever data this machine has."""
+"""Every example can be planned without its data files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MADE = "data/"
 
 
 def overrides(example: Path, folder: Path) -> list[str]:
-    """Settings that replace files which are made or fetched at run time by stand-ins."""
+    """Return settings with stand-ins for files that are made or downloaded at run time."""
     data, tokenizer = folder / "data.jsonl", folder / "tokenizer"
     data.touch()
     tokenizer.mkdir()
@@ -42,7 +42,7 @@ def overrides(example: Path, folder: Path) -> list[str]:
 
 
 def export_of(example: Path, root: Path) -> None:
-    """The exports of the trials that an example starts from."""
+    """Make the exports of the trials from which an example starts."""
     sections = [part for part in load(example).values.values() if isinstance(part, dict)]
     paths = [str(section.get("path")) for section in sections]
     for path in (path for path in paths if path.startswith(TRIAL_PREFIX)):
@@ -54,7 +54,7 @@ def export_of(example: Path, root: Path) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_resumed_trial_passes_the_checks_again(example: Path, tmp_path: Path) -> None:
-    """The stored configuration states every default, which no check may mistake for the user's
+    """The stored configuration contains every default. No check may treat a default as the user's
     choice.
     """
     export_of(example, tmp_path)

@@ -1,4 +1,4 @@
-"""The memory of recorded experts: of engines that replay them, and of servers that record them."""
+"""The memory of recorded experts in engines that replay them and in servers that record them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_estimate_counts_expert_records_held_by_engines() -> None:
 
 
 def test_expert_masks_dominate_replay_memory_on_megatron() -> None:
-    """100 MB at 16,384 tokens. A stage has its layers alone, of more micro-batches at a time."""
+    """The masks take 100 MB at 16,384 tokens. A pipeline stage has masks of only its layers, but of
+    several micro-batches at a time.
+    """
     bare = estimate(job(QWEN3_30B_A3B, "megatron:d1"))
     for backend in ("megatron:d1", "megatron:d1p2"):
         asked = job(QWEN3_30B_A3B, backend, replays_experts=True)
@@ -81,7 +83,9 @@ def served(plan_ppo: Load, *overrides: str) -> Settings:
 
 
 def test_expert_records_of_a_server_count_as_its_host_memory(plan_ppo: Load) -> None:
-    """SGLang has a number of 32 bits for each layer and expert of each token that it can cache."""
+    """SGLang stores a 32-bit number for each layer and expert of each token that fits into its
+    cache.
+    """
     beside = ("rollout.backend=sglang:d8", "rollout.gpus=0-7")
     settings, plain = (
         served(plan_ppo, *beside, *more) for more in ((), ("rollout.replay_experts=false",))

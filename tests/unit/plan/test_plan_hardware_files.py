@@ -43,7 +43,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", hardware.shipped_names())
 def test_shipped_profile_gives_each_number_with_its_source(name: str, own_folder: Path) -> None:
-    """Only the H100's shares are fitted. On other GPUs they are guesses."""
+    """Only the H100's efficiencies are fitted to measurements. Those of other GPUs are guesses."""
     found = known(hardware_of(cluster(name)))
     assert found == shipped(name)
     assert found.numbers["flops_per_s"][1] == "vendor"

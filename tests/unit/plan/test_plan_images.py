@@ -1,4 +1,6 @@
-"""Plans with images: what reads none is rejected by one message, and estimates know the encoder."""
+"""Plans with images: models without image support are rejected with one message, and estimates
+include the encoder.
+"""
 
 from __future__ import annotations
 
@@ -143,12 +145,12 @@ def test_image_encoder_is_built_only_for_images(
 
 
 def test_settings_of_other_families_do_not_change(folder: Path) -> None:
-    """An old trial has no such setting, and must continue."""
+    """An older trial without this setting must continue."""
     assert load(folder).config.actor.vision is False
 
 
 def with_reference(folder: Path, family: str, **sizes: Any) -> list[str]:
-    """Write another model; return the settings with which it is the reference."""
+    """Write another model. Return the settings that make it the reference."""
     other = folder / "other"
     other.mkdir()
     values = write_processor(other, family)

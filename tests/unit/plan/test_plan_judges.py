@@ -59,8 +59,8 @@ def test_unused_model_section_is_accepted_in_a_resumed_trial(load: Load, folder:
 
 
 def test_teacher_computes_logprobs_of_the_completions(load: Load) -> None:
-    """A reward is needed only to judge completions of evaluations; without one they measure the
-    divergence alone.
+    """Only evaluations need a reward, to score completions. Without a reward, they measure only the
+    divergence.
     """
     plan = make_plan(load(*DISTILL), scheduler="local")
     assert (plan.models["teacher"].head, plan.models["teacher"].trained) == ("lm", False)
@@ -75,7 +75,7 @@ def test_teacher_computes_logprobs_of_the_completions(load: Load) -> None:
 
 
 def test_teachers_and_reward_models_have_their_own_weights(load: Load) -> None:
-    """They are never a silent copy of the actor."""
+    """Teachers and reward models never default to a copy of the actor."""
     required = "a path or an architecture is required"
     assert problems(load, "reward.name=model") == [("reward_model", required)]
     assert problems(load, DISTILL[0]) == [("teacher", required)]

@@ -107,7 +107,7 @@ def test_reference_is_the_actor_without_adapters(load: Load) -> None:
     ],
 )
 def test_differing_reference_is_a_separate_model(load: Load, folder: Path, own: str) -> None:
-    """The setting is in force, instead of being ignored."""
+    """The reference's setting applies."""
     (folder / "other").mkdir()
     (folder / "other" / "config.json").write_text(json.dumps(LARGE))
     own = own.replace("=other", f"={folder / 'other'}")
@@ -117,7 +117,9 @@ def test_differing_reference_is_a_separate_model(load: Load, folder: Path, own: 
 
 
 def test_estimates_count_frozen_weights_and_trained_adapters(load: Load) -> None:
-    """The plan says how much less the fullest GPU needs; checkpoints hold the adapters alone."""
+    """The plan shows how much less memory the fullest GPU needs. Checkpoints contain only the
+    adapters.
+    """
     plain, adapted = load(), load(LORA, "critic.lora={rank: 4}")
     before, after = memories(plain)["actor"], memories(adapted)["actor"]
     assert after.optimizer < before.optimizer / 10
@@ -160,7 +162,9 @@ def test_number_of_trained_parameters_is_exact(load: Load, head: Any, targets: A
 def test_number_of_trained_parameters_counts_layers_of_the_family(
     load: Load, head: Any, architecture: dict[str, Any], targets: list[str]
 ) -> None:
-    """The first layer is dense; the others have shared experts, whose layers have its names."""
+    """The first layer is dense. In the others, the layers of shared experts have the same names as
+    its layers.
+    """
     chosen = f"actor.lora={{rank: 4, targets: {json.dumps(targets)}}}"
     settings = load(chosen, architecture=architecture)
     lora, shape = settings.config.actor.lora, read(architecture)
@@ -173,10 +177,8 @@ def test_number_of_trained_parameters_counts_layers_of_the_family(
 
 
 def test_rollout_hosts_have_space_for_adapters_and_merged_weights(load: Load) -> None:
-    """Trainers keep copies of the adapters alone.
-
-    A task keeps the frozen weights, and twice those that it merges: with all-linear all but the
-    embeddings, with one target few.
+    """Trainers keep copies of only the adapters. A task keeps the frozen weights, and two copies of
+    the merged weights: almost all weights with all-linear, few with one target.
     """
     tasks = "rollout.tasks={max: 1}"
     plain, adapted = load(tasks), load(tasks, LORA)
@@ -310,9 +312,8 @@ MERGE = r"slurmrl export other/1 --step {} --form merged"
 def test_adapter_directory_is_rejected_as_start_model(
     load: Load, folder: Path, names: list[str], reference: str, message: str
 ) -> None:
-    """The message says how to make one, by a command that does it: of that step, and whole.
-
-    An older whole model does not silently take the place of a newer adapter.
+    """The message has a working command that exports the whole model of this step. An older whole
+    model never silently replaces a newer adapter.
     """
     paths = committed(folder, 2, 3)
     for name in names:

@@ -36,7 +36,7 @@ def message_of(plan_ppo: Load, *overrides: str) -> str:
 
 
 def test_memory_margin_is_included(plan_ppo: Load) -> None:
-    """3 GiB and a tenth of the estimate are left for CUDA, NCCL and fragmentation."""
+    """The margin for CUDA, NCCL and fragmentation is 3 GiB plus a tenth of the estimate."""
     needed = fullest_gpu(plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)).size
     assert margin(needed) == 3 * GIB + needed // 10
     enough = -(-(needed + margin(needed)) // 2**20)
@@ -47,7 +47,7 @@ def test_memory_margin_is_included(plan_ppo: Load) -> None:
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_least_checkpointing_that_fits_is_suggested(plan_ppo: Load, mode: str) -> None:
-    """A layout with the suggestion is accepted; the next weaker mode is not."""
+    """A layout with the suggested mode is accepted. The next weaker mode is rejected."""
     key = f"[actor,critic].gradient_checkpointing={mode}"
     modes = [f"{role}.gradient_checkpointing={mode}" for role in ("actor", "critic")]
     needed = fullest_gpu(plan_ppo(*LAYOUT, *modes, architecture=SEVEN_BILLION)).size
@@ -83,7 +83,7 @@ def test_assumed_length_is_named_as_the_cause(plan_ppo: Load) -> None:
 
 
 def test_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
-    """A layout with the suggestion is accepted, and the plan marks what is too much."""
+    """The suggested layout is accepted, and the plan marks the parts that exceed the memory."""
     batch = ("algorithm.batch_size=256", "cluster.gpu_memory=40G")
     few = (*LAYOUT, *batch, "actor.gradient_checkpointing=full", "actor.backend=fsdp:d4")
     settings = plan_ppo(*few, architecture=SEVEN_BILLION)

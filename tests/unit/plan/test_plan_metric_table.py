@@ -1,4 +1,4 @@
-"""The table of metrics in the documentation has the names that runs record, and no others."""
+"""The metrics table in the documentation has exactly the names that runs record."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def recorded(variant: str, folder: Path) -> set[str]:
-    """The names that a run of a variant can record; suites and intervals count once."""
+    """Return the names that a run of a variant can record. Suites and intervals count once."""
     write_model(folder / "model")
     (folder / "ppo.yaml").write_text(PPO)
     row = '{"id": "1", "prompt": "1+1=", "answer": "2"}\n'
@@ -67,7 +67,7 @@ def recorded(variant: str, folder: Path) -> set[str]:
 
 
 def sections(page: Path) -> dict[str, list[str]]:
-    """The names in the tables of a page, by heading of the second level."""
+    """Return the names in the tables of a page, by heading of the second level."""
     _, *parts = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {
         part.partition("\n")[0]: re.findall(r"`([^`]+)`", " ".join(ROW.findall(part)))
@@ -76,7 +76,7 @@ def sections(page: Path) -> dict[str, list[str]]:
 
 
 def matches(documented: str, name: str) -> bool:
-    """``<part>`` in a documented name stands for one part of a path."""
+    """Return whether a documented name matches. ``<part>`` in it matches one part of a path."""
     parts = (re.escape(part) for part in re.split(r"<\w+>", documented))
     return re.fullmatch("[^/]+".join(parts), name) is not None
 

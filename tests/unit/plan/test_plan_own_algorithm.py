@@ -1,4 +1,4 @@
-"""Algorithms of a user's own: how they are named, loaded and checked."""
+"""Custom algorithms: names, loading and checks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ REFERENCE = "algorithm.name=my_algorithm.py:Mine"
 
 @pytest.fixture
 def code(folder: Path) -> Path:
-    """A file with algorithms beside the configuration."""
+    """Write a file with algorithms next to the configuration."""
     path = folder / "my_algorithm.py"
     path.write_text(CODE)
     return path
@@ -88,7 +88,7 @@ def problems(load_own: Load, *overrides: str) -> tuple[Problem, ...]:
 
 
 def broken(load_own: Load, code: Path, *changes: tuple[str, str]) -> str:
-    """The problems with a changed file."""
+    """Return the problems of a changed file."""
     text = CODE
     for old, new in changes:
         assert old in text
@@ -249,7 +249,7 @@ def test_contract_violation_is_one_problem_at_submission(
 
 
 def test_replaying_algorithm_must_read_recorded_keys(load_own: Load, code: Path) -> None:
-    """Else its losses would silently be those of the whole vocabulary."""
+    """Otherwise its losses would silently use the whole vocabulary."""
     declared = "strength: PositiveFloat = 1.0\n    replays: ClassVar = True"
     code.write_text(CODE.replace("strength: PositiveFloat = 1.0", declared))
     load_own()
@@ -260,7 +260,9 @@ def test_replaying_algorithm_must_read_recorded_keys(load_own: Load, code: Path)
 
 
 def test_only_one_call_of_an_algorithm_may_record_results(load_own: Load, code: Path) -> None:
-    """One call of a step records; a pass over the dataset has no other items for a filter."""
+    """Only one call of a step records results. A pass over the dataset has no further items to
+    replace filtered ones.
+    """
     both = (("Method.INFERENCE", "Method.RECORD"), ("Method.TRAIN_STEP", "Method.RECORD"))
     assert "the calls judge_inf, train record results; at most one" in broken(load_own, code, *both)
     passing = ("strength:", "one_pass: ClassVar = True\n    strength:")
@@ -282,14 +284,14 @@ def test_stop_condition_may_name_custom_evaluation_measures(load_own: Load, code
 
 
 def test_single_pass_training_needs_total_steps(load_own: Load, code: Path) -> None:
-    """Learning rates depend on it."""
+    """Learning rates depend on the total number of steps."""
     code.write_text(CODE.replace("strength:", "one_pass: ClassVar = True\n    strength:"))
     found = problems(load_own, "total_steps=null", "evaluation=null")
     assert [problem.key for problem in found] == ["total_steps"]
 
 
 def test_custom_validator_is_not_run_without_values(load_own: Load, code: Path) -> None:
-    """The check of the defaults gives none."""
+    """The check of defaults passes no values."""
     validator = """
     @model_validator(mode="before")
     @classmethod

@@ -117,7 +117,7 @@ def test_reference_average_is_updated_after_training(plan_ppo: Load) -> None:
 
 
 def test_weights_for_external_servers_are_gathered_on_the_first_gpus(plan_ppo: Load) -> None:
-    """The servers themselves have no place in the plan, and no cache there."""
+    """Running servers have no GPUs and no cache in the plan."""
     running = "rollout.servers=[http://host:30000]"
     for backend, ranks in (("sglang", (0,)), ("vllm:t2", (0, 1))):
         settings = plan_ppo("actor.backend=fsdp:d4", f"rollout.backend={backend}", running)

@@ -1,4 +1,4 @@
-"""bfloat16 on processors without instructions for it is announced."""
+"""The plan warns of bfloat16 on processors without bfloat16 instructions."""
 
 from __future__ import annotations
 

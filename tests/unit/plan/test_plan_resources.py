@@ -128,8 +128,8 @@ def test_host_memory_request_is_the_estimate_up_to_the_host_size(
 
 
 def test_host_memory_includes_checkpoint_copies_if_asynchronous(plan_ppo: Load) -> None:
-    """Weights and both moments of the trained roles in float32 (10.6 GiB for one of 7.6 billion
-    parameters on eight ranks), if checkpoints are asynchronous; more with offloading.
+    """The copies contain weights and both moments of the trained roles in float32 (10.6 GiB per
+    rank for 7.6 billion parameters on eight ranks). Offloading needs additional memory.
     """
     shape = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d8")
     settings = plan_ppo(*shape, architecture=SEVEN_BILLION)
@@ -167,10 +167,8 @@ def test_offloaded_models_count_with_pinned_allocation_sizes(
     container: bool,
     factor: int,
 ) -> None:
-    """Weights, gradients and both moments.
-
-    Before torch 2.13 weights and gradients, which are page-locked, take up to twice their size; a
-    container may have such a release.
+    """Offloaded are weights, gradients and both moments. Before torch 2.13, page-locked weights and
+    gradients take up to twice their size. A container may have such a release.
     """
     monkeypatch.setattr(metadata, "version", lambda name: torch_release)
     settings = plan_ppo(
@@ -194,7 +192,7 @@ def test_offloaded_actor_average_has_float32_weights(plan_ppo: Load) -> None:
 
 
 def test_requests_beyond_any_host_are_rejected(plan_ppo: Load) -> None:
-    """The message has the number, what hosts have, and the key to change."""
+    """The message has the requested number, the number of the hosts, and the key to change."""
     for key, value, expected in [
         (
             "cpus_per_worker",
@@ -224,7 +222,7 @@ def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
 
 
 def test_workers_per_host_above_the_world_size_is_lowered(plan_ppo: Load) -> None:
-    """Two trainers on hosts with 8 GPUs, of which the others are free."""
+    """Two trainers on hosts with 8 GPUs leave the other GPUs free."""
     settings = plan_ppo("cluster.workers_per_host=8")
     (trainers,) = make_plan(settings, scheduler="slurm").jobs
     assert (trainers.hosts, trainers.workers_per_host) == (1, 2)

@@ -1,4 +1,4 @@
-"""Estimates of ring attention, against the schedule that its ranks follow."""
+"""Estimates of ring attention, against the schedule of its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR = 2 * LLAMA_8B["num_key_value_heads"] * 128
 
 
 def sent_tokens(length: int) -> float:
-    """The mean number of keys that a rank receives of sequences of a length."""
+    """Return the mean number of keys that a rank receives for sequences of this length."""
     bounds = tuple(accumulate([length] * (TOKENS // length), initial=0))
     part = -(-bounds[-1] // RANKS)
     plans = [schedule(bounds, part, RANKS, rank, None) for rank in range(RANKS)]
@@ -35,7 +35,9 @@ def communication(length: int, layout: str = "fsdp:c3", machine: Machine = EXPOS
 
 @pytest.mark.parametrize("length", [9216, 4608, 1100, 97])
 def test_predicted_transfers_are_an_upper_bound_of_the_schedule(length: int) -> None:
-    """The prediction is exact for one sequence; boundaries of chunks may cut others anywhere."""
+    """The prediction is exact for one sequence. Boundaries of chunks may cut other sequences
+    anywhere.
+    """
     moved = sent_tokens(length) * PAIR * 2 * LLAMA_8B["num_hidden_layers"]
     sent = moved / EXPOSED.exchange(RANKS, 1)
     predicted = communication(length)

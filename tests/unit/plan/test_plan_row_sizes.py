@@ -53,9 +53,8 @@ def kept_bytes(tokens: int) -> int:
 
 
 def test_cpu_memory_uses_row_lengths_of_the_data(tmp_path: Path) -> None:
-    """Within what the backward pass adds for one layer.
-
-    A full micro-batch would need 16,384 tokens.
+    """The estimate is right up to the memory that the backward pass adds for one layer. A full
+    micro-batch would have 16,384 tokens.
     """
     settings = settings_of(tmp_path)
     found = reported(settings)

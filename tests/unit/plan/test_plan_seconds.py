@@ -73,7 +73,7 @@ def published() -> dict[str, Any]:
 def test_published_step_times_are_predicted(
     published: dict[str, Any], kind: str, error: float
 ) -> None:
-    """The even rows were not used to fit anything."""
+    """The rows with even numbers were not used for fits."""
     rows = [row for row in published["compare"]() if row.kind == kind]
     assert published["median_error"](rows, first=1) <= error
     right, pairs = published["ordered_pairs"](rows)
@@ -136,7 +136,9 @@ def test_length_distribution_has_the_given_mean(mean: float) -> None:
 def decode(
     layout: str = "vllm:d1", values: Any = None, shaped: Any = None, **settings: Any
 ) -> float:
-    """Seconds of a model of ``values``, with other fields of its shape (``shaped``)."""
+    """Return the decoding seconds of a model with ``values`` and changed fields of its shape
+    (``shaped``).
+    """
     found = read(values or LLAMA_8B)
     assert found is not None
     shape = replace(found, **(shaped or {}))
@@ -167,7 +169,7 @@ def test_servers_read_latent_vectors_and_the_built_in_engine_whole_keys() -> Non
     assert shape is not None
 
     def more_s(layout: str) -> float:
-        """Seconds of a token for 1,000 tokens more of context."""
+        """Return the additional seconds per token for 1,000 more tokens of context."""
         one = DecodeJob(
             shape=shape,
             allocation=parse(layout),
@@ -199,7 +201,7 @@ def test_ranks_with_the_whole_vocabulary_read_the_whole_head_but_no_embedding() 
 
 
 def test_ranks_with_whole_attention_compute_all_of_it() -> None:
-    """Prefill and decoding of many sequences are bound by products."""
+    """Matrix products limit prefill, and decoding of many sequences."""
     many: dict[str, Any] = {"sequences": 8192, "prompt": 4096, "cache_tokens": 1e9}
     whole = {"whole_attention": True}
     flops = [decode("native:t8", shaped=each, **many) for each in (None, whole)]
@@ -216,7 +218,7 @@ def test_ranks_with_whole_attention_compute_all_of_it() -> None:
 
 
 def test_pipeline_stages_do_not_speed_up_a_single_sequence() -> None:
-    """The tokens pass the stages one after the other and read all weights."""
+    """Each token passes the stages one after the other, which read all weights."""
     one = {"sequences": 1, "lengths": LengthDistribution(1023, 1024)}
     alone, stages = decode("vllm:d1", **one), decode("vllm:d1p4", **one)
     assert alone <= stages < 1.5 * alone

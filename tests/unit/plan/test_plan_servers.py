@@ -1,4 +1,4 @@
-"""The share of its GPUs that a server in the trainers' job gets beside the models that train."""
+"""The share of GPU memory for a server on the GPUs of training models."""
 
 from __future__ import annotations
 
@@ -121,7 +121,9 @@ def test_server_on_its_own_gpus_reserves_memory_for_incoming_weights(plan_ppo: L
 
 
 def test_memory_share_set_by_the_user_is_kept_and_counted(plan_ppo: Load) -> None:
-    """slurmrl then gives the server none, and refuses one that leaves too little to train."""
+    """slurmrl then sets no share, and rejects a share that leaves too little memory for
+    training.
+    """
     small = load(plan_ppo, *SHARED, "rollout.server_args=[--mem-fraction-static, '0.4']")
     assert trainers_gpus(small).server_bytes() == round(0.4 * GPU)
     assert share_of_server(small, GPU) is None
@@ -162,7 +164,9 @@ def test_assumed_lengths_do_not_reduce_the_server_share(plan_ppo: Load) -> None:
 
 
 def test_host_of_a_sleeping_server_holds_one_version(plan_ppo: Load) -> None:
-    """Otherwise two, while one is read; all parts of a split model are on the leader's host."""
+    """Otherwise the host holds two versions while a server reads one. All parts of a split model
+    are on the leader's host.
+    """
     settings = {
         offload: load(plan_ppo, *SHARED, f"rollout.offload={offload}")
         for offload in ("true", "false")
@@ -194,10 +198,8 @@ def test_memory_share_is_found_in_server_arguments(
 
 
 def test_memory_share_is_converted_to_each_servers_fraction() -> None:
-    """vLLM's is of the whole GPU.
-
-    SGLang's is of what is free when it starts, for weights and caches alone, so that they are the
-    same whatever the other models hold at that time.
+    """vLLM's fraction is of the whole GPU. SGLang's is of the free memory at its start, for weights
+    and caches. The server's memory is the same for any memory of the other models at that time.
     """
     share = 40 * GIB
     assert VllmServer.memory_flags(share, GPU, GPU) == ("--gpu-memory-utilization", "0.5000")

@@ -143,13 +143,13 @@ def test_error_of_an_allocation_mode_comes_from_the_closer_grammar() -> None:
 
 
 def test_greedy_rollout_is_rejected_for_group_advantages(load_ppo: Load) -> None:
-    """A preset's number of completions does not slip past the refusal of several greedy ones."""
+    """Several greedy completions are rejected even if a preset sets their number."""
     with pytest.raises(ConfigError, match=r"rollout\.n: 1 is not allowed with algorithm"):
         load_ppo("algorithm.name=grpo", "rollout.greedy=true")
 
 
 def test_plan_gives_chosen_settings_and_reasons(load_ppo: Load) -> None:
-    """Every setting once, under the configuration, the preset or the defaults."""
+    """The plan lists every setting once, under the configuration, the preset or the defaults."""
     settings = load_ppo("algorithm.name=grpo", "algorithm.kl.coef=0.1", "algorithm.clip_ratio=0.3")
     shown = in_force(settings)
     assert shown["name"] == "grpo"

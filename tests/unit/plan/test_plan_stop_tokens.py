@@ -1,4 +1,4 @@
-"""The tokens that end a completion, from model folders like published ones."""
+"""The tokens that end a completion, from model folders like those of published models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.plan.conftest import ARCHITECTURE, Load
 
 
 def write(folder: Path, tokens: list[str], eos: str, config: Any, generation: Any) -> None:
-    """A model folder whose token ids are the places in ``tokens``."""
+    """Write a model folder whose token ids are the positions in ``tokens``."""
     core = Tokenizer(models.WordLevel({one: at for at, one in enumerate(tokens)}, tokens[0]))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.add_special_tokens([one for one in tokens if one.startswith("<")])

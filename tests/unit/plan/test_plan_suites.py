@@ -1,4 +1,4 @@
-"""Evaluations of several held-out sets: what each of them inherits, and what is refused."""
+"""Evaluations of several held-out sets: inherited settings and rejected settings."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_each_suite_has_its_own_calls_and_metrics(load_ppo: Load, folder: Path) 
 def test_trainers_omit_models_and_calls_of_separate_evaluation_trials(
     load_ppo: Load, folder: Path
 ) -> None:
-    """The reward model that the suite needs is not placed beside them, but must be there."""
+    """The suite's reward model gets no GPUs in the trainers' plan, but its folder must exist."""
     evaluation = {"every_steps": None, "tasks": {}, "suites": {"b": JUDGED}}
     with pytest.raises(ConfigError, match="reward_model: is required"):
         load_ppo(text=text(evaluation))

@@ -1,4 +1,4 @@
-"""Generation in tasks of their own: groups, calls, and what is refused."""
+"""Generation in rollout tasks: groups, calls, and rejected settings."""
 
 from __future__ import annotations
 

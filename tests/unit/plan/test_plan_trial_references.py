@@ -1,4 +1,4 @@
-"""Models that are named by the trial that made them: exports, and checkpoints themselves."""
+"""Models given as references to trials: exports and checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PPO = ("algorithm={name: ppo, batch_size: 8}", "total_steps=3", "dataset.shuffle
 
 
 class Judge:
-    """A trial that evaluates what ``sft/1`` has made at the steps 4, 8 and 12."""
+    """A trial that evaluates the models of ``sft/1`` at steps 4, 8 and 12."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -174,9 +174,7 @@ def test_suggested_command_creates_the_missing_trial(
 
 
 def test_trained_model_starts_from_an_export(judge: Judge) -> None:
-    """A frozen one beside it may be a checkpoint, and so may all models of a trial without
-    steps.
-    """
+    """Frozen models may be checkpoints, and so may all models of a trial without steps."""
     for text in ("@8", "@last"):
         message = judge.problem(f"trial:sft/1{text}", *PPO)
         step = 8 if text == "@8" else 12
@@ -195,7 +193,9 @@ def test_trained_model_starts_from_an_export(judge: Judge) -> None:
 def test_checkpoint_deleted_during_linking_leaves_no_files(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest is chosen again; of a step there is a message. Nothing else is left."""
+    """If the newest checkpoint is deleted, another one is chosen. If a requested step is deleted,
+    there is a message. No files remain.
+    """
     link = SystemCalls.link
     gone: list[int] = [12]
 
@@ -250,8 +250,8 @@ def test_damaged_checkpoint_is_rejected(judge: Judge, damage: str) -> None:
 
 
 def test_evaluated_checkpoint_has_its_own_directory(judge: Judge) -> None:
-    """The files stay when their trial deletes it, and the trial that evaluates is named as by
-    hand.
+    """The files remain when their trial deletes the checkpoint. The evaluating trial has the name
+    that `slurmrl eval` would give it.
     """
     paths = judge.source.paths
     commit = fold(History(paths.history).read()).commits[1]

@@ -1,4 +1,4 @@
-"""The file that ``slurmrl report`` writes, as text and in a real browser."""
+"""The file of ``slurmrl report``, as text and in a real browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOSTILE = (
 
 
 class _Scripts(HTMLParser):
-    """Collects the scripts of a page as a browser finds them, and its policy."""
+    """Collects the scripts of a page and its content security policy, as a browser finds them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_trial_texts_are_escaped_in_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), 1e400])
 def test_non_finite_numbers_are_embedded_as_strings(number: float) -> None:
-    """A file of the trial may hold 1e400."""
+    """A file of the trial may contain 1e400."""
     found = json.loads(embedded({"settings": {"lr": [number], "seed": 1}}))
     assert found["settings"]["seed"] == 1
     assert found["settings"]["lr"][0] in ("Infinity", "-Infinity", "NaN")
@@ -175,7 +175,7 @@ def test_embedded_data_cannot_close_its_element() -> None:
 def test_large_report_is_usable_in_a_browser(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50,000 steps and 10,000 samples."""
+    """The report has 50,000 steps and 10,000 samples."""
     fake_trial(tmp_path, "1", steps=50_000, rows=10_000)
     second = fake_trial(tmp_path, "2", steps=500, rows=8)
     judged = {"step": 7, "id": "q", "prompt": "p", "completion": "judged", "reward": 1.0}

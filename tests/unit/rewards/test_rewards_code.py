@@ -1,4 +1,4 @@
-"""Programs against tests: what passes, and programs that try to escape their limits."""
+"""Programs and their tests: scores, and programs that try to escape their limits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def judge(reward: CodeReward, row: dict[str, Any], programs: Sequence[str]) -> l
 def test_every_form_of_tests_scores_right_and_wrong_programs(
     make: Make, row: dict[str, Any], right: str, wrong: str
 ) -> None:
-    """A right program scores 1; a wrong one, an empty one and one that ends before its tests 0."""
+    """A right program scores 1. A wrong or empty program, and one that ends before its tests, score
+    0.
+    """
     reward = make()
     assert reward.check_rows([row]) == [""]
     ends = "import os; os._exit(0)"
@@ -117,8 +119,8 @@ ESCAPES = {
 
 @pytest.mark.parametrize("namespaces", ["auto", "off"])
 def test_programs_do_not_affect_each_other(make: Make, namespaces: str) -> None:
-    """Each scores 0 (the first is right), ends within its time, leaves no process and no file, and
-    the sandbox still judges.
+    """Only the first program is right. Each other program scores 0, ends in time, and leaves no
+    process and no file. The sandbox still works afterwards.
     """
     programs = dict(ESCAPES)
     if namespaces == "off":  # what only namespaces prevent; the user's processes would be killed
@@ -207,14 +209,14 @@ def test_files_of_earlier_programs_are_removed(make: Make, namespaces: str) -> N
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder below the one that the test names."""
+    """Return a folder below the folder of the test."""
     with TemporaryDirectory(dir=request.param) as path:
         yield Path(path)
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm"], indirect=True)
 def test_temporary_files_are_private_for_any_python_location(make: Make, folder: Path) -> None:
-    """Programs write to /tmp and /dev/shm and find nothing of others there, except the
+    """Programs can write to /tmp and /dev/shm, and find no files of others there, except the
     interpreter and its modules, which they cannot change.
     """
     venv.EnvBuilder(symlinks=True).create(folder / "venv")
@@ -285,7 +287,7 @@ class Solution:
 def test_program_has_the_usual_modules_without_importing_them(
     make: Make, row: dict[str, Any], program: str, score: float
 ) -> None:
-    """Names of Python itself stay what they are, and what is tested must be the program's."""
+    """Python's built-in names are unchanged, and the tested names must be the program's."""
     assert judge(make(), row, [program]) == [score]
 
 
@@ -329,7 +331,7 @@ class Tests(unittest.TestCase):
     ],
 )
 def test_unittest_determines_the_score_in_each_form_of_call(make: Make, end: str) -> None:
-    """Its tests must all pass. A program that ends before them, or within them, has failed."""
+    """All tests must pass. A program that ends before or during its tests has failed."""
     row = {"tests": UNITTEST + end}
     programs = [
         "def add(a, b): return a + b",
@@ -392,7 +394,7 @@ def test_program_may_use_a_process_pool(make: Make) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_programs_start_processes_with_fork(make: Make, method: str) -> None:
-    """Another process could not import the program, which is no file."""
+    """A spawned process could not import the program, because the program is not a file."""
     program = (
         "import multiprocessing\n"
         "from multiprocessing import get_context, set_start_method\n"
@@ -436,7 +438,7 @@ def test_required_isolation_is_an_error_if_unavailable(make: Make) -> None:
 
 
 def test_sandbox_runs_in_a_container(make: Make, tmp_path: Path) -> None:
-    """The command gets the interpreter with its program; nothing else must be in the image."""
+    """The command gets the interpreter with its program. The image needs nothing else."""
     container = tmp_path / "container"
     container.write_text(f'#!/bin/sh\necho "$2" "$3" >> {tmp_path}/used\nshift\nexec "$@"\n')
     container.chmod(0o700)

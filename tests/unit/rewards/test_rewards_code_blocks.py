@@ -1,4 +1,4 @@
-"""The program of a completion is the block that its tests are about."""
+"""The program of a completion is the code block that defines the tested names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_last_python_block_is_the_program(completion: str, program: str) -> None
 
 
 def fenced(*blocks: str) -> str:
-    """Each begins with its language, in a line of its own."""
+    """Return code blocks. The first line of each has its language."""
     return "\n".join(f"So:\n```{block}\n```" for block in blocks)
 
 

@@ -1,4 +1,4 @@
-"""Test code that defines tests and does not call them, and code that tests nothing."""
+"""Test code that defines tests without calling them, and code without tests."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ CALL = TEST.replace("add", "candidate")
     ],
 )
 def test_candidate_is_the_entry_point_in_plain_tests(reward: CodeReward, tests: Any) -> None:
-    """A program may have a helper of that name."""
+    """A program may have a helper with the name ``candidate``."""
     row = {"tests": tests, "entry_point": "add"}
     programs = [f"def candidate(): pass\n{RIGHT}", RIGHT, WRONG, f"{PASS}\ncandidate = sum"]
     assert reward.check_rows([row]) == [""]

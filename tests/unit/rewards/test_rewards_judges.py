@@ -1,6 +1,5 @@
-"""The pool of judges: order, failed starts, and its end.
-
-Judges that hang or die are in test_rewards_pooled.py.
+"""The pool of scoring processes: order, failed starts, and end. test_rewards_pooled.py covers
+processes that hang or are killed.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ def judge(prompts, completions, rows):
 def test_scoring_processes_die_with_the_process_that_started_them(
     tmp_path: Path, kind: str, processes: int
 ) -> None:
-    """A rank is killed with SIGKILL while they are busy."""
+    """A rank is killed while its scoring processes are busy."""
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-c", OWNER, kind]

@@ -1,4 +1,4 @@
-"""Users' own rewards: the accepted forms, and one clear message for everything else."""
+"""Custom rewards: the accepted forms, and one clear message for everything else."""
 
 from __future__ import annotations
 

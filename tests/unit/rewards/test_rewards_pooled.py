@@ -1,4 +1,4 @@
-"""Users' rewards in processes of their own: a failure costs one completion, whatever it is."""
+"""Custom rewards in separate processes: any failure affects only one completion."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ def test_reward_output_does_not_disturb_the_protocol(make: Make) -> None:
 
 
 def test_forked_reward_process_sends_no_answers(make: Make) -> None:
-    """The process returns from the reward too, and would answer the same request and later ones
-    again.
-    """
+    """The forked process also returns from the reward, and would answer requests a second time."""
     completions = [*["split"] * 3, *("x" * length for length in range(1, 20))]
     assert judge(make(), completions) == [float(len(each)) for each in completions]
 
@@ -115,7 +113,7 @@ def test_request_whose_process_died_is_retried(make: Make, tmp_path: Path) -> No
 
 
 def test_batch_without_any_score_is_an_error(make: Make) -> None:
-    """The cause is then the reward, not a completion; the message has one."""
+    """Then the cause is the reward, and not a completion. The message has one of the reasons."""
     reward = make()
     with pytest.raises(RewardError, match=r"any of 3 completions .* KeyError: 'nothing'"):
         judge(reward, ["raise"] * 3)
@@ -133,7 +131,9 @@ def test_reward_that_always_fails_on_single_completions_is_an_error(make: Make) 
 
 
 def test_each_batch_has_its_own_time_limit(make: Make) -> None:
-    """Each completion may take a minute, so those that hang would take half an hour together."""
+    """Each completion may take a minute, so hanging completions could take half an hour
+    together.
+    """
     reward = make(batch_timeout_s=3.0)
     assert judge(reward, ["a", *["sleep"] * 30]) == [1.0] + [None] * 30
     assert reward.stats()["reward_unjudged"] == (30.0, 31.0)
@@ -151,7 +151,7 @@ def test_async_functions_and_classes_are_supported(make: Make, tmp_path: Path) -
 
 
 def test_reward_options_reach_the_pool_unchanged(make: Make) -> None:
-    """JSON has no infinity."""
+    """Covers an infinite value, which JSON cannot represent."""
     assert judge(make("bounded", {"bound": float("inf")}), ["a"]) == [1.0]
 
 

@@ -70,7 +70,7 @@ def test_answer_follows_last_marker_or_is_boxed(text: str, answer: str | None) -
 
 
 class Pair(NamedTuple):
-    """A line of ``math_pairs.txt`` with a verdict by hand."""
+    """A line of ``math_pairs.txt``, with the right score."""
 
     kind: str
     score: float
@@ -91,7 +91,7 @@ def read_pairs() -> list[Pair]:
 
 
 def wrong_verdicts(reward: MathReward, pairs: Sequence[Pair], *, finished: bool) -> list[Pair]:
-    """Return the pairs whose score is not the verdict by hand."""
+    """Return the pairs whose score is wrong."""
     rows = [{"answer": pair.reference} for pair in pairs]
     completions = [pair.completion for pair in pairs]
     scores = reward(["p"] * len(pairs), completions, rows, finished=[finished] * len(pairs))

@@ -1,4 +1,4 @@
-"""Weighted sums of rewards, and parts that judge some rows of a dataset only."""
+"""Weighted sums of rewards, and parts that score only some rows of a dataset."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def judge(made: WeightedReward, completions: Sequence[str]) -> list[float | None
 
 
 def test_weighted_sum_adds_scores_and_reports_each_part(reward: Make) -> None:
-    """The metrics are means before the weight, so that they do not depend on it."""
+    """The metrics are means of the scores before weights, so they do not depend on weights."""
     parts = {
         "right": {"name": "exact_match"},
         "short": {**LENGTHS, "options": {"by": 1.0}, "weight": -0.5},
@@ -73,8 +73,8 @@ def test_single_reward_has_no_part_metrics(reward: Make) -> None:
 
 
 def test_row_selects_the_reward_parts_that_score_it(reward: Make) -> None:
-    """Environments: each row is judged by the parts that are meant for it, and a row without any is
-    refused, at submission and in a run.
+    """Each row selects the parts that score it. A row without a part is rejected, at submission and
+    in a run.
     """
     parts = {
         "first": {"name": "exact_match", "where": {"source": "one"}},
@@ -174,7 +174,7 @@ def test_contradictory_reward_settings_are_rejected(values: dict[str, Any], mess
 
 
 def test_pool_limits_may_change_on_resume() -> None:
-    """A trial that ends because a limit is too low could not continue otherwise."""
+    """Otherwise a trial that ended because of a low limit could not continue."""
 
     def config(timeout_s: float, name: str = f"{MODULE}:asynchronous") -> Config:
         part = {"name": name, "pool": {"timeout_s": timeout_s}}

@@ -1,4 +1,4 @@
-"""The checker of trials with rollout tasks accepts what holds and finds each violation."""
+"""The checker of trials with rollout tasks accepts correct trials and finds each violation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LINE = ((1, 1), (1, 2), (2, 3), (2, 4))
 
 
 class Story:
-    """Two incarnations of a trial whose steps train items in order, with samples of the weights
-    before them. Item 8 is dropped, and 9 waits.
+    """Two incarnations of a trial whose steps train items in order, with samples of the previous
+    step's weights. Item 8 is dropped, and item 9 waits.
     """
 
     def __init__(self, *, filtered: bool = False) -> None:
-        """``filtered``: the samples are those of candidates."""
+        """``filtered``: the samples belong to candidates of a filter."""
         self.filtered = filtered
         self.unjudged: set[int] = set()
         self.items = {step: [2 * step - 2, 2 * step - 1] for _, step in LINE}

@@ -23,7 +23,7 @@ PATCHES = np.arange(12 * 2, dtype=np.float32).reshape(12, 2)
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> str:
-    """Two images of 4 and 8 patches, which 4 patches a token join to 1 and 2 tokens."""
+    """Return two images of 4 and 8 patches. With 4 patches per token, they have 1 and 2 tokens."""
     grids = np.array([[1, 2, 2], [1, 2, 4]], np.int64)
     made = PictureInputs(3, {PIXELS: PATCHES, GRID: grids})
     return str(path_of(tmp_path, write(tmp_path, made)))
@@ -46,7 +46,7 @@ def test_prompt_without_images_has_no_placeholders() -> None:
 
 
 def test_sampled_placeholder_of_a_video_is_another_token(pictures: str) -> None:
-    """Training reads it so, whether rows have videos or not."""
+    """Training does the same, with or without videos."""
     values = {"model_type": "qwen3_vl", "image_token_id": TOKEN, "video_token_id": 8}
     tokens = placeholders_of(values)
     assert tokens == (TOKEN, 8)

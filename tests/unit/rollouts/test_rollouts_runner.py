@@ -1,4 +1,4 @@
-"""Episodes against an engine that answers from a script: bounds, failures, order, tokens."""
+"""Episodes with an engine that answers from a script: limits, failures, order, tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """``ab`` is one token when it is encoded, and may be drawn as two."""
+    """Return a tokenizer that encodes ``ab`` as one token. A policy may sample it as two."""
     core = Tokenizer(
         models.BPE(
             {word: place for place, word in enumerate(WORDS)}, [("a", "b")], unk_token="<unk>"
@@ -100,7 +100,7 @@ def say(*tokens: int) -> Callable[[GenerationRequest], tuple[int, ...]]:
 
 
 def rounds(count: int) -> Any:
-    """An episode of this many turns with a message between."""
+    """Return an episode with this many turns and messages between them."""
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         completions = Completions(item.prompt)
@@ -114,7 +114,7 @@ def rounds(count: int) -> Any:
 
 
 def test_metrics_survive_sample_files(tokenizer: Any) -> None:
-    """Episodes side by side count their own calls, also one that fails behind them."""
+    """Concurrent episodes count their own calls, including a call that fails after others."""
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         completions = await rounds(2)(policy, item, tools)
@@ -147,10 +147,8 @@ def test_metrics_survive_sample_files(tokenizer: Any) -> None:
 
 
 def test_sampled_tokens_are_kept_if_their_text_tokenizes_differently(tokenizer: Any) -> None:
-    """The policy samples ``a`` and ``b``, which would be encoded as ``ab``.
-
-    The next request and the result have the two drawn ids and the template's own pieces as ids
-    around the message.
+    """The policy samples ``a`` and ``b``, which the tokenizer would encode as ``ab``. The next
+    request and the result keep the two sampled ids, with the template's ids around the message.
     """
     engine = ScriptedEngine(say(4, 5, STOP))
     (outcome,) = run(rounds(2), engine, tokenizer, items(1, (2, 4, 1, 3)), chat=True)
@@ -165,7 +163,7 @@ def test_sampled_tokens_are_kept_if_their_text_tokenizes_differently(tokenizer: 
 
 
 def test_message_text_cannot_imitate_a_turn(tokenizer: Any) -> None:
-    """Names of special tokens in a message are text, in the tool's output as well as anywhere."""
+    """Names of special tokens in any message, such as a tool's output, are plain text."""
     dialogue = Dialogue(Dataset(type="prompt", path="x"), tokenizer)
     assert not {1, 2, 3} & set(dialogue.encode("a<end><bot>b"))
 
@@ -180,7 +178,7 @@ def test_stop_token_is_added_to_a_truncated_turn(tokenizer: Any) -> None:
 def test_turn_text_includes_its_stop_string(
     drawn: tuple[int, ...], text: str, tokenizer: Any
 ) -> None:
-    """Unlike a stop token. Either ends an episode as finished."""
+    """The text includes a stop string, but no stop token. Both end an episode as finished."""
     turns: list[PolicyTurn] = []
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
@@ -287,8 +285,8 @@ def test_turn_rewards_must_be_finite(
 def test_failed_episode_does_not_affect_others(
     how: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others are complete and in order; the failed one has its prompt alone, and the log says
-    which sample it was and why.
+    """The other episodes are complete and in order. The failed one has only its prompt, and the log
+    names the sample and the reason.
     """
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
@@ -352,7 +350,7 @@ def test_concurrency_is_limited_and_results_keep_their_order(
 
 
 class Echo(Environment):
-    """Pays for every ``a``, and ends with ``ok``."""
+    """An environment that rewards every ``a`` and ends at ``ok``."""
 
     async def step(self, turn: PolicyTurn) -> Reply:
         if turn.text == "ok":
@@ -361,9 +359,8 @@ class Echo(Environment):
 
 
 def test_environment_answers_and_rewards_turns(tokenizer: Any) -> None:
-    """Rewards are at the last tokens of their turns; what the policy reads last is left out.
-
-    Later turns are more urgent than episodes that have not begun.
+    """Rewards are at the last tokens of their turns. The last message is left out. Later turns have
+    priority over episodes that have not begun.
     """
     texts = iter([(4, STOP), (4, 5, STOP), (7, STOP)])
     engine = ScriptedEngine(lambda _: next(texts))

@@ -257,7 +257,9 @@ def test_writer_recreates_a_removed_sample_directory(tmp_path: Path) -> None:
 
 
 def test_writer_does_not_recreate_a_removed_attempt_directory(tmp_path: Path) -> None:
-    """The master has lost it; the agent ends such a task."""
+    """If the directory is gone, the master has declared the attempt lost, and the agent ends the
+    task.
+    """
     folder = tmp_path / "attempt" / "samples"
     writer = SampleWriter(folder)
     shutil.rmtree(folder.parent)

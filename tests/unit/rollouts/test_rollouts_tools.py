@@ -1,4 +1,4 @@
-"""Tools, how they are called, and the built-in environments."""
+"""Tools, their calls, and the built-in environments."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def test_exception_of_a_tool_is_its_result() -> None:
 
 
 def test_blocking_tool_does_not_stop_other_tools() -> None:
-    """A function runs in a thread; the loop keeps running; nobody awaits a cancelled call."""
+    """A blocking function runs in a thread, so the event loop continues. A cancelled call is not
+    awaited.
+    """
     released = []
 
     def blocking() -> str:
@@ -164,7 +166,7 @@ def with_tool(name: str, **options: Any) -> dict[str, Any]:
 def test_tool_that_cannot_be_created_is_rejected_with_the_reason(
     settings: dict[str, Any], why: str
 ) -> None:
-    """Before a run starts: `submit` makes the episode in its checks."""
+    """The check is at submission, because `submit` creates the episode."""
     configured = EpisodeSettings(**settings)
     with pytest.raises(UsageError, match=why):
         make_episode(configured, make_tools(configured.tools))
@@ -217,7 +219,9 @@ def test_guessing_game_answers_lower_or_higher() -> None:
 
 
 def test_programs_run_concurrently_in_sandboxes() -> None:
-    """Output, errors and time limits; sandboxes serve several loops, and end with the tool."""
+    """Covers output, errors and time limits. Sandboxes serve several event loops, and end with the
+    tool.
+    """
     tool = PythonTool(timeout_s=60.0, processes=2)
     tools = Tools({"python": tool})
 

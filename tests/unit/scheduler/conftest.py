@@ -1,4 +1,4 @@
-"""A submission of one group with three links, in a Slurm that is scripted."""
+"""Return a submission of one group with three links, in a scripted Slurm."""
 
 from __future__ import annotations
 

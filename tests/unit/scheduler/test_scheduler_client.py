@@ -57,7 +57,7 @@ def test_job_unknown_to_slurm_is_no_error(commands: Path) -> None:
 
 
 def test_scontrol_is_used_if_squeue_is_another_program(commands: Path) -> None:
-    """Some sites replace squeue by another program."""
+    """Some clusters replace squeue by another program."""
     recorded = Path(__file__).with_name("recorded") / "scontrol-24.11.txt"
     install(commands, "squeue", "echo 'squeue: unrecognized option --Format' >&2; exit 2")
     shown = f'[ "$4" = 1 ] && {{ while read -r line; do echo "$line"; done <"{recorded}"; exit; }}'
@@ -175,7 +175,7 @@ def test_cancel_names_ranges_of_elements(slurm: Slurm, scheduler: SlurmScheduler
 def test_submission_with_a_lost_reply_is_found_by_name(
     tmp_path: Path, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """One that was refused is not looked for."""
+    """A rejected submission is not searched for."""
     request = request_of(tmp_path, "pass")
     slurm.reject = "sbatch failed (1): Socket timed out on send/recv operation"
     slurm.rows = [row((0, 1), "PENDING", request.job_name("trainer"))]

@@ -1,4 +1,4 @@
-"""Copies of a run directory: their commands leave the jobs of the original alone."""
+"""Commands on copies of a run directory do not change the jobs of the original."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Extending a group by another array: by whom, once, and what becomes of claims without a job.
-
-Slurm is scripted; the real one is in tests/slurm.
+"""Extensions of a group by another array: each is submitted once, and claims without a job become
+void. Slurm is scripted; tests/slurm has the real one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def test_extension_with_a_lost_reply_is_found_by_name(
 def test_extension_waits_for_a_claimant_about_to_submit(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """The other claim is older than its job, so another array would be one too many."""
+    """The other claim has no job yet, so another array would be one too many."""
     theirs = extensions.Claim(index=1, first=3, count=3, by="x", records=0)
     extensions.take(run, 1, "trainer", theirs)
     script = run.submission_script(1, "trainer")
@@ -65,7 +64,7 @@ def test_claim_without_a_job_becomes_void(
 def test_later_arrays_are_found_if_the_first_is_unknown(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """The submitter was killed before it recorded the id."""
+    """The submitter was killed before it recorded the id of the first array."""
     scheduler.extend(run, 1, "trainer", by="41_0")
     run.submission_jobs(1).unlink()
     slurm.running = ("42", 3)
@@ -77,7 +76,7 @@ def test_later_arrays_are_found_if_the_first_is_unknown(
 def test_void_claim_is_not_searched_again(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """Once a later array was submitted, each look costs what it did before."""
+    """After a later array was submitted, each check needs no additional calls."""
     void = extensions.Claim(index=1, first=3, count=3, by="41_0", records=0)
     extensions.take(run, 1, "trainer", void)
     scheduler.recover(run, 1)
@@ -93,7 +92,9 @@ def test_void_claim_is_not_searched_again(
 def test_late_job_of_a_void_claim_is_kept(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the array that takes its place, or when its claimant wakes up after that."""
+    """The job appears before the array that replaces it, or when its suspended claimant continues
+    after that.
+    """
     script = run.submission_script(1, "trainer")
     name = slurm.jobs["41"][0]
     void = extensions.Claim(index=1, first=3, count=3, by="41_0", records=0)
@@ -118,7 +119,7 @@ def test_late_job_of_a_void_claim_is_kept(
 def test_claims_do_not_become_void_if_squeue_does_not_answer(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The array was submitted: that is what counts."""
+    """The array was submitted, although squeue does not answer."""
     for index in (1, 2):
         void = extensions.Claim(index=index, first=3, count=3, by="x", records=0)
         extensions.take(run, 1, "trainer", void)
@@ -141,8 +142,8 @@ def test_claims_do_not_become_void_if_squeue_does_not_answer(
 
 
 def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The upkeep of link 1 looks after the group; that of link 0, which is still alive, adds a task
-    at the moment when the first one's squeue has been answered.
+    """Run link 1's upkeep of the group. Link 0, which is still alive, adds a task at the moment
+    when squeue has answered link 1.
     """
     ask = getattr(slurm, when)
 
@@ -163,8 +164,8 @@ def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.Monk
 def test_upkeep_waits_for_tasks_being_added_by_another_job(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two links of the trainers are alive at once; neither may take the other's claim for its own
-    of a start before.
+    """Two links of the trainers are alive at the same time. Neither may mistake the other's claim
+    for its own earlier one.
     """
     slurm.running = ("41", 2)
     monkeypatch.setattr(extensions, "LOOK_S", 0.0)
@@ -213,7 +214,9 @@ def test_exhausted_array_indices_are_reported(
 def test_added_jobs_inherit_the_first_environment(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Set-up lines of a link have changed its PATH; those of the next do so again."""
+    """Set-up lines of a link change its PATH, and the set-up lines of the next link change it
+    again.
+    """
     before = os.environ["PATH"]
     monkeypatch.setenv("PATH", "/opt/module/bin:/usr/bin")
     scheduler.extend(run, 1, "trainer", by="41_0")

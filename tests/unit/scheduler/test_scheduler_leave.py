@@ -160,7 +160,7 @@ REASON = """cluster.slurm.setup ended with exit code 2 at: grep 'no "such"' $A /
 def test_setup_line_that_fails_on_several_hosts_is_a_user_error(
     paths: RunPaths, run_leave: Leave
 ) -> None:
-    """The trial ends with the line in its reason, and no host stays excluded for it."""
+    """The reason of the trial's end contains the line, and no host stays excluded."""
     avoid(paths, "n7", "another reason")
     for restart, host in enumerate(("n1", "n2.x")):
         assert "scontrol requeue 41_2" in run_leave(SETUP, host=host, restart=restart)
@@ -184,8 +184,8 @@ def test_setup_line_that_fails_on_the_only_host_is_a_user_error(
 def test_other_start_failures_are_host_failures(
     paths: RunPaths, run_leave: Leave, why: str
 ) -> None:
-    """Hosts that fail in different ways, after the set-up lines, or after an incarnation of this
-    submission; and where the trial cannot be ended, the job is requeued.
+    """Covers hosts that fail in different ways, failures after the set-up lines, and failures after
+    an incarnation of this submission. If the trial cannot be ended, the job is requeued.
     """
     begun = pack(Record(0, Kind.BEGIN, 1, 0.0, {"job": "1", "submission": 3}), "nonce")
     if why == "it has worked":

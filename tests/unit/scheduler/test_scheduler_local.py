@@ -1,4 +1,4 @@
-"""The local scheduler: the common contract, and what only it has."""
+"""The local scheduler: the common contract, and its own features."""
 
 from __future__ import annotations
 

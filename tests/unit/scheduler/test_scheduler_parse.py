@@ -1,4 +1,4 @@
-"""Words of Slurm's answers."""
+"""Parsing of words in Slurm's answers."""
 
 from __future__ import annotations
 

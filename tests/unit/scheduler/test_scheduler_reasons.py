@@ -1,4 +1,4 @@
-"""Why a job waits, in words: every reason that Slurm 22.05 to 26.05 can give."""
+"""Explanations of all reasons of pending jobs in Slurm 22.05 to 26.05."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch scripts as text."""
+"""The text of batch scripts."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ the lines that it has in addition."""
 
 
 def without_functions(script: str) -> str:
-    """The script with one line in place of those of ``leave.sh``."""
+    """Return the script with one line in place of the lines of ``leave.sh``."""
     first, last = script.index("# How a job leaves"), script.index("trap 'slurmrl_told=1")
     return f"{script[:first]}# leave.sh\n{script[last:]}"
 
@@ -176,7 +176,7 @@ while not (here / "warned").exists() and time.monotonic() < deadline:
 def test_warning_before_the_supervisor_starts_is_not_lost(
     tmp_path: Path, sent_in: str, import_s: float
 ) -> None:
-    """During the set-up lines (with ``set -eu``), and while Python imports."""
+    """Covers a warning during the set-up lines (with ``set -eu``), and during Python's imports."""
     stand_in = tmp_path / "python3"
     stand_in.write_text(
         STAND_IN.format(python=sys.executable, folder=str(tmp_path), import_s=import_s)

@@ -14,7 +14,7 @@ from tests.scheduler_contract import request_of
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH with a Slurm whose queue is empty and whose sbatch is missing."""
+    """Return a PATH with a Slurm whose queue is empty and whose sbatch is missing."""
     folder = tmp_path / "commands"
     folder.mkdir()
     for name in ("scontrol", "squeue"):

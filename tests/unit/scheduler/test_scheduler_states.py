@@ -1,4 +1,4 @@
-"""States of Slurm and what they mean."""
+"""Slurm's job states and their meanings."""
 
 from __future__ import annotations
 

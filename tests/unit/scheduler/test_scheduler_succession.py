@@ -1,6 +1,5 @@
-"""The duties of a link at its end: more links, its own requeue, the end of the chain.
-
-Slurm is scripted; the real one is in tests/slurm.
+"""The actions of a link at its end: more links, its own requeue, the end of the chain. Slurm is
+scripted; tests/slurm has the real one.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def commit(run: RunPaths, step: int) -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Link]:
-    """The links for which a function of `upkeep` was called and has returned or raised."""
+    """Collect the links for which a function of `upkeep` was called and has ended."""
     function, calls = getattr(chain, name), []
 
     def call(link: Link, *arguments: object, **options: object) -> object:
@@ -87,7 +86,7 @@ def test_jobs_are_added_when_few_are_left_and_the_trial_commits(
 def test_no_jobs_are_added_to_an_ended_trial(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """The last link may add jobs while the end is written."""
+    """The last link may try to add jobs while the end is written."""
     slurm.running = ("41", 2)
     commit(run, 1)
     end(History(run.history), Kind.FINISHED, {})
@@ -171,7 +170,7 @@ def test_job_cancelled_by_the_user_is_not_requeued(
 def test_chain_cancelled_by_the_user_gets_no_more_jobs(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    """The commit is that of the cancelled link, which has some seconds until it is killed."""
+    """The cancelled link still commits, because it has some seconds until it is killed."""
     slurm.running, slurm.state = ("41", 2), "COMPLETING"
     commit(run, 1)
     assert add(link(run, 2), scheduler) is TopUp.ENDING
@@ -205,7 +204,7 @@ def test_missing_sbatch_does_not_fail_the_job(
 
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch, slurm: Slurm) -> None:
-    """Every scheduler is the scripted one, and waits are short."""
+    """Replace every scheduler by the scripted one, and shorten waits."""
     monkeypatch.setattr(chain, "slurm", lambda: SlurmScheduler(slurm))
     for pause in ("RETRY_S", "COMMIT_S", "KEEP_S"):
         monkeypatch.setattr(chain, pause, 0.01)

@@ -1,4 +1,4 @@
-"""A local chain that was suspended, as all processes are while a laptop sleeps."""
+"""A local chain that was suspended, as during the sleep of a laptop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of what tests and CI compile and install."""
+"""The cache of programs and environments that tests and CI build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILL = "echo made >> {log}; while [ -e {hold} ]; do sleep 0.02; done; cp source 
 
 
 class Cache:
-    """A caller's folder with a source, and a cache of its own."""
+    """A caller's folder with a source, and a separate cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -58,7 +58,9 @@ print(json.dumps(["skipped", skipped.status, skipped.failed, "", ""]))
 
 
 def test_failing_or_hanging_section_does_not_stop_others(tmp_path: Path) -> None:
-    """A detached process of a section does not outlive it; a hang ends with its stacks."""
+    """A detached process of a section does not outlive the section. A hanging section is killed
+    after its stacks are printed.
+    """
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(ROOT / "scripts"), str(tmp_path)],
         capture_output=True,
@@ -100,7 +102,7 @@ test_gpu["run_all"](chosen, time.monotonic() + 300, report, found, "")
 
 
 def test_report_is_complete_after_each_section(tmp_path: Path) -> None:
-    """A machine that is taken away in the middle leaves the results of what has run."""
+    """If the machine is taken away during the run, the results of the finished sections remain."""
     done = subprocess.run(
         [sys.executable, "-c", WHOLE, ROOT / "scripts", tmp_path],
         capture_output=True,
@@ -155,7 +157,9 @@ def test_exit_status_reports_failed_sections(tmp_path: Path, status: int) -> Non
 def test_sections_name_existing_programs_and_fit_into_nine_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Programs, their options, and tests. A wrong name would be found on the card only."""
+    """Covers programs, their options, and tests. Otherwise a wrong name would be noticed only on
+    the GPU machine.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     sections = runpy.run_path(str(TEST_GPU))["sections"](sys.executable, "nvcc", "sanitizer")
     assert sum(section.seconds for section in sections) <= 9 * 60
@@ -177,7 +181,7 @@ def test_sections_name_existing_programs_and_fit_into_nine_minutes(
 def test_nested_venv_has_packages_of_both_and_of_the_wheels(  # type: ignore[no-untyped-def]
     environment, tmp_path: Path
 ) -> None:
-    """--system-site-packages alone would see those of the first Python and miss torch."""
+    """--system-site-packages alone would use the packages of the first Python, without torch."""
     outer = tmp_path / "outer"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", outer], check=True)
     python = outer / "bin" / "python"

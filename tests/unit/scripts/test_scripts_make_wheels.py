@@ -31,8 +31,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def gather(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The script's function with an index of its own: transformers has 10 MB, numpy 8 MB for each
-    Python, all else close to nothing.
+    """Run the script's function with a local index: transformers has 10 MB, numpy 8 MB for each
+    Python, and other packages almost nothing.
     """
 
     def download(wanted: list[str], python: str, folder: Path) -> None:

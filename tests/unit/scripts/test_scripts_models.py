@@ -1,4 +1,4 @@
-"""The table of model families: what is run, and what the page shows of it."""
+"""The table of model families: the checks that run, and the page with their results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ten_tenths_of_the_model_table_cover_all_families() -> None:
 
 
 def test_kept_results_belong_to_the_installed_versions() -> None:
-    """New versions need a new run: scripts/models."""
+    """After an upgrade, run scripts/models again."""
     found = kept()
     assert found["versions"]["transformers"] == version("transformers")
     assert sorted(found["families"]) == families()

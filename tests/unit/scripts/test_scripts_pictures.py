@@ -1,4 +1,4 @@
-"""Pictures of the documentation that scripts/make-docs takes from trials."""
+"""Pictures of the documentation that scripts/make-docs makes from trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small Python programs beside the package."""
+"""The small Python programs in scripts/."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def place(root: Path, **files: str) -> Path:
-    """A checkout with one page and some fragments; ``a_added`` is ``a.added.md``."""
+    """Make a checkout with one page and some fragments. ``a_added`` is the file ``a.added.md``."""
     (root / "changelog.d").mkdir()
     (root / "docs").mkdir()
     (root / "docs" / "a.md").touch()
@@ -103,7 +103,7 @@ LONG = '<properties><property name="long" value="True"/></properties>'
 
 
 def results(path: Path, name: str, *, lanes: tuple[str, ...] = GREEN, failures: int = 0) -> Path:
-    """Write test results with a passed test of each kind in each lane."""
+    """Write test results with a passed test of each kind in each test folder."""
     cases = "".join(
         f'<testcase classname="tests.{lane}.test_x" name="x">{kind}</testcase>'
         for lane in lanes
@@ -116,7 +116,7 @@ def results(path: Path, name: str, *, lanes: tuple[str, ...] = GREEN, failures: 
 
 
 class Repository:
-    """A repository with the programs of a release, on main and tested."""
+    """A repository with the release programs, whose branch main is tested."""
 
     def __init__(self, root: Path) -> None:
         self.root = place(root, a_added="Add a ([a](docs/a.md)).")

@@ -1,4 +1,4 @@
-"""scripts/run trains the pretrained model, and another one where its package is missing."""
+"""scripts/run trains the pretrained model, or another model if its package is missing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_package_with_another_hash_is_rejected(tmp_path: Path) -> None:
 
 
 def run_script(folder: Path, *arguments: str, **variables: str) -> str:
-    """Return what scripts/run prints in a folder; its errors follow."""
+    """Return the output of scripts/run in a folder, followed by its errors."""
     subprocess.run([ROOT / "scripts" / "setup"], check=True)  # pip may need its index for this
     done = subprocess.run(
         [ROOT / "scripts" / "run", *arguments],

@@ -1,4 +1,4 @@
-"""``scripts/setup``: which build of torch it installs, with a pip that records instead of it."""
+"""``scripts/setup``: the build of torch that it installs, with a pip that only records."""
 
 from __future__ import annotations
 
@@ -148,14 +148,14 @@ def test_driver_decides_the_default_build_and_cpu_build_is_announced(set_up: Set
 
 
 def test_installed_cuda_build_is_kept(set_up: SetUp) -> None:
-    """Installed by hand, or by a set-up from before builds could be chosen."""
+    """Covers an installation by hand, and one by an earlier scripts/setup without a choice."""
     (set_up.folder / "torch").write_text(f"{set_up.version} 12.6\n")
     set_up.run()
     assert set_up.torch == "12.6"
 
 
 def test_unavailable_cuda_build_is_an_error(set_up: SetUp) -> None:
-    """An index that has only CPU builds must not pass for CUDA."""
+    """A CPU build from an index without CUDA builds must not count as a CUDA build."""
     (set_up.folder / "pypi").write_text(f"{set_up.version} cpu\n")
     assert "pip installed" in set_up.run("--torch", "cuda", code=3)
     assert "installing" in set_up.run("--torch", "cpu")

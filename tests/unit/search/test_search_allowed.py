@@ -1,4 +1,6 @@
-"""Search with changes of the result of training: allowed, marked, and checked by the plan."""
+"""Search with changes that affect the result of training: allowed, marked, and checked
+by the plan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search: its order, its answers, and the command."""
+"""The search: its order, its answers and its command."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_search_keeps_settings_that_affect_learning(config: Path) -> None:
 def test_transformers_models_get_feasible_tensor_ranks(
     config: Path, heads: int, tensor_ranks: set[int]
 ) -> None:
-    """Each key and value head is on one rank."""
+    """Each key-value head is on only one rank."""
     overrides = (
         "algorithm.name=grpo",
         "actor.implementation=hf",
@@ -177,7 +177,9 @@ def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
 
 
 def test_tasks_may_take_a_third_of_the_gpus(config: Path) -> None:
-    """Batch and heads are powers of two, and no eighth of 24 GPUs is one above 3."""
+    """Batch size and heads are powers of two. No number of eighths of 24 GPUs above 3 is a power of
+    two.
+    """
     tasks = ("algorithm.name=grpo", "rollout.tasks={}", "rollout.backend=vllm:d4")
     sizes = {parse(one.backends["actor"]).world_size for one in answers(config, *tasks, gpus=(24,))}
     assert sizes <= {8, 16}
@@ -292,7 +294,7 @@ def test_gpu_hour_limit_applies_to_all_answers(config: Path) -> None:
 
 
 def test_seconds_of_candidates_add_up_to_the_seconds_of_a_step(config: Path) -> None:
-    """Otherwise the order of their sums is not the order of the answers."""
+    """Otherwise, the order of the sums would differ from the order of the answers."""
     layouts = {"actor": "fsdp:d8", ROLLOUTS: "native:d8"}
     backends = [f"{name}.backend={backend}" for name, backend in layouts.items()]
     own: tuple[str, ...] = ("algorithm.name=grpo", "algorithm.kl.coef=0", "rollout.gpus=0-7")

@@ -1,4 +1,4 @@
-"""``slurmrl plan`` names a much faster layout, and only such a one."""
+"""``slurmrl plan`` suggests a layout only if it is much faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wait of the first job, as Slurm expects it."""
+"""The wait of the first job that Slurm expects."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ WHOLE = "bundle.tar"
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """A bundle with a model's tokenizer, a dataset and code, whose source folder is gone."""
+    """Make a bundle with a model's tokenizer, a dataset and code, and remove its source folder."""
     source = tmp_path / "source"
     source.mkdir()
     config = write_config(source)
@@ -267,7 +267,7 @@ def test_full_disk_is_reported_before_unpacking(
 
 
 def killed_at(place: int, bundle: Path, root: Path) -> None:
-    """Unpack until that many files are written."""
+    """Unpack until this many files are written."""
     written, count = unpacking.write_new_parts, iter(range(1, 100))
 
     def write(*arguments: Any) -> None:
@@ -280,7 +280,9 @@ def killed_at(place: int, bundle: Path, root: Path) -> None:
 
 
 def test_killed_unpacking_leaves_no_usable_directory(tmp_path: Path, bundle: Path) -> None:
-    """Killed at each file; the next one unpacks everything and removes what is left."""
+    """The process is killed at each file in turn. The next one unpacks everything and removes the
+    remains.
+    """
     for place in range(1, 4):
         pid = os.fork()
         if pid == 0:
@@ -299,7 +301,9 @@ def test_killed_unpacking_leaves_no_usable_directory(tmp_path: Path, bundle: Pat
 def test_concurrent_unpacking_uses_the_first_finished_directory(
     tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    """The faster one takes the part of the slower one for that of a killed process."""
+    """The faster process takes the partial folder of the slower one for the remains of a killed
+    process.
+    """
     written, count = unpacking.write_new_parts, iter(range(1, 100))
 
     def write(*arguments: Any) -> None:
@@ -353,7 +357,7 @@ def test_submit_accepts_a_bundle_without_its_sources(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The jobs read the unpacked files; the same bundle again is the same trial."""
+    """The jobs read the unpacked files. Another submission of the same bundle is the same trial."""
     elsewhere = tmp_path / "cluster"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

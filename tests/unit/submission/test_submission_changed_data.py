@@ -26,7 +26,7 @@ OTHER = '{"id": "1", "prompt": "a", "answer": "c"}\n'
 
 
 class Site:
-    """A trial of two sources, one of which may change."""
+    """A trial with two data sources, one of which may change."""
 
     def __init__(self, folder: Path) -> None:
         config = write_config(folder)
@@ -53,7 +53,7 @@ class Site:
         }
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Write prepared rows of the files as they are."""
+        """Write prepared rows of the current files."""
         monkeypatch.setattr("slurmrl.data.source_files.SETTLED_NS", 0)
         for number, (name, path) in enumerate(self.files.items()):
             directory = self.run.paths.data / f"recipe.{number}"

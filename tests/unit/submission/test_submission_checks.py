@@ -197,7 +197,9 @@ def test_reward_is_tried_on_one_row(
     weight: Weight | None,
     message: str,
 ) -> None:
-    """A file next to the code, or in the current directory, is missing in a job."""
+    """A reward that reads a file next to the code, or in the current directory, fails, because a
+    job lacks these files.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").touch()
     code = f"def judge(prompts, completions, rows):\n    {body}\n    return [1.0] * len(rows)\n"
@@ -295,7 +297,7 @@ def test_chat_template_without_tool_results_is_reported(tmp_path: Path) -> None:
 
 
 def test_every_part_of_a_reward_is_created_and_checks_the_rows(tmp_path: Path) -> None:
-    """A part in a pool is made in a process of its own."""
+    """A part in a pool is created in a separate process."""
     rows = [{"prompt": "1", "answer": "3", "kind": "sum"}, {"prompt": "2", "answer": "4"}]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     (tmp_path / "mine.py").write_text(REWARD)
@@ -314,7 +316,7 @@ def test_every_part_of_a_reward_is_created_and_checks_the_rows(tmp_path: Path) -
 
 
 def test_reward_model_needs_a_scalar_head_and_the_actors_tokenizer(tmp_path: Path) -> None:
-    """Otherwise every score would be 0, or be that of other texts."""
+    """Otherwise every score would be 0, or belong to other texts."""
     judge = tmp_path / "judge"
     judge.mkdir()
     settings = settings_of(tmp_path)
@@ -390,8 +392,8 @@ def test_dropped_lines_are_counted(tmp_path: Path) -> None:
 
 
 def test_lines_beyond_the_model_positions_are_rejected(tmp_path: Path) -> None:
-    """The model would be trained at positions that it does not know, or could not write a token
-    after a prompt. Each dataset counts, also a source of several.
+    """Otherwise the model would be trained at unknown positions, or could not generate after a
+    prompt. Covers each dataset, including one of several sources.
     """
     rows = [{"prompt": "1" * n, "answer": "2"} for n in (1, 9, 10)]  # and the end of the text
     path = write_rows(tmp_path / "rows.jsonl", *rows)
@@ -525,7 +527,9 @@ def settings_of_evaluation(folder: Path, trial: CommittedTrial, step: int) -> Se
 def test_disk_space_check_counts_checkpoints_versions_and_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One whole weight version more than is kept; and the data of a trial that has none yet."""
+    """The space covers one more whole weight version than is kept, and the data of a trial without
+    prepared data.
+    """
     publish = ("actor.dtype=bfloat16", "rollout.publish={keep_whole: 3}")
     settings = settings_of(tmp_path, f"root={tmp_path / 'runs'}", *publish)
     matrices = 64 * 32 * 2 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32

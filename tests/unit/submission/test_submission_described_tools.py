@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make schemas in this process."""
+    """Make tool schemas in this process."""
 
     def made(settings: Settings, code: Code) -> dict[str, Any]:
         return inspector.schemas_by_dataset(settings.config)
@@ -136,7 +136,7 @@ def test_failed_schema_process_gives_a_warning_and_prompts_without_tools(
 def test_trial_with_a_commit_keeps_prompts_without_schemas(
     config: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Submitted again and resumed: a release without schemas has begun it."""
+    """The trial was started by a release without schemas, and is submitted again and resumed."""
     root = str(config.parent / "runs")
     paths = _submitted(config, root, monkeypatch)
     assert names(propose(config, [], root=root, scheduler="local").settings.config) == {
@@ -166,7 +166,7 @@ def test_doctor_checks_a_trial_with_schemas(config: Path, monkeypatch: pytest.Mo
 
 
 def _submitted(config: Path, root: str, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    """The run directory of a trial without schemas."""
+    """Submit a trial without schemas. Return its run directory."""
     with monkeypatch.context() as context:
         context.setattr(trial_checks, "_made", lambda settings, code: {})
         paths = submit(propose(config, [], root=root, scheduler="local")).paths

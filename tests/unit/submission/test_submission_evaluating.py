@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint that a configuration of training describes."""
+"""The evaluation of a checkpoint with the settings of a training configuration."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_evaluations_in_tasks_have_their_own_layout_and_jobs(trained: Trained) -
 def test_evaluation_generates_with_the_actor_if_the_engine_does_not_fit(
     trained: Trained, rollout: dict[str, Any], tasks: dict[str, Any] | None, backend: str
 ) -> None:
-    """Rollout tasks, another layout, and running servers whose weights are the trainers'."""
+    """Covers rollout tasks, another layout, and running servers with the trainers' weights."""
     evaluation = {"dataset": PROMPTS, "tasks": tasks}
     trained.write({**GRPO, "evaluation": evaluation, "rollout": {"max_new_tokens": 6, **rollout}})
     assert trained.evaluation("sft/1").config.rollout.backend == backend
@@ -268,7 +268,7 @@ def test_trials_that_cannot_be_evaluated_are_rejected(
 
 
 def test_model_path_is_evaluated_under_its_own_name(tmp_path: Path) -> None:
-    """The trial that evaluates it has its name, so that the same command finds it again."""
+    """The evaluating trial is named after the model, so that the same command finds it again."""
     folder = tmp_path / "qwen 3" / "model..final"
     folder.mkdir(parents=True)
     found = find_checkpoint(str(folder), tmp_path)

@@ -1,4 +1,4 @@
-"""Model folders that are something else: one message, at once, and nothing is queued."""
+"""Paths that are not model folders give one message, and no job is queued."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ print(slurmrl.registry.__file__, "modules.zip" in str(compiled), len(read("sched
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that these tests share: only the first one makes the archive."""
+    """Return a cache that the tests share. Only the first test makes the archive."""
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder / "slurmrl" / "code"
@@ -68,7 +68,7 @@ def test_copy_has_few_private_files_and_is_imported_without_compiling(copied: Pa
 
 
 def test_copy_compiles_its_sources_under_another_python(copied: Path) -> None:
-    """Its bytecode then has another magic number."""
+    """Bytecode of another Python version has another magic number."""
     with zipfile.ZipFile(copied / ARCHIVE) as file:
         other = b"\0\0\r\n" + file.read("run/keys.pyc")[4:]
     rewrite(copied / ARCHIVE, "run/keys.pyc", other)

@@ -1,4 +1,4 @@
-"""A trial records what a site profile has set, and needs it no more."""
+"""A trial records the settings of its site profile, and does not read the profile again."""
 
 from __future__ import annotations
 

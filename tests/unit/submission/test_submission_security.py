@@ -1,4 +1,4 @@
-"""Run directories are private, and foreign bytes in them are read without trust."""
+"""Run directories are private, and readers do not trust data in them."""
 
 from __future__ import annotations
 

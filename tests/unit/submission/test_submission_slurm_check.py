@@ -1,4 +1,4 @@
-"""Tests of Slurm's answers about a trial before its submission, by setting."""
+"""Slurm's answers before the submission of a trial, by setting."""
 
 from __future__ import annotations
 

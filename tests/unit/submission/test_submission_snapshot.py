@@ -25,7 +25,7 @@ REWARD = "import helper\nclass Mine:\n    score = helper.SCORE\n"
 
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a configuration and a reward that imports a module beside it."""
+    """Make a folder with a configuration and a reward that imports a neighboring module."""
     folder = tmp_path / "user"
     folder.mkdir()
     write_config(folder)
@@ -42,7 +42,9 @@ def proposed(user: Path, *overrides: str) -> Proposal:
 
 
 def copied(snapshot_folder: Path) -> set[str]:
-    """The names in a snapshot that do not belong to this package or its checkout's changes."""
+    """Return the names in a snapshot that belong neither to this package nor to the changes of its
+    checkout.
+    """
     return {path.name for path in snapshot_folder.iterdir()} - {"slurmrl", "slurmrl.diff"}
 
 
@@ -168,7 +170,7 @@ def test_changed_file_does_not_affect_a_snapshot(user: Path, scheduler: FakeSche
 
 
 def test_trial_of_another_version_is_not_modified(user: Path, scheduler: FakeScheduler) -> None:
-    """Jobs of another version would not understand our files."""
+    """Jobs of another version could not read the files of this version."""
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
@@ -202,8 +204,8 @@ def test_trial_of_another_version_ignores_new_settings(
 def test_snapshot_never_mixes_two_versions(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Code that changes while it is copied is copied again; where it changes each time, the
-    submission is refused and leaves nothing.
+    """Code that changes during the copy is copied again. If it changes each time, the submission is
+    rejected and leaves no files.
     """
     mine, copy, copies = user / "helper.py", copying.copy, 0
     changes = 1
@@ -279,9 +281,8 @@ def test_update_code_adds_a_missing_setting(
     value: str,
     difference: str,
 ) -> None:
-    """The present algorithm has a setting that it did not have when the trial was submitted.
-
-    The trial continues with the setting's default, and with no other value.
+    """The current algorithm has a setting that was added after the trial's submission. The trial
+    continues with the setting's default, and with no other value.
     """
     prompts = ("dataset.type=prompt", "reward={name: exact_match}")
     paths = submit(proposed(user, f"algorithm={algorithm}", *prompts)).paths
@@ -325,7 +326,9 @@ def test_code_is_changed_together_with_the_snapshot(user: Path, scheduler: FakeS
 def test_snapshot_is_complete_or_absent(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """A full disk while an update is copied, recorded or renamed: the old snapshot stays in use."""
+    """If the disk is full during the copy, the record or the rename of an update, the old snapshot
+    stays in use.
+    """
     paths = submit(proposed(user, MINE)).paths
 
     def full(*arguments: object) -> None:

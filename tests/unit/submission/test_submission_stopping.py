@@ -1,4 +1,4 @@
-"""`slurmrl stop` and what `slurmrl cancel` says."""
+"""`slurmrl stop` and the messages of `slurmrl cancel`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_status_names_user_who_stopped_the_trial(run: FakeRun, scheduler: FakeSc
 
 
 def test_wait_returns_when_trainers_have_ended(run: FakeRun, scheduler: FakeScheduler) -> None:
-    """Rollout tasks that are left are cancelled then."""
+    """Remaining rollout tasks are cancelled at that time."""
     scheduler.jobs[run.paths.run, 1] = {"trainer": ("41",), "rollout": ("42",)}
     scheduler.tasks.append(task(0, JobState.RUNNING, job="42"))
     jobs = trial_jobs.stop(run.paths)

@@ -111,8 +111,8 @@ def _no_answer(self: FakeScheduler, jobs: object) -> None:
 def test_trial_keeps_its_precision_if_the_default_differs(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
-    """A configuration without a precision continues a trial in the one it began with; one that
-    sets another precision is refused. Before the first commit the default applies.
+    """Without a configured precision, a trial continues in its first precision. Another configured
+    precision is rejected. Before the first commit, the default applies.
     """
     paths = again("actor.dtype=bfloat16").paths
     scheduler.tasks = [task(0, JobState.FAILED)]
@@ -424,7 +424,7 @@ def test_one_of_two_concurrent_submissions_wins(
 def test_submission_is_rejected_while_another_has_no_jobs_yet(
     again: Submit,
 ) -> None:
-    """The submitter is between request and sbatch, or has died."""
+    """The other submitter is between its request and sbatch, or was killed."""
     paths = again().paths
     request = json.loads(paths.submission_request(1).read_text())
     other = subprocess.Popen(["sleep", "1000"])

@@ -19,7 +19,7 @@ def in_git(folder: Path, *words: str) -> str:
 
 
 def use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a folder the place of the running package."""
+    """Let the running package appear to be in a folder."""
     monkeypatch.setattr(package, "FOLDER", folder)
     monkeypatch.setattr(package, "read", lambda name: (folder / name).read_bytes())
 

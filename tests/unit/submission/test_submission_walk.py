@@ -71,7 +71,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The files of a submission of the example, up to the start of its chain."""
+    """Return the files that a submission of the example opens, up to the start of its chain."""
     folder = tmp_path_factory.mktemp("walk")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(LLAMA))

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def boxes(dtype: torch.dtype, device: torch.device = CPU) -> dict[str, Tensor]:
-    """Views of storages of their own, in the forms that shards have."""
+    """Return views of separate storages, in the forms of shards."""
 
     def storage(*shape: int) -> Tensor:
         return torch.randn(shape).to(device, dtype)
@@ -39,9 +39,8 @@ FORMS = boxes(torch.float32)
 def test_interval_operators_copy_the_same_elements_as_torch(
     form: str, source: torch.dtype, target: torch.dtype
 ) -> None:
-    """Every element of the box, converted, and none beside it.
-
-    A moving average equals the one computed in float64.
+    """The copies have every converted element of the box and change no other. A moving average
+    equals the one computed in float64.
     """
     made = BoxCopies(CPU, kernels=True)
     view = boxes(source)[form]

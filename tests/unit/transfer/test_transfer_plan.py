@@ -1,4 +1,6 @@
-"""Plans of moves, executed in memory: everything arrives, in time, once, within the budget."""
+"""Plans of moves, executed in memory: every element arrives once, before it is sent on, within the
+memory limit.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ BUDGET = 4 * 16
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> list[list[Box]]:
-    """The boxes of each rank; together they hold every element."""
+    """Return the boxes of each rank. Together they contain every element."""
     if not shape or draw(st.booleans()):
         return [[Box.whole(shape)] for _ in range(ranks)]
     dim = draw(st.integers(0, len(shape) - 1))
@@ -60,7 +62,7 @@ def elements(box: Box, shape: tuple[int, ...]) -> set[int]:
 
 
 def having(placed: PlacedLayout) -> dict[tuple[int, str], set[int]]:
-    """The elements that each rank has of each tensor."""
+    """Return the elements of each tensor on each rank."""
     found: dict[tuple[int, str], set[int]] = defaultdict(set)
     for rank, shard in placed.layout.all_shards():
         shape = placed.layout.tensors[shard.name].shape

@@ -10,7 +10,7 @@ from slurmrl.fsio.calls import SystemCalls
 
 @pytest.fixture(autouse=True)
 def _syncing_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tests.faults.test_faults_crash` shows what is durable."""
+    """Make fsync do nothing. `tests.faults.test_faults_crash` tests durability."""
 
     def sync_directory(calls: SystemCalls, directory: Path) -> None:
         os.stat(directory)

@@ -1,4 +1,4 @@
-"""A trial's versions without a trial: tensors with random bits, which change a little each step."""
+"""Weight versions without a trial: tensors with random bits, some of which change at each step."""
 
 from __future__ import annotations
 

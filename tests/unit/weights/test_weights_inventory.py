@@ -66,7 +66,7 @@ def test_unfinished_versions_are_not_damage(tmp_path: Path) -> None:
 
 
 class Meanwhile:
-    """System calls, before one of which something else happens."""
+    """File operations, before one of which another action happens."""
 
     def __init__(self, number: int, action: Callable[[], object]) -> None:
         self.left, self._action = number, action
@@ -79,7 +79,9 @@ class Meanwhile:
 
 
 def test_versions_removed_during_the_check_are_not_damage(tmp_path: Path) -> None:
-    """Before any operation of the one who looks. What stays is told."""
+    """The versions are removed before any operation of the check. Remaining versions
+    are reported.
+    """
     published(tmp_path / "all", 6, whole_every=2)
     for number in count():
         versions = tmp_path / str(number)

@@ -189,7 +189,7 @@ def test_damage_after_verification_is_detected_on_use(
 
 
 def test_wrong_bits_are_rejected_despite_correct_stored_bytes(tmp_path: Path) -> None:
-    """A trainer whose previous bits were not those of the base."""
+    """The trainer's previous bits differed from those of the base version."""
     versions = tmp_path / "versions"
     old = random_bits(0)
     ranks = Ranks(versions)
@@ -259,7 +259,9 @@ def test_advance_without_a_published_version_is_an_error(tmp_path: Path) -> None
 def test_local_copy_survives_errors_at_any_operation(
     times: int, error: int, tmp_path: Path
 ) -> None:
-    """The copy is at the old version or at the new one, or raises; it works again afterwards."""
+    """The copy has the old version or the new one, or raises an error. It works again
+    afterwards.
+    """
     bits = published(tmp_path / "versions", 3)
     LocalCopy(tmp_path / "old", tmp_path / "versions").advance(version(2))
     sound = Faulty()

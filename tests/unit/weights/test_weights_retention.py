@@ -16,7 +16,7 @@ from tests.unit.weights.runs import Ranks, published, random_bits
 
 
 def of(*names: str) -> list[VersionManifest]:
-    """``3.1<2.1`` is a difference of 2.1."""
+    """Parse versions: ``3.1<2.1`` is version 3.1 as a difference from 2.1."""
     found = []
     for name in names:
         own, _, base = name.partition("<")
@@ -78,7 +78,7 @@ def test_removal_deletes_all_files(tmp_path: Path) -> None:
 
 
 class Ending(SystemCalls):
-    """The process ends after the directory is renamed."""
+    """File operations that end the process after the directory is renamed."""
 
     def fsync_directory(self, directory: Path) -> None:
         raise KeyboardInterrupt

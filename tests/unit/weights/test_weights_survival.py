@@ -10,7 +10,7 @@ from slurmrl.tensors.layout import Array
 
 
 def start() -> Array:
-    """Weights that bfloat16 holds exactly."""
+    """Return weights that bfloat16 represents exactly."""
     bits = np.random.default_rng(1).normal(0, 0.05, (64, 512)).astype("<f4").view("<u4")
     return (bits & 0xFFFF0000).view("<f4")
 
@@ -35,7 +35,7 @@ def test_kept_update_share_follows_update_size_and_dtype(
 
 
 def test_kept_update_share_ignores_unrelated_rounding() -> None:
-    """The rounding of float32 weights, with or without an update, is no loss of the update."""
+    """The rounding of float32 weights does not count as a loss of the update."""
     weights = np.random.default_rng(3).normal(0, 0.05, 2**20).astype("<f4")
     share = survival(weights, weights + np.float32(1e-5), "bfloat16").share
     assert share is not None

@@ -33,7 +33,7 @@ Change: TypeAlias = Callable[..., Settings]
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    """A run directory as ``submit`` makes it."""
+    """Make a run directory like ``submit``."""
     found = RunPaths.of(tmp_path, "someone", "exp", "1")
     for directory in found.directories():
         make_private_directory(directory)
@@ -42,8 +42,8 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """A run directory with a configuration and a plan, which tests only copy: preparation copies
-    the package file by file, with an fsync each.
+    """Make a run directory with a configuration and a plan, which tests copy. (Its preparation
+    takes long, because it copies the package file by file, with an fsync each.)
     """
     folder = tmp_path_factory.mktemp("prepared")
     proposal = propose(write_config(folder), [], root=str(folder / "runs"), scheduler="local")
@@ -53,7 +53,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 @pytest.fixture
 def run(tmp_path: Path, prepared: RunPaths) -> RunPaths:
-    """A run directory with a configuration and a plan: SFT on one host."""
+    """Return a run directory with a configuration and a plan of SFT on one host."""
     write_config(tmp_path)
     place = tmp_path / "runs" / prepared.run.relative_to(prepared.run.parents[2])
     shutil.copytree(prepared.run, place, symlinks=True)
@@ -71,7 +71,7 @@ def signal_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def make_settings(tmp_path: Path) -> Change:
-    """Settings of a PPO trial, with sections of the configuration changed."""
+    """Return settings of a PPO trial with changed sections of the configuration."""
 
     def make(**changes: Any) -> Settings:
         row = json.dumps({"id": "1", "prompt": "1+1=", "answer": "2"}) + "\n"

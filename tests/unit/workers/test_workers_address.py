@@ -1,4 +1,6 @@
-"""The address of a host: that of the configured interface; loopback only for a single host."""
+"""The address of a host belongs to the configured interface. It is loopback only for a
+single host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent's main loop: what follows an incarnation depends on how it ended."""
+"""The agent's main loop: its next action depends on the end of the incarnation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def host(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 
 def begins(*, job: str | None = None) -> Step:
-    """The master begins an incarnation, and this host joins it."""
+    """Let the master begin an incarnation that this host joins."""
 
     def step(incarnation: Incarnation) -> None:
         host = incarnation.host
@@ -175,7 +175,7 @@ def test_agent_exits_if_the_trial_ended(host: Host) -> None:
 
 
 def test_agent_exits_if_another_job_takes_over(host: Host) -> None:
-    """If this job began again, both jobs would end each other's incarnations forever."""
+    """If this job started again, both jobs would end each other's incarnations forever."""
 
     def taken(incarnation: Incarnation) -> None:
         begin(incarnation.host.history, {"job": "99.0.0"})
@@ -328,7 +328,7 @@ def test_workers_know_if_their_gpus_are_exclusive(
 
 @pytest.fixture
 def other(run: RunPaths) -> Host:
-    """Task 0 of a group beside the trainers."""
+    """Return the identity of task 0 of another group than the trainers."""
     plan = Plan.read(run.plan)
     change = {"name": "rollout", "elastic": True, "hosts": 40}
     groups = (*plan.groups, plan.trainers.model_copy(update=change))

@@ -1,4 +1,4 @@
-"""Agents that are lost: those that were heard and those that only claimed their task."""
+"""Lost agents: those that sent messages, and those that only claimed their task."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
 
 
 def test_hanging_agent_on_the_masters_host_is_no_host_loss(bed: Bed) -> None:
-    """The host works, and the next round may use it."""
+    """The host itself works, so the next round may use it."""
     bed.claim(0, 0)
     bed.look()
     with pytest.raises(ReportedError, match="agent trainer/0 hangs: it no longer") as caught:
@@ -135,8 +135,8 @@ def test_record_of_a_host_lost_again_is_updated(bed: Bed) -> None:
 
 
 def test_only_trainer_agents_end_an_incarnation(plans: Callable[..., Plan], tmp_path: Path) -> None:
-    """A rollout task whose lease expires is nobody's host to lose, task 0 included, and claims of
-    its group are not looked for.
+    """An expired lease of a rollout task, even of task 0, is not a lost host of the trainers. The
+    registry does not read the claims of its group.
     """
     bed = Bed(plans(hosts=1, tasks=2), tmp_path)
     for task in range(2):

@@ -49,7 +49,7 @@ esac
 
 @pytest.fixture
 def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in beside the interpreter, as pip installs it, and not on PATH."""
+    """Install a stand-in for py-spy next to the interpreter, like pip, and not on PATH."""
     program = tmp_path / "py-spy"
     program.write_text(FAKE)
     program.chmod(0o700)
@@ -96,7 +96,7 @@ def test_frame_of_an_unresponsive_process_is_shown(text: str, frame: str) -> Non
 
 @pytest.fixture
 def blocked() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits in C and holds the interpreter lock."""
+    """Start a process that waits in C and holds the interpreter lock."""
     code = "import ctypes\ndef blocked():\n    ctypes.PyDLL(None).sleep(600)\nprint(); blocked()"
     with subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -67,7 +67,7 @@ class Past:
         (self.directory(step) / "actor.0.safetensors").write_bytes(b"x" * 99)
 
     def begin(self) -> tuple[IncarnationWriter, list[Damage]]:
-        """Begin an incarnation as `serve` does."""
+        """Begin an incarnation like `serve`."""
         writer, damages = begin_on_base(
             self.paths, self.names, self.history, {"job": "1"}, lambda records: None
         )
@@ -170,7 +170,7 @@ def test_stale_incarnation_quarantines_nothing(past: Past) -> None:
 def test_damage_is_checked_again_if_caches_may_be_stale(
     past: Past, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A good checkpoint must not be given up for an old size in a cache."""
+    """A stale file size in a cache must not make a good checkpoint count as damaged."""
     monkeypatch.setattr(SystemCalls, "caches", lambda self, directory: True)
     path = past.directory(6) / "actor.0.safetensors"
     past.truncate(6)

@@ -1,4 +1,4 @@
-"""The batch process submits an evaluation of each checkpoint, once."""
+"""The batch process submits an evaluation of each checkpoint exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fake_runs import FakeRun
 
 
 class Site:
-    """A run with two suites, and the commands that were run about it."""
+    """A run with two suites, and a record of the executed commands."""
 
     def __init__(self, root: Path, make_settings: Any) -> None:
         section = make_settings().config.evaluation.model_dump(mode="json")
@@ -44,7 +44,7 @@ class Site:
         (folder / ORIGIN).write_text("{}")
 
     def evaluation(self, step: int, suite: str) -> FakeRun:
-        """The trial that evaluates a suite."""
+        """Return the trial that evaluates a suite."""
         made = FakeRun(self.run.paths.run.parents[2], "add-eval", f"add-1-step-{step}-{suite}")
         model = self.run.paths.checkpoint_to_evaluate(f"step-{step:08d}.1")
         made.paths.config.write_text(json.dumps({"actor": {"path": str(model)}}))
@@ -60,7 +60,7 @@ class Site:
         return self.error
 
     def link(self, *, ended: bool = True) -> CheckpointEvaluations:
-        """A link that begins and ends."""
+        """Run a link from its start to its end."""
         link = CheckpointEvaluations(
             self.run.paths, "slurm", lambda kind, data: self.said.append((kind, data))
         )
@@ -103,7 +103,7 @@ def test_each_suite_of_each_checkpoint_is_submitted_once_by_any_job(
 def test_evaluations_use_the_trials_code_and_need_no_profile(
     site: Site, make_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's files may have changed since, and their profiles may be several."""
+    """The user's files may have changed since the submission, and there may be several profiles."""
     dataset = make_settings().config.evaluation.dataset.model_dump(mode="json")
     config = make_settings(evaluation={"dataset": dataset, "tasks": {}}).config
     config = config.model_copy(update={"code": ("/home/me/rewards.py", "/home/me/own")})
@@ -133,7 +133,7 @@ def test_failed_evaluation_submission_is_retried_and_reported(site: Site) -> Non
 def test_pauses_between_submission_attempts_grow(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure is told once, and the tries go on, also when the checkpoint was deleted."""
+    """A failure is reported once, and the attempts continue, even if the checkpoint was deleted."""
     now = [1000.0]
     monkeypatch.setattr(checkpoint_evaluations.time, "monotonic", lambda: now[0])
     site.error = "sbatch: the queue is full"

@@ -1,4 +1,6 @@
-"""An agent's children: their messages, also larger than a pipe's buffer, and their ends."""
+"""An agent's children: their ends, and their messages, including messages larger than a pipe's
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def leave(code: int) -> Save:
 
 
 class Ear:
-    """Takes turns until a condition holds."""
+    """Receives messages until a condition holds."""
 
     def __init__(self, children: Children) -> None:
         self.children = children
@@ -100,7 +102,7 @@ class Ear:
 
 
 def make_children(folder: Path) -> Children:
-    """Host 1 of 2, with two stub workers: ranks 2 and 3."""
+    """Make the children of host 1 of 2: two stub workers with ranks 2 and 3."""
     paths = RunPaths.of(folder, "someone", "exp", "1")
     for directory in paths.directories():
         atomic.make_private_directory(directory)
@@ -136,7 +138,7 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
 
 @pytest.fixture
 def ear(children: Children, tmp_path: Path) -> Iterator[Ear]:
-    """New workers for each test."""
+    """Return the children with new workers for each test."""
     found = Ear(children)
     found.fork(tmp_path)
     yield found
@@ -154,7 +156,7 @@ def test_workers_know_rank_devices_and_threads(ear: Ear) -> None:
 
 
 def test_large_messages_are_sent_in_pieces(ear: Ear) -> None:
-    """A worker that is slow to read does not block its agent, and nothing is lost."""
+    """A worker that reads slowly does not block its agent, and no message is lost."""
     text = "x" * 5_000_000
     ear.said.clear()
     ear.children.broadcast(echo(text))
@@ -274,7 +276,7 @@ def test_stopped_processes_are_killed(
 
 @pytest.fixture
 def slow(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> Ear:
-    """Workers that take longer to end than the fork server has."""
+    """Return workers that take longer to end than the fork server waits."""
     monkeypatch.setattr(children_module, "END_TIMEOUT_S", 0.2)
     return ear
 
@@ -283,8 +285,8 @@ def slow(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> Ear:
 def test_fork_server_is_kept_if_a_worker_ends_slowly(
     slow: Ear, monkeypatch: pytest.MonkeyPatch, gpus: int
 ) -> None:
-    """The driver unpins tens of gigabytes, or a file system does not answer: until then the kernel
-    reports no end. The lease is renewed meanwhile.
+    """A worker may end slowly because the driver unpins tens of gigabytes or a file system does not
+    answer. The agent renews its lease meanwhile.
     """
     slow.children.group = slow.children.group.model_copy(update={"gpus_per_worker": gpus})
     monkeypatch.setattr(children_module, "REPORT_S", 60.0)

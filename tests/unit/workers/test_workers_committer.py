@@ -1,4 +1,6 @@
-"""Commits: manifest, then history, then deletions; killed anywhere, the history stays right."""
+"""Commits: manifest, then history, then deletions. The history is right after a kill at
+any point.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from slurmrl.workers.messages import Done, Save, Saved
 
 
 class FakeWorkforce:
-    """Two ranks, each of which writes a file while it is waited for; or ranks that fail."""
+    """Two ranks that write their files while the master waits, or that fail."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
@@ -87,7 +89,7 @@ class Trial:
         return sorted(entry.name for entry in self.paths.checkpoints.iterdir())
 
     def check(self) -> int | None:
-        """Everything that the history names is whole; the step of the newest."""
+        """Check that all commits in the history are complete. Return the step of the newest one."""
         for commit in self.state.commits:
             directory = self.paths.checkpoints / commit.directory
             assert verify(directory).step == commit.step
@@ -102,7 +104,7 @@ def trial(paths: RunPaths) -> Trial:
 
 
 def save(committer: Committer, step: int, *, asynchronous: bool = False) -> Outcome:
-    """One checkpoint from its start to its end."""
+    """Save one checkpoint from its start to its end."""
     outcome = committer.start(step, {"step": step}, asynchronous=asynchronous)
     outcome = outcome or committer.wait()
     assert outcome is not None
@@ -207,7 +209,7 @@ def test_quarantined_checkpoint_is_removed_if_a_save_lacks_space(trial: Trial) -
 
 
 class Refusing(SystemCalls):
-    """Refuses to make or link files in some directories."""
+    """File operations that cannot make or link files in some directories."""
 
     def __init__(self) -> None:
         self.refused: dict[str, int] = {}
@@ -246,7 +248,7 @@ class Refusing(SystemCalls):
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
-    """Replace the real calls everywhere."""
+    """Replace the real file operations everywhere."""
     calls = Refusing()
     for name in ("link", "mkdir", "rename", "read", "sleep"):
         monkeypatch.setattr(SystemCalls, name, wrapped(calls, name, getattr(SystemCalls, name)))
@@ -281,7 +283,7 @@ def test_full_disk_at_any_point_leaves_a_usable_commit(
 
 
 def test_commit_record_written_without_a_reply_is_valid(trial: Trial, refusing: Refusing) -> None:
-    """The link was made, the reply was lost, and looking it up failed too."""
+    """The link was made, its reply was lost, and the check of the link failed too."""
     committer = trial.committer()
     refusing.late, refusing.refused = True, {"history/": errno.EIO, "read": 1}
     assert committer.start(1, {"step": 1}, asynchronous=False) is None

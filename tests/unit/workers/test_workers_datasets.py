@@ -1,4 +1,6 @@
-"""Rank 0 prepares the datasets of an incarnation, and the other ranks read what it names."""
+"""Rank 0 prepares the datasets of an incarnation, and names the directories that the other ranks
+read.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Site:
         self.activity = Activity()
 
     def start(self, incarnation: int) -> Callable[[int], Any]:
-        """Return what a rank of the next incarnation does."""
+        """Return the function that a rank of the next incarnation runs."""
         self.store = RunStore(self.folder / f"meeting.{incarnation}", 8, TIMEOUT)
 
         def provide(rank: int) -> Any:
