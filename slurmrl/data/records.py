@@ -385,7 +385,7 @@ class RowChecks:
             return field.wrong(value)
         if field.requirement is Requirement.ANY:
             return ""
-        return f"missing; the line has {', '.join(row) or 'no keys'}"
+        return f"is missing; the line has the keys {', '.join(row) or '(none)'}"
 
 
 REMEDY: Final = "; if the rows are in the list '{0}', run jq -c '.{0}[]' FILE > ROWS.jsonl"

@@ -128,7 +128,7 @@ class Preferences(PromptAnswers):
         if not any(whole):
             if prompt is not ABSENT:
                 return None
-            return self.config.prompt_key, f"missing; the line has {', '.join(row)}"
+            return self.config.prompt_key, f"is missing; the line has the keys {', '.join(row)}"
         if not all(whole):
             first, other = keys if whole[0] else reversed(keys)
             return first, f"is a whole conversation, but '{other}' is only an answer"

@@ -225,7 +225,7 @@ def test_templates_without_a_correct_mask_are_rejected(
             "message 2 has 'train' false: write \"weight\": 0",
         ),
         ([{**TURNS[1], "trainable": 0}], "message 1 has 'trainable' 0: write"),
-        ([{"role": "user", "content": [{"type": "video"}]}], "message 1 has a part that is not"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "message 1 has a part that is not"),
     ],
 )
 def test_invalid_conversations_are_named_with_their_line(
@@ -342,7 +342,7 @@ def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"chosen": [GOOD], "rejected": [BAD]}, "prompt: missing; the line has chosen, rejected"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "prompt: is missing; the line has the keys"),
         ({"chosen": [USER, GOOD], "rejected": "No"}, "chosen: is a whole conversation, but 'rej"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen: and 'rejected' are the same"),
         (

@@ -135,7 +135,7 @@ def test_keys_missing_in_all_rows_are_problems_of_the_settings(tmp_path: Path) -
     wrong = problems("preference", tmp_path, PAIR, answer_template="{id}")
     assert [text.split()[0] for text in wrong] == ["answer_template"]
     missing = problems("preference", tmp_path, PAIR, {"id": "b", "prompt": "1+1=", "chosen": "2"})
-    assert missing == ["2 rejected missing; the line has id, prompt, chosen"]
+    assert missing == ["2 rejected is missing; the line has the keys id, prompt, chosen"]
 
 
 LABELED = [
@@ -177,7 +177,7 @@ def test_labels_must_be_true_or_false(tmp_path: Path) -> None:
     rows = [LABELED[0], {**LABELED[1], "label": 1}, {"id": "z", "prompt": "1=", "answer": "1"}]
     assert problems("kto", tmp_path, *rows) == [
         "2 label must be true or false, but is 1",
-        "3 label missing; the line has id, prompt, answer",
+        "3 label is missing; the line has the keys id, prompt, answer",
     ]
     alone = problems("kto", tmp_path, *LABELED[:2])
     assert "at least two different prompts" in alone[0]
