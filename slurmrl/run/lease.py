@@ -171,13 +171,11 @@ class LeaseBoard:
         *,
         look_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        calls: SystemCalls = REAL,
     ) -> None:
         self._directory = directory
         self._ttl_s = ttl_s
         self._look_s = look_s
         self._clock = clock
-        self._calls = calls
         self._observers: dict[str, LeaseObserver] = {}
         self._views: dict[str, tuple[float, LeaseView]] = {}
 
@@ -188,7 +186,7 @@ class LeaseBoard:
             return known[1]
         if name not in self._observers:
             path = self._directory / name
-            self._observers[name] = LeaseObserver(path, self._ttl_s, self._clock, calls=self._calls)
+            self._observers[name] = LeaseObserver(path, self._ttl_s, self._clock)
         view = self._observers[name].observe()
         self._views[name] = (now, view)
         return view
