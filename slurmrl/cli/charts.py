@@ -183,7 +183,7 @@ def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[s
         ranges = [f"{_at(each.least)}, {_at(each.greatest)}" for each in (first, second)]
         rows.append((plain(name), step, *values, *ranges))
     lines = terminal.table(rows, width) if len(rows) > 1 else []
-    return [*lines, *([f"the same at every step of both: {', '.join(same)}"] if same else [])]
+    return [*lines, *([f"constant and equal in both trials: {', '.join(same)}"] if same else [])]
 
 
 def _place(name: str) -> int:

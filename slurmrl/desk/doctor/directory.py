@@ -64,7 +64,8 @@ def owner(folder: Path) -> Check:
     if status.st_uid != os.geteuid() or mode != 0o600:
         return failed(
             "ownership",
-            f"a new file of user {os.geteuid()}, mode 0600, is of {status.st_uid}, mode {mode:04o}",
+            f"a new file of user {os.geteuid()} with mode 0600 belongs to user {status.st_uid} "
+            f"with mode {mode:04o}",
             "the file system maps users or modes (root squash, idmap, ACLs): use another one",
         )
     if warnings:

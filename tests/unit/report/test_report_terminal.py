@@ -80,7 +80,7 @@ def test_compare_shows_settings_and_metrics_of_two_trials(
     text = capsys.readouterr().out
     assert "seed     1      2" in text
     assert "reward  10    10     -10    1 at 1, 10 at 10  -10 at 10, -1 at 1" in text
-    assert "the same at every step of both: eval/kl" in text
+    assert "constant and equal in both trials: eval/kl" in text
 
 
 def test_compare_takes_last_step_of_both_trials(
