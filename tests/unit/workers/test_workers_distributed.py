@@ -1,4 +1,4 @@
-"""The process group: its time-out, its network interface, and what waits without it."""
+"""The process group: its timeout, its network interface, and waits without a timeout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_network_interface_is_exact_unless_set_by_the_user(
     of_user: dict[str, str],
     in_force: tuple[str, str],
 ) -> None:
-    """NCCL takes a bare name for a prefix: ib0 would also choose ib01."""
+    """NCCL treats a bare name as a prefix: ib0 would also select ib01."""
     formed = SimpleNamespace(
         init_process_group=lambda *_, **__: None, group=SimpleNamespace(WORLD=device.CPU)
     )
@@ -79,8 +79,8 @@ def test_store_opens_no_port() -> None:
 
 
 def test_every_collective_names_its_group() -> None:
-    """One without a group makes a communicator of the whole world: memory on each GPU, and an
-    incarnation that resumes would differ from one that does not.
+    """A collective without a group makes a communicator of the whole world. This uses memory on
+    each GPU, and a resumed incarnation would differ from another one.
     """
     found = []
     for path in Path(slurmrl.__file__).parent.rglob("*.py"):

@@ -34,7 +34,7 @@ def with_engine(plan: Plan, engine: str, **sizes: int) -> Plan:
 
 
 def test_fork_server_has_one_thread_with_any_worker_thread_count(plan: Plan) -> None:
-    """numpy's OpenBLAS would start as many as OMP_NUM_THREADS says, before the first fork."""
+    """Otherwise, numpy's OpenBLAS would start OMP_NUM_THREADS threads before the first fork."""
     given = fork_environment.of_fork_server(plan.groups[0], [""], os.environ, {})
     assert given["OMP_NUM_THREADS"] == "4"
     command = [sys.executable, "-c", THREADS]
@@ -96,6 +96,8 @@ def test_nccl_flight_recorder_is_enabled(plan: Plan) -> None:
 def test_expandable_segments_are_default_unless_set_by_the_user(
     plan: Plan, environ: dict[str, str], visible: str, expected: dict[str, str]
 ) -> None:
-    """Under either of torch's names, which a default would otherwise override or contradict."""
+    """Covers both of torch's names of the variable. A default must not override or contradict the
+    user's value.
+    """
     given = fork_environment.of_fork_server(plan.groups[0], [visible], environ, {})
     assert {name: value for name, value in given.items() if "ALLOC" in name} == expected

@@ -1,4 +1,4 @@
-"""One rank executes the master's messages; engines and interfaces are stand-ins."""
+"""A rank executes the master's messages. Engines and interfaces are stand-ins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 class FakeDataset:
-    """Items of one token."""
+    """A dataset whose items have one token."""
 
     fingerprint, left_out, directories = "", 0, ("rows",)
 
@@ -90,7 +90,7 @@ class FakeSnapshot:
 
 
 class FakeInterface(Interface):
-    """Remembers the settings that it was called with."""
+    """An interface that stores the settings of its calls."""
 
     def __init__(self) -> None:
         self.settings: list[Settings] = []
@@ -136,7 +136,7 @@ def make_executor(
 def test_each_suite_uses_its_own_rows_settings_and_reward(
     make_settings: Any, make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interface of a suite, which holds the suite's reward, is no other suite's."""
+    """Each suite has a separate interface with its reward."""
     section = make_settings().config.evaluation.model_dump(mode="json")
     own = {"dataset": section.pop("dataset")}
     suites = {"a": {**own, "n": 2}, "b": {**own, "n": 3, "reward": {"name": "math"}}}

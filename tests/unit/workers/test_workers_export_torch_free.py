@@ -1,4 +1,4 @@
-"""Exports of models of transformers by a process without torch, as the master is one."""
+"""Exports of transformers' models by a process without torch, like the master."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_export_of_adapters_imports_no_torch(tmp_path: Path, form: str) -> None:
 def test_file_layout_from_a_child_process_equals_the_local_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A family that cannot be written is an error with the same message."""
+    """For a family that cannot be exported, both give the same error message."""
     known = HFConfig.from_hf(tiny("qwen3_moe"))
     unknown = HFConfig.from_hf({"model_type": "no_such_family"})
     wanted = file_form(known, "lm")
@@ -129,7 +129,7 @@ def test_export_keeps_layers_that_predict_more_tokens(
 def test_file_layout_fails_if_transformers_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A master retries other errors as long as it takes, so the trial would never end."""
+    """A master retries other errors without limit, so the trial would never end."""
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(hf_form, "MODULE", "slurmrl.models.no_such_module")
     known = HFConfig.from_hf({"model_type": "qwen3", "hidden_size": 32})

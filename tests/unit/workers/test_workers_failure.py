@@ -1,4 +1,4 @@
-"""Failures: their content, and that the first one counts."""
+"""Failures: their content. The first failure counts."""
 
 from __future__ import annotations
 

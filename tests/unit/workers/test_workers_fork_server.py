@@ -1,4 +1,4 @@
-"""Fork server: its imports, the workers that it forks, and the leftovers that it kills."""
+"""The fork server: its imports, its workers, and the remaining processes that it kills."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ compute()  # in this process, which was not forked
 
 
 def output(code: str, *arguments: str, **variables: str) -> list[str]:
-    """The words that a new interpreter prints."""
+    """Return the words that a new interpreter prints."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=REPOSITORY,
@@ -139,7 +139,9 @@ def test_forked_workers_compute_like_a_fresh_process(
 
 
 def test_rollout_task_does_not_import_unused_modules(make_settings: Any, paths: RunPaths) -> None:
-    """Compiler and FSDP take as long as all else, and it loses that each time it is preempted."""
+    """Imports of the compiler and FSDP take as long as all others, and a task repeats them after
+    each preemption.
+    """
     settings = make_settings(
         algorithm={"name": "grpo", "batch_size": 4}, rollout={"tasks": {}, "n": 2}
     )
@@ -170,7 +172,7 @@ class Host:
         self.line.send({"type": "kill", "rank": rank})
 
     def end(self, number: int) -> None:
-        """Have the worker of rank 0 end itself by a signal."""
+        """Let the worker of rank 0 end itself by a signal."""
         pipe = self.slots[0].pipe
         assert pipe is not None
         pipe.send({"type": "end", "signal": number})
@@ -228,7 +230,9 @@ def test_leftover_processes_of_a_worker_are_killed_with_the_worker(host: Host, n
 
 
 def test_child_of_a_running_worker_survives_the_end_of_another_worker(host: Host) -> None:
-    """The parent of an orphan has ended, so a fork server could take it for a leftover."""
+    """The parent of this child has ended, so a fork server could mistake it for a remaining process
+    of the other worker.
+    """
     other = host.start(1)
     children = Path(f"/proc/{other['left']}/task/{other['left']}/children").read_text().split()
     os.kill(other["left"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Whether another start makes sense, judged by what the ones before died of."""
+"""The decision on another start, based on the causes of earlier ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST = 3
 
 
 class Past:
-    """Incarnations that ended, one after the other; the next one is to be judged."""
+    """A sequence of ended incarnations, after which the next start is decided."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.history = History(paths.history)
@@ -32,7 +32,7 @@ class Past:
         return begin(self.history, {"job": self.job})
 
     def ends(self, *, warned: str = "", **failure: Any) -> IncarnationWriter:
-        """An incarnation begins, and ends like this."""
+        """Let an incarnation begin, and end with this failure."""
         writer = self.begins()
         if failure:
             self.names.add(keys.failure(writer.incarnation), json.dumps(failure))
@@ -66,7 +66,7 @@ class Past:
         self.commits()
 
     def commits(self, step: int = 2) -> None:
-        """The newest incarnation had committed before it ended."""
+        """Let the newest incarnation commit before its end."""
         incarnation = fold(self.history.read()).incarnation
         writer = IncarnationWriter(self.history, incarnation)
         name = f"step-{step:08d}.{incarnation}"
@@ -77,7 +77,7 @@ class Past:
 
 
 def futile(reason: str, traceback: str = "") -> dict[str, Any]:
-    """The data of the FAILED record."""
+    """Return the data of the FAILED record."""
     return {"reason": reason, "traceback": traceback}
 
 
@@ -151,7 +151,7 @@ def test_trial_fails_after_same_master_exception_twice(past: Past) -> None:
 
 
 def test_same_exception_on_another_rank_counts_as_repeated(past: Past) -> None:
-    """A bug that all ranks share is reported by whichever is faster."""
+    """If all ranks have the same bug, the fastest rank reports it."""
     past.raises("ValueError: a", rank=1)
     past.raises("ValueError: a", rank=0)
     verdict = past.verdict()
@@ -160,7 +160,7 @@ def test_same_exception_on_another_rank_counts_as_repeated(past: Past) -> None:
 
 
 def test_commit_between_two_failures_resets_the_count(past: Past) -> None:
-    """Whoever still makes progress may meet the same exception again."""
+    """A trial that makes progress may meet the same exception again."""
     past.raises("ValueError: a")
     past.commits_and_raises("ValueError: a")
     assert past.verdict() is None
@@ -182,7 +182,7 @@ def test_preemption_between_two_failures_does_not_reset_the_count(past: Past) ->
 
 
 def test_resume_resets_the_count(past: Past) -> None:
-    """The user may have fixed the cause: only failures after a resume count."""
+    """The user may have fixed the cause, so only failures after a resume count."""
     past.raises("ValueError: a")
     past.raises("ValueError: a")
     end(past.history, Kind.FAILED, {})
@@ -208,9 +208,8 @@ def test_too_many_starts_without_a_commit_fail_the_trial(past: Past) -> None:
 
 
 def test_verdict_about_hangs_names_waiting_and_missing_ranks(past: Past) -> None:
-    """The record that ends the trial explains its last hang.
-
-    What two incarnations are compared by does not: the times in it differ.
+    """The record that ends the trial explains its last hang. The comparison of two incarnations
+    ignores this explanation, because its times differ.
     """
     silence = "rank 3 on n1 sent no heartbeat for 60 s and was killed"
     for number in range(MOST):
@@ -260,7 +259,7 @@ def test_starts_before_the_last_commit_are_not_counted(past: Past) -> None:
 
 
 def test_requeues_without_a_report_are_not_counted(past: Past) -> None:
-    """Preempted without any grace: Slurm's restart count is all that tells of it."""
+    """After a preemption without grace time, only Slurm's restart count shows the requeue."""
     for restart in range(10):
         past.job = f"7.{restart}.0"
         past.ends()
@@ -269,7 +268,7 @@ def test_requeues_without_a_report_are_not_counted(past: Past) -> None:
 
 
 def test_trial_that_loses_many_hosts_fails(past: Past) -> None:
-    """A trial that brings its hosts down would go through the whole cluster."""
+    """Otherwise, a trial that causes host failures would do so on the whole cluster."""
     for restart in range(futility.LOSSES * MOST):
         past.job = f"7.{restart}.0"
         assert past.verdict() is None
@@ -323,7 +322,7 @@ def test_trial_ends_with_the_reason_of_the_verdict(past: Past) -> None:
 
 
 def test_verdict_is_repeated_if_another_writer_commits(past: Past) -> None:
-    """Another writer commits between the look and the end: it is judged anew."""
+    """Another writer commits between the decision and the end, so the decision is made again."""
     past.ends()
     looks: list[int] = []
 
@@ -339,8 +338,8 @@ def test_verdict_is_repeated_if_another_writer_commits(past: Past) -> None:
 
 
 def test_hosts_lost_before_the_first_commit_are_not_counted(past: Past) -> None:
-    """Each loss is two starts: the other ranks see broken connections, and the next incarnation
-    of the same job waits for the host until its lease is dead, or Slurm ends the job.
+    """Each loss costs two starts: the other ranks see broken connections, and the next incarnation
+    of the same job waits for the host until its lease has expired or Slurm ends the job.
     """
     for loss in range(MOST + 2):
         past.job = f"7.{loss}.0"
@@ -354,7 +353,7 @@ def test_hosts_lost_before_the_first_commit_are_not_counted(past: Past) -> None:
 
 
 def test_lost_host_is_not_counted_if_another_job_follows(past: Past) -> None:
-    """Slurm let the next element start before the one that it put back, as the lock records."""
+    """The leader lock records that Slurm started the next element before the requeued one."""
     for number in range(MOST + 2):
         past.job = f"{7 + number}.0.0"
         past.begins()
@@ -378,7 +377,7 @@ def gpu_fault(past: Past, host: str, *, certain: bool = False, step: int = 4) ->
 
 
 def test_gpu_failures_on_different_hosts_are_not_counted(past: Past) -> None:
-    """Each host was replaced."""
+    """Each failed host was replaced."""
     for number in range(2 * MOST):
         gpu_fault(past, f"n{number}", certain=True)
         assert past.verdict() is None
@@ -388,7 +387,7 @@ def test_gpu_failures_on_different_hosts_are_not_counted(past: Past) -> None:
 def test_repeated_gpu_failure_without_a_replacement_host_is_counted(
     past: Past, certain: bool
 ) -> None:
-    """A machine without Slurm, or a job that got the same host again."""
+    """Covers a machine without Slurm, and a job that got the same host again."""
     for step in range(MOST):
         gpu_fault(past, "n1", certain=certain, step=step)
         assert past.verdict() is None
@@ -399,7 +398,7 @@ def test_repeated_gpu_failure_without_a_replacement_host_is_counted(
 
 
 def test_kernel_launch_failure_on_every_host_is_a_trial_failure(past: Past) -> None:
-    """A bug in a kernel can cause it; one host after the other would be excluded for it."""
+    """A bug in a kernel can cause it. Otherwise, one host after the other would be excluded."""
     for number in range(MOST):
         gpu_fault(past, f"n{number}")
         assert past.verdict() is None
@@ -416,7 +415,9 @@ def test_trial_fails_after_the_maximum_of_lost_hosts(past: Past) -> None:
 
 
 def test_input_missing_in_two_consecutive_starts_ends_the_trial(past: Past) -> None:
-    """One start may have met a mount that was being replaced; another file starts anew."""
+    """In one start, a mount may have been missing briefly. A different missing file starts a new
+    count.
+    """
     for path in ("/data/a", "/data/b"):
         past.ends(cause="environment", reason=f"rank 0: {path} is not on n1", absent=path)
         assert past.verdict() is None

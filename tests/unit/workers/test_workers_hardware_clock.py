@@ -26,7 +26,7 @@ def wait(*_: Any, **__: Any) -> SimpleNamespace:
 def test_waits_count_only_between_hosts(
     place: str, waits_count: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network carries data while the processor of a rank waits."""
+    """Between hosts, the network transfers data while the processor of a rank waits."""
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "send", "recv")
     slow = SimpleNamespace(
         **dict.fromkeys(names, wait), barrier=wait, ReduceOp=hardware_measures.dist.ReduceOp

@@ -1,4 +1,4 @@
-"""Claiming a task: each start gets an attempt of its own, also when two start at once."""
+"""Claims of a task: each start gets a separate attempt, even if two start at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_identity_is_read_from_slurm_variables(tmp_path: Path) -> None:
 
 
 def test_requeued_job_and_next_round_have_new_identities(tmp_path: Path) -> None:
-    """The master's BEGIN names the start of the job; that of the start before must not match."""
+    """The master's BEGIN names the start of the job. The BEGIN of the previous start must not
+    match.
+    """
     store = NameStore(tmp_path)
     first = claim(store, "trainer", elastic=False, environ=SLURM)
     second = claim(store, "trainer", elastic=False, environ={**SLURM, "SLURM_RESTART_COUNT": "2"})
@@ -71,7 +73,7 @@ def test_claim_names_its_holder_and_is_permanent(tmp_path: Path) -> None:
 
 
 class StaleListing(NameStore):
-    """Lists nothing, as a cache of a directory may."""
+    """File operations whose listings are empty, as a directory cache may show."""
 
     def find_subtree(self, root: str) -> list[str]:
         return []
@@ -84,8 +86,8 @@ def test_stale_listing_only_causes_more_attempts(tmp_path: Path) -> None:
 
 
 def test_trainers_share_one_world_and_each_task_has_its_own(tmp_path: Path) -> None:
-    """The trainers share one world; a task of another group is one of its own, and none of its
-    tasks is the first agent of the trial.
+    """The trainers share one world. Each task of another group has a separate world, and none of
+    them is the first agent of the trial.
     """
     store = NameStore(tmp_path)
     trainer = claim(store, "trainer", elastic=False, environ={})

@@ -1,4 +1,4 @@
-"""The report that a trial leaves in its directory when it ends."""
+"""The report that a trial writes to its directory at its end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_report_is_not_written_for_live_or_cancelled_trials_or_if_disabled(
 def test_failing_or_hanging_report_causes_no_delay(
     tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty script: the program is not there."""
+    """Write the program of the report; an empty script means that it is missing."""
     program = tmp_path / "python"
     if script:
         program.write_text(f"#!/bin/sh\n{script}\n")

@@ -1,4 +1,4 @@
-"""The end of a trial that evaluates a checkpoint, and the trial that trains."""
+"""The end of an evaluation trial, and its training trial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fake_runs import FakeRun
 
 
 class Family:
-    """A trial that trains and one that evaluates it."""
+    """A training trial and a trial that evaluates it."""
 
     def __init__(self, root: Path) -> None:
         self.trained = FakeRun(root)

@@ -1,4 +1,4 @@
-"""The loss of the first agent's host, as the other agents see it."""
+"""The loss of the first agent's host, from the view of the other agents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bed:
         return Identity("trainer", task, 0, f"n{task}", job, "41_0", 1)
 
     def claims(self, attempt: int, host: str, job: str) -> Lease:
-        """The first agent of a round starts."""
+        """Start the first agent of a round."""
         names = NameStore(self.paths.names)
         identity = replace(self.identity(0, job), attempt=attempt, host=host)
         said = json.dumps(documents.to_json(identity))
@@ -102,7 +102,7 @@ def test_only_few_agents_watch_the_first_agent(bed: Bed, task: int) -> None:
 def test_agent_requeues_the_job_if_the_batch_host_is_lost(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, state: str, goes_on: str, waits: bool, does: str
 ) -> None:
-    """After the time in which a batch process that lives would have ended the step."""
+    """The agent waits for the time in which a living batch process would end the step."""
     done: list[str] = []
     row = HostRow("n0", state, 0)
     monkeypatch.setattr(SlurmClient, "hosts", lambda self, partition, names: [row])
@@ -166,7 +166,9 @@ def test_requeue_of_a_lost_job_is_retried_until_a_later_start(
 
 
 def test_agents_of_other_groups_do_not_watch_trainers(bed: Bed) -> None:
-    """The loss of the trainers' first host is theirs to act on: a rollout task keeps its job."""
+    """Only the trainers' agents react to the loss of their first host. A rollout task keeps its
+    job.
+    """
     lease = bed.claims(0, "n0", "7.0.0")
     names = NameStore(bed.paths.names)
     said = json.dumps({"job": "7.0.0", "host": "n0"})

@@ -1,7 +1,4 @@
-"""Tests of the decision which job continues a trial.
-
-Slurm is scripted; tests/slurm has a real one.
-"""
+"""The decision which job continues a trial. Slurm is scripted; tests/slurm has the real one."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def row(raw: str, restarts: int, hosts: tuple[str, ...] = ()) -> QueueRow:
 
 
 class Cluster(SlurmScheduler):
-    """Knows how each element stands; remembers what it was asked to do."""
+    """A cluster with the state of each element, which records its commands."""
 
     def __init__(self, now: dict[str, QueueRow | None]) -> None:
         self.client = cast(SlurmClient, self)
@@ -163,7 +160,7 @@ def test_lease_decides_about_the_lock_holder_if_slurm_does_not_answer(
 def turns(
     paths: RunPaths, names: NameStore, of: Link, cluster: Cluster
 ) -> tuple[bool, list[float]]:
-    """Whether it is this link's turn while 41_0 runs, and what it waited."""
+    """Return whether it is this link's turn while 41_0 runs, and the time that it waited."""
     lock(paths, names, link(paths), "41.0", cluster).take()
     waited: list[float] = []
 

@@ -11,7 +11,7 @@ BEAT_S, CHECK_S, TTL_S = 2.0, 6.0, 60.0
 
 
 class Host:
-    """A holder of a lease on a directory and a clock that the test moves."""
+    """A holder of a lease, with a directory and a clock that the test controls."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""The kernel's count of processes killed for lack of memory, on each kind of machine."""
+"""The kernel's count of processes that it killed for lack of memory, on each kind of machine."""
 
 from __future__ import annotations
 

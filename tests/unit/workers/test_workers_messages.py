@@ -1,4 +1,4 @@
-"""Messages as JSON, checked at every channel's end."""
+"""Messages as JSON, which both ends of a channel check."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NAME = "TRIAL_WEBHOOK"
 
 
 class Hook(HTTPServer):
-    """Keeps what is posted; answers with ``codes``, then with 200."""
+    """A server that stores posted data, and answers with ``codes``, then with 200."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hook(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
-    """The webhook that the trial's variables file names."""
+    """Start the webhook that the trial's variables file names."""
     hook = Hook()
     file = tmp_path / "tokens"
     file.touch(mode=0o600)
@@ -72,7 +72,7 @@ def hook(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_notification_is_sent_once_for_each_end_of_a_trial(
     run: RunPaths, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any number of links may see the end. A running or cancelled trial sends none."""
+    """Any number of links may see the end. A running or cancelled trial sends no notification."""
     arguments = ["--run", str(run.run), "--submission", "1", "--group", "trainer"]
     options = supervisor.parse(arguments)
     monkeypatch.setattr(supervisor, "parse", lambda: options)
@@ -126,7 +126,7 @@ def test_failed_webhook_is_retried_without_side_effects(
 def test_notification_that_cannot_be_posted_is_a_warning(
     run: RunPaths, hook: Hook, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No server, no URL, or one that does not answer in time."""
+    """Covers a missing server, a missing URL, and a server that does not answer in time."""
     history, released = History(run.history), threading.Event()
     end(history, Kind.FINISHED, {"step": 6})
     end_of_trial.post("http://127.0.0.1:9/secret", {})

@@ -1,4 +1,6 @@
-"""A flood of output: bounded on disk, the newest part kept, followed without a gap, harmless."""
+"""A process with much output: its log on disk is limited, the newest part is kept, readers miss
+nothing, and other processes are not affected.
+"""
 
 from __future__ import annotations
 

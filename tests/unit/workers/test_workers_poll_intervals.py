@@ -1,4 +1,4 @@
-"""A simulated idle trial: all file operations of its processes are counted."""
+"""A simulated idle trial, with a count of all file operations of its processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TTL_S = 60.0
 
 
 class Counting(SystemCalls):
-    """Counts every operation but pauses."""
+    """File operations that count every call except pauses."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -106,7 +106,9 @@ class Master:
 def test_idle_trial_keeps_the_operation_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, simulated: int
 ) -> None:
-    """``simulated`` of the agents, and the master's looks at these; both scale with the hosts."""
+    """The test runs ``simulated`` agents and the master's reads of their files, and scales both to
+    the number of hosts.
+    """
     monkeypatch.setattr("slurmrl.run.channel.follower.is_local", lambda directory: False)
     (tmp_path / "history").mkdir()
     History(tmp_path / "history").append(Kind.BEGIN, 1, {}, after=-1)

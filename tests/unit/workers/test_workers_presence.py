@@ -13,7 +13,7 @@ from slurmrl.workers.polling import GONE_S, LOOK_S, Presence, make_channels
 
 
 class Watched(SystemCalls):
-    """A directory that may not answer, and a clock that pauses move."""
+    """A directory that may not answer, and a clock that advances during pauses."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Children die with their parent, ignore Slurm's signals, and read end of file from their pipe."""
+"""Children end with their parent, ignore Slurm's signals, and get end-of-file from their pipe."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_child_has_its_arguments_and_ignores_signals(
 
 
 def test_child_sees_the_end_of_its_pipe(tmp_path: Path, environment: dict[str, str]) -> None:
-    """No other process holds our end, not even a child that was started later."""
+    """No other process holds the parent's end, not even a child that was started later."""
     with spawned(tmp_path, environment) as (child, pipe), spawned(tmp_path, environment):
         assert pipe.receive(60) is not None
         pipe.close()
@@ -149,7 +149,9 @@ def test_child_dies_with_its_parent(tmp_path: Path, environment: dict[str, str])
 
 
 def test_child_exits_if_its_parent_is_already_dead(tmp_path: Path) -> None:
-    """The parent can die before the kernel is asked: then the signal would never be sent."""
+    """The parent may end before the child requests the signal at its parent's death, which would
+    then never come.
+    """
     code = (
         "import os\n"
         "from slurmrl.workers.child_process import die_with\n"
@@ -166,9 +168,7 @@ def test_child_exits_if_its_parent_is_already_dead(tmp_path: Path) -> None:
 def test_children_are_ended_together_within_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that the kernel holds in a system call cannot be ended; here its kill does not come
-    through.
-    """
+    """A process in a blocked system call cannot be ended. Here, its kill has no effect."""
     held, other = (
         child_process.Child(name, subprocess.Popen(["sleep", "600"])) for name in ("held", "other")
     )

@@ -35,13 +35,13 @@ def step(progress: Progress) -> list[tuple[int, int]]:
 
 
 def committed(progress: Progress) -> dict[str, Any]:
-    """The state as it comes back from its file."""
+    """Return the state after it was written to a file and read back."""
     found: dict[str, Any] = json.loads(json.dumps(progress.state()))
     return found
 
 
 def test_batches_cross_epoch_boundaries(make_settings: Any) -> None:
-    """Each epoch has every item once; 4 does not divide 10."""
+    """Each epoch has every item once, although the batch size 4 does not divide 10."""
     progress = start(make_settings())
     taken = [item for _ in range(5) for item in step(progress)]
     assert sorted(taken) == [(epoch, index) for epoch in range(2) for index in range(SIZE)]
@@ -52,7 +52,7 @@ def test_batches_cross_epoch_boundaries(make_settings: Any) -> None:
 
 
 def test_items_taken_but_not_trained_are_repeated(make_settings: Any) -> None:
-    """A run that ends within a step begins it again with the same items."""
+    """A run that ends within a step repeats the step with the same items."""
     progress = start(make_settings())
     step(progress)
     items = progress.take_batch()
@@ -149,7 +149,7 @@ def test_progress_finishes_after_the_last_step(make_settings: Any) -> None:
 
 
 def test_stop_condition_holds_after_a_restart(make_settings: Any) -> None:
-    """Killed between the last commit and the end: it must not train on."""
+    """A trial that was killed between the last commit and its end must not train further."""
     settings = make_settings(stop_when="eval/reward >= 0.5")
     progress = start(settings)
     step(progress)

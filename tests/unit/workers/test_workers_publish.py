@@ -35,7 +35,7 @@ class Clock:
 
 
 class CountingStore(NameStore):
-    """Counts what is written, and can stop answering."""
+    """A store that counts writes and can stop answering."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -95,7 +95,7 @@ def test_unreachable_directory_does_not_end_the_incarnation(desk: Desk) -> None:
 
 
 def test_rank_activity_is_read_from_lease_notes(desk: Desk, paths: RunPaths) -> None:
-    """The activity is only of this incarnation, and partial notes are ignored."""
+    """Only activities of this incarnation are read, and partial notes are ignored."""
     lease = Lease(paths.lease("trainer", 0, 1))
     desk.agents["trainer/0"] = Identity("trainer", 0, 1, "n0", "41.0.0", "41_2")
     doing = {"call": "gen", "since_s": 3.0, "silent_s": 0.0, "collective": None}

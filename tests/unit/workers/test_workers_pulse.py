@@ -1,5 +1,5 @@
-"""Signs of life: sent as long as somebody reads, missed when they stop, and nobody's fault when
-the listener itself did not run.
+"""Heartbeats are sent as long as there is a reader. Missing heartbeats are noticed, unless the
+listener itself was suspended.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_heartbeat_restarts_the_timeout(watch: SilenceWatch[int], clock: Clock) 
 def test_process_without_a_first_heartbeat_is_not_watched(
     watch: SilenceWatch[int], clock: Clock
 ) -> None:
-    """Imports may take long; the master bounds the time of a start."""
+    """Imports may take long, and the master limits the time of a start."""
     watch.forget(3)
     assert pass_time(watch, clock, 3600) == []
     watch.heard(4)
@@ -69,7 +69,9 @@ def test_process_without_a_first_heartbeat_is_not_watched(
 def test_time_while_the_listener_was_suspended_is_not_counted(
     watch: SilenceWatch[int], clock: Clock
 ) -> None:
-    """The watcher was stopped for an hour, and so were the others: they get time for a pulse."""
+    """The watcher and the other processes were stopped for an hour. The others get time to send a
+    heartbeat.
+    """
     clock.now += 3600
     assert watch.silent() == []
     assert pass_time(watch, clock, SILENCE_S / 2) == []

@@ -47,7 +47,7 @@ def test_copy_intervals_are_computed_once_for_all_moves(monkeypatch: pytest.Monk
     source, target = torch.randn(6, 128), torch.zeros(6, 256)
 
     def columns(storage: Tensor, first: int) -> tuple[PlacedLayout, Any]:
-        """128 columns of a storage, as an engine has them."""
+        """Return 128 columns of a storage, in the form of an engine."""
         shard = Shard("w", Box.whole((6, 128)), "w", first, storage.stride())
         layout = Layout.of({"w": TensorSpec((6, 128), "float32")}, [[shard]])
         return PlacedLayout(layout, (0,)), SimpleNamespace(storages=lambda: {"w": storage})
@@ -71,7 +71,7 @@ def test_copy_intervals_are_computed_once_for_all_moves(monkeypatch: pytest.Monk
 
 
 def test_weights_move_at_the_start_and_after_each_training(move: FakeMove) -> None:
-    """An evaluation after a step's generation finds them in place."""
+    """An evaluation after a step's generation uses the moved weights."""
     reallocations = made(move)
     counts = []
     for trained in ("", "actor", "critic", "actor"):
@@ -113,7 +113,7 @@ def test_offloaded_models_are_loaded_only_during_use() -> None:
 
 
 def test_moved_weights_stay_until_another_model_computes() -> None:
-    """A rank that holds no part of them learns the same."""
+    """Ranks without a part of the weights get the same information."""
     engines = {name: FakeEngine() for name in ("actor", "rollout")}
     holder, other = (
         Residence(cast(Any, held), {"actor", "rollout"}, {"rollout"})

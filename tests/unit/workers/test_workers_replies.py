@@ -83,7 +83,7 @@ def path(tmp_path: Path) -> Path:
 def test_master_is_notified_exactly_after_each_write(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wake-up before its message, or without one, would cause a useless read."""
+    """A wake-up before its message, or without a message, would cause a useless read."""
     master, replies = WakeupSocket(LOOPBACK), Replies(LogWriter(path), 1, WakeupSocket(LOOPBACK))
     assert replies.socket is not None
     reader = LogReader(path)

@@ -1,4 +1,4 @@
-"""Requests for stacks: each is passed on once, in order, and one look costs one name."""
+"""Requests for stacks are passed on once and in order. A check without a request reads one name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Store(NameStore):
 
 
 class Desk:
-    """The requests of incarnation 3, looked for every 2 s."""
+    """The requests of incarnation 3, which are checked every 2 s."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 0.0

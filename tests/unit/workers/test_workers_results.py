@@ -1,6 +1,4 @@
-"""Results of a trial: each item once, whichever incarnations wrote part files and whatever they
-left behind.
-"""
+"""The results of a trial contain each item once, for part files of any incarnations."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def plan(plans: Callable[..., Plan], calls: Callable[..., CallPlan]) -> Plan:
 
 
 class Incarnation:
-    """The master's part of an incarnation; `step` also writes what its two ranks write."""
+    """The master's part of an incarnation. `step` also writes the files of its two ranks."""
 
     def __init__(
         self, paths: RunPaths, settings: Settings, plan: Plan, number: int, state: Any = None
@@ -60,7 +58,7 @@ class Incarnation:
         self.results.finish_step()
 
     def state(self) -> Any:
-        """Return the state as in a commit."""
+        """Return the state in the form of a commit."""
         return json.loads(json.dumps(self.progress.state()))
 
 
@@ -77,7 +75,7 @@ def lines(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def test_offline_pass_ends_with_the_dataset(paths: RunPaths, begin: Begin) -> None:
-    """The last batch is smaller, and each row comes once, in the order of the file."""
+    """The last batch is smaller. Each row occurs once, in the order of the file."""
     incarnation = begin(1)
     assert incarnation.progress.total_steps == 3
     for _ in range(3):
@@ -108,8 +106,8 @@ def test_number_of_pass_steps_is_known_after_reading_the_dataset(
 
 
 def test_uncommitted_steps_are_not_in_the_results(paths: RunPaths, begin: Begin) -> None:
-    """The first incarnation ends after a step that is not committed, the second one within a part
-    file of that step; both left other texts there.
+    """The first incarnation ends after an uncommitted step, the second one while it writes a part
+    file of that step. Both left other texts there.
     """
     first = begin(1)
     first.step("first")
@@ -164,8 +162,8 @@ def test_results_are_complete_after_a_change_of_rank_count(
 
 
 def test_filtered_items_have_no_result_lines(paths: RunPaths, begin: Begin) -> None:
-    """Whether they were dropped before or after items that are trained later; a step that is left
-    without items has no part files.
+    """Covers items dropped before and after items that are trained later. A step without items has
+    no part files.
     """
     incarnation = begin(1)
     progress = incarnation.progress
@@ -209,7 +207,9 @@ def test_damaged_parts_never_become_results(
 
 
 def test_missing_result_lines_are_detected_by_the_ledger(paths: RunPaths, begin: Begin) -> None:
-    """If the last two items of a step are missing, its places have no gap."""
+    """Positions alone would not show it: if the last two items of a step are missing, there is no
+    gap.
+    """
     incarnation = begin(1)
     incarnation.step()
     for rank in range(2):

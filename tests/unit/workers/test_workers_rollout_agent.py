@@ -1,4 +1,4 @@
-"""The agent of a rollout task, with a scripted worker in a process of its own."""
+"""The agent of a rollout task, with a scripted worker in a separate process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Story: TypeAlias = Iterator[None]
 
 
 class Bed:
-    """One attempt at task 0, in this process, and what its worker hears."""
+    """An attempt at task 0 in this process, and the messages to its worker."""
 
     def __init__(self, run: RunPaths, heard: Path) -> None:
         self.paths = run
@@ -81,7 +81,7 @@ class Bed:
         return code
 
     def begin(self, job: str, attempt: int) -> None:
-        """The trainers of a job begin an incarnation."""
+        """Let the trainers of a job begin an incarnation."""
         identity = Identity("trainer", 0, attempt, "n0", job, "41_0", 1)
         names = NameStore(self.paths.names)
         said = json.dumps(documents.to_json(identity))
@@ -90,7 +90,7 @@ class Bed:
         begin(self.host.history, {"job": job})
 
     def passes(self, seconds: float, *, beats: bool) -> Story:
-        """Time passes while the trainers live, or do not."""
+        """Advance the time while the trainers are alive, or are gone."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + TTL_S / 8, until)
@@ -103,7 +103,9 @@ class Bed:
         return [said for said in map(json.loads, lines) if said["type"] == kind]
 
     def until_heard(self, kind: str, count: int = 1) -> Story:
-        """No time passes while a worker that was told to retire does so."""
+        """Wait until the worker has this many messages of a kind. The time advances, except for
+        ``retire``.
+        """
         tick_s = 0.0 if kind == "retire" else self.host.intervals.check_s
         return self.until(lambda: len(self.heard(kind)) >= count, tick_s)
 
@@ -149,7 +151,7 @@ def bed(
     found = Bed(run, tmp_path / "heard")
 
     class Scripted(RolloutTask):
-        """Plays one part of the story in each turn."""
+        """An agent that runs one part of a script in each turn."""
 
         def __init__(self, host: Host, *, orphan_s: float) -> None:
             super().__init__(host, orphan_s=orphan_s, clock=lambda: found.now)
@@ -202,7 +204,7 @@ def process_runs(pid: int) -> bool:
 
 
 def test_warning_retires_the_task(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the time that is left."""
+    """The task retires within the remaining time."""
     monkeypatch.setattr(bed.host.warnings, "_local", False)
     monkeypatch.setenv("SLURMRL_JOB_END", str(time.time() + 100))
 
@@ -238,7 +240,9 @@ def test_worker_that_does_not_retire_in_time_is_killed(
 
 
 def test_task_exits_if_trainers_do_not_return(bed: Bed) -> None:
-    """After the bound, by its own clock. Trainers of another job come back."""
+    """The task exits after the limit by its own clock. If trainers of another job return, it
+    continues.
+    """
 
     def story() -> Story:
         yield from bed.until_heard("start")
@@ -329,7 +333,7 @@ def test_normal_worker_exit_was_requested_by_the_master(bed: Bed) -> None:
 
 
 def test_task_dismissed_in_the_trainers_job_is_restarted(bed: Bed) -> None:
-    """The master asks only those there to leave that it counts as lost."""
+    """In the trainers' job, the master dismisses only tasks that it counts as lost."""
 
     def story() -> Story:
         yield from bed.until_heard("start")
@@ -372,7 +376,7 @@ def test_task_exits_if_the_master_removed_its_directory(bed: Bed) -> None:
 
 @pytest.mark.parametrize("name", ["results", "00000001.requests"])
 def test_task_exits_if_the_log_of_its_attempt_was_removed(bed: Bed, name: str) -> None:
-    """Nobody misses a log that was not made yet."""
+    """A log that was not made yet does not count as removed."""
     folder = bed.paths.rollout_task("rollout", 0, 0)
 
     def story() -> Story:

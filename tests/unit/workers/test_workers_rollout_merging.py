@@ -1,4 +1,6 @@
-"""Versions of adapters on the host of a rollout task: merged from the folder of ``actor.path``."""
+"""Versions of adapters are merged on the host of a rollout task with the folder of
+``actor.path``.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def adapters_of(config: ModelConfig, seed: int, lora: Lora = LORA) -> RandomAdap
 
 
 class Trial:
-    """A model folder, what its trainers publish, and a task on a host."""
+    """A model folder, the versions of its trainers, and a task on a host."""
 
     def __init__(self, folder: Path, family: str, dtype: str) -> None:
         self.folder, self.source, self.versions = folder, folder / "model", folder / "versions"
@@ -102,7 +104,7 @@ class Trial:
         self._last: VersionBits | None = None
 
     def rounded(self) -> Decoder:
-        """The model as trainers keep it."""
+        """Return the model in the dtype of the trainers."""
         return self.decoder.to(getattr(torch, self.dtype))
 
     def fingerprint(self) -> str:
@@ -208,7 +210,9 @@ def test_servers_load_the_merged_directory(trial: Trial) -> None:
 
 
 def test_lora_versions_contain_only_adapters(trial: Trial) -> None:
-    """4 bytes for each of their elements: a 94th of Qwen3-8B with rank 16 (docs/lora.md)."""
+    """A version has 4 bytes per element of the adapters: 1/94 of Qwen3-8B with rank 16
+    (docs/lora.md).
+    """
     adapters = adapters_of(trial.config, 1)
     manifest = trial.publish(FIRST, adapters)
     assert manifest.bytes == 4 * sum(values.size for values in adapters.tensors.values())
@@ -220,9 +224,8 @@ def test_lora_versions_contain_only_adapters(trial: Trial) -> None:
 
 
 def test_version_for_other_frozen_weights_is_rejected(trial: Trial) -> None:
-    """One element of the folder has changed by one bit.
-
-    The task fails, and says what it found; with the right folder a later one serves.
+    """One bit of an element in the folder has changed. The task fails with a message. A later task
+    with the right folder serves.
     """
     adapters = adapters_of(trial.config, 1)
     trial.publish(FIRST, adapters)
@@ -306,7 +309,7 @@ def test_delta_with_other_frozen_weights_is_rejected(trial: Trial) -> None:
 
 
 def test_full_disk_of_a_host_keeps_the_served_version(trial: Trial) -> None:
-    """This holds for each failing write. With enough space, the new version is served."""
+    """Covers each write that may fail. When there is enough space, the new version is served."""
 
     class Full(SystemCalls):
         left = 0

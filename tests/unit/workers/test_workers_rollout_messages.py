@@ -1,4 +1,4 @@
-"""Requests to rollout tasks and their results, checked at both ends."""
+"""Requests to rollout tasks and their results, which both ends check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in a rollout task, by real processes, beside the trainers' own call."""
+"""Rewards in a rollout task, in real processes, compared with the trainers' call."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def asked(item: int) -> Row:
 
 
 def test_task_without_training_reward_scores_nothing() -> None:
-    """Distillation learns from a teacher; its reward is that of evaluations."""
+    """Distillation learns from a teacher, and only its evaluations use the reward."""
     call = call_with({"name": "exact_match"})
     settings = replace(call.settings, algorithm=Distill(batch_size=2))
     assert scoring_of(call, cast(TaskRows, Rows()), 2) is not None
@@ -185,7 +185,7 @@ def all_scored(made: Scoring, groups: Sequence[SampleGroup]) -> list[SampleGroup
 
 
 def trained(call: CallContext, groups: Sequence[SampleGroup]) -> CallResult:
-    """Return the result of the trainers' call for groups."""
+    """Return the result of the trainers' reward call for groups."""
     rows = [row_of(group.item) for group in groups]
     joined = SequenceSample.gather(rows)
     sample = as_sample(joined.ids, groups, turns=False, metadata=joined.metadata)
@@ -198,7 +198,9 @@ def trained(call: CallContext, groups: Sequence[SampleGroup]) -> CallResult:
 
 
 def test_trainers_use_task_scores_like_their_own(rewards: str) -> None:
-    """Scores, those of the parts, and metrics have the same bits; one item may be left to them."""
+    """Scores, scores of parts and metrics have the same bits. Covers an item that is left to the
+    trainers.
+    """
     parts = {
         "lengths": {"name": rewards + "Lengths", "weight": 0.3},
         "digits": {"name": rewards + "digits", "where": {"id": "1"}, "pool": {}},
@@ -226,9 +228,8 @@ def test_trainers_use_task_scores_like_their_own(rewards: str) -> None:
 def test_rewards_that_fail_in_tasks_are_left_to_the_trainers(
     rewards: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reward that hangs, kills its process, raises, or gives no number costs nothing else.
-
-    A pool judges such completions itself.
+    """A reward that hangs, kills its process, raises an error, or gives no number affects nothing
+    else. A reward in a pool handles such completions itself.
     """
     reward = {"name": rewards + "by_row"}
     groups = [group_of(item) for item in (0, 1, 2, 3, GONE, 4)]
@@ -247,7 +248,7 @@ def test_rewards_that_fail_in_tasks_are_left_to_the_trainers(
 
 
 def test_completions_without_score_reach_the_trainers_as_nan(rewards: str) -> None:
-    """The means are over those that have a score."""
+    """The means cover only completions with a score."""
     call = call_with({"name": rewards + "by_row", "pool": {"timeout_s": 10}}, cores=3)
     groups = all_scored(scoring(call), [group_of(item) for item in (2, 4)])
     groups = [SampleGroup.from_bytes(group.to_bytes()) for group in groups]
@@ -306,8 +307,8 @@ def test_groups_are_scored_concurrently_and_calls_end_with_the_task(
 def test_slow_reward_is_stopped_and_its_item_left_to_the_trainers(
     rewards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else a reward that is too slow for the staleness would never be trained on, and one that
-    hangs would keep the process from others, and nobody would be told.
+    """Otherwise, items whose reward is too slow for the staleness would never be trained, and a
+    hanging reward would block the process for other items without a message.
     """
     reward = {"name": rewards + "hanging", "options": {"folder": str(tmp_path)}}
     made = scoring(call_with(reward, cores=1))

@@ -44,7 +44,7 @@ def lease_of(keys: set[Key], oldest: int) -> tuple[LeasedItems, ...]:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """The machine beside sets: what is wanted, what is being made, and all answers."""
+    """The state machine, and sets of wanted items, items in progress, and answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.names({key for key in sorted(self.ever) if random and random.random() < 0.6})
 
     def names(self, named: set[Key]) -> None:
-        """The new master says which leases hold."""
+        """Let the new master name the valid leases."""
         self.session.take(Confirm(leases=lease_of(named, 0)), self.now)
         self.confirmed, self.wanted = True, named
         self.ever |= dict.fromkeys(named, 0)
@@ -176,7 +176,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.making)
     @rule(random=ANY)
     def draws(self, random: Random) -> None:
-        """The last token of an item. One that nobody wants is forgotten already."""
+        """Sample the last token of an item. An unwanted item was already dropped."""
         lease, item = random.choice(sorted(self.making))
         self.making.discard((lease, item))
         self.session.sampled((lease, item), small_group(item, lease))
@@ -229,7 +229,9 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.confirmed and self.writing is None)
     @rule()
     def is_named_again_while_it_writes(self) -> None:
-        """A master does not know the leases whose samples are being written; its successor does."""
+        """A master omits the leases whose samples are being written, and its successor
+        names them.
+        """
         self.asks(count=2, oldest=0)
         self.makes_and_records(ends=False)
         self.restarts(random=None)
@@ -274,7 +276,7 @@ TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 
 def test_task_exits_at_its_deadline_without_lease_confirmation() -> None:
-    """Samples of leases that may be over are not recorded."""
+    """The task does not record samples whose leases may have expired."""
     session = Session(most_begun=1, most_unwritten=1)
     session.serve(1)
     session.held = VersionId(0, 0)

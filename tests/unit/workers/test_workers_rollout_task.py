@@ -1,4 +1,4 @@
-"""A rollout task with a real engine, beside a master that is its request log alone."""
+"""A rollout task with a real engine. Its master is only a request log."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ OLD, NEW = VersionId(0, 1), VersionId(1, 1)
 
 
 class Trial:
-    """Prepared prompts, trainers with weights of two steps, and what they have published."""
+    """Prepared prompts, trainers with weights of two steps, and their published versions."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.paths, self.folder = RunPaths(tmp_path / "run"), tmp_path
@@ -135,7 +135,7 @@ class Trial:
         )
 
     async def until(self, kind: type[RolloutResult], count: int) -> None:
-        """Wait until the log has this many messages of a kind, or groups."""
+        """Wait until the log has this many messages of a kind, or this many groups."""
         async with asyncio.timeout(60):
             while True:
                 found = [RESULT_LOG.from_json(values) for values in self._results.read()]
@@ -234,8 +234,8 @@ def test_tasks_sample_the_same_tokens_as_trainers(
 def test_uninterrupted_completions_use_one_weight_version(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New weights that are there in the middle of completions wait for these, and items that have
-    not begun wait for the weights.
+    """New weights that arrive during completions wait until these end, and items that have not
+    begun wait for the weights.
     """
     step, calls = ContinuousBatch.step, []
 
@@ -370,13 +370,15 @@ def test_rejected_version_is_loaded_after_it_is_published_again(trial: Trial) ->
 
 
 def _drawn_by(group: SampleGroup) -> torch.Tensor:
-    """Int64 [T]: 0 for the old weights, 1 for the new ones, -1 for tokens of prompts."""
+    """Return int64 [T]: 0 for tokens of the old weights, 1 for the new weights, -1 for prompts."""
     place = [(OLD.name, NEW.name).index(name) for name in group.versions]
     return torch.tensor([*place, -1])[torch.from_numpy(group.drawn_by).long()]
 
 
 def interrupted(trial: Trial, groups: list[SampleGroup]) -> None:
-    """The old weights' completions up to a token; the others are from the new weights."""
+    """Return completions whose tokens come from the old weights up to a token, and then from the
+    new weights.
+    """
     assert any(group.versions == (OLD.name, NEW.name) for group in groups)
     lengths = [group.lengths.tolist() for group in groups]
     ids, logprobs = (
@@ -409,7 +411,7 @@ def interrupted(trial: Trial, groups: list[SampleGroup]) -> None:
 
 
 def same(sample: SequenceSample, groups: list[SampleGroup], version: VersionId) -> None:
-    """Equal tokens and ends; log-probabilities but for the rounding of other batches."""
+    """Check that tokens and ends are equal, and log-probabilities equal except for rounding."""
     assert all(group.versions == (version.name,) for group in groups)
     joined = {
         name: np.concatenate([getattr(group, name) for group in groups])

@@ -1,4 +1,4 @@
-"""The master's side of rollout tasks, at whose other end are scripted ones."""
+"""The master's side of rollout tasks, with scripted tasks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def rows(items: Any) -> list[tuple[int, int]]:
 
 
 class Bed:
-    """A master's side with a clock of its own; its incarnations follow each other."""
+    """The master's side in consecutive incarnations, with a separate clock."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Bed:
         self.restart()
 
     def restart(self) -> None:
-        """The next incarnation, from the last commit."""
+        """Start the next incarnation from the last commit."""
         text, self.step, last_steps = self.commit
         self.incarnation += 1
         self.last_steps = {**last_steps, self.incarnation: None}
@@ -148,12 +148,14 @@ class Bed:
         self.tasks.committed()
 
     def look(self, *dead: str) -> None:
-        """``dead`` are those whose leases have expired, if the master follows these."""
+        """Read the tasks' messages. ``dead``: tasks whose leases have expired, if the master
+        watches them.
+        """
         self.now += LOOK_S
         self.tasks.look([one for one in dead if one in self.tasks.agents], self.step)
 
     def begin(self, task: int, version: str = "") -> ScriptedTask:
-        """A task joins and has its first leases, if it holds a version."""
+        """Let a task join. It gets its first leases if it has a version."""
         self.attempts[task] = self.attempts.get(task, -1) + 1
         one = ScriptedTask(self.paths, task, self.attempts[task])
         if version:
@@ -163,10 +165,9 @@ class Bed:
         return one
 
     def train(self, *, dull: int | None = None, back: int = 0) -> list[int]:
-        """A step, whose items are returned; none if there are not enough.
-
-        With ``dull``, a filter drops so many items first, and the last ``back`` of others are too
-        many for the step. Raises SampleFileError as the trainers do.
+        """Train a step and return its items, or none if there are too few. With ``dull``, a filter
+        first drops this many items, and the last ``back`` of the others exceed the batch. Raises
+        SampleFileError like the trainers.
         """
         filtered = dull is not None
         step, count = self.step + 1, self.admission.batch_size
@@ -202,7 +203,7 @@ def beds(paths: RunPaths) -> Callable[..., Bed]:
 
 
 class Trial(RuleBasedStateMachine):
-    """Tasks and masters in any order. Beside them is a list of what each step was trained with."""
+    """Tasks and masters in any order, and a list of the items that each step trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule(task=st.integers(0, 2), holds=st.booleans())
     def begin(self, task: int, holds: bool) -> None:
-        """The task before it, if there is one, ended without a word."""
+        """Begin a task. An earlier attempt, if there is one, ended without a message."""
         self.tasks[task] = self.bed.begin(task, self.newest() if holds else "")
 
     @rule(task=st.integers(0, 2))
@@ -237,7 +238,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule(task=st.integers(0, 2), number=st.integers(1, 3), hears=st.booleans())
     def work(self, task: int, number: int, hears: bool) -> None:
-        """Work also on requests of a previous master until a newer one is known."""
+        """Let a task work, also on requests of a previous master until it knows a newer one."""
         one = self.tasks.get(task)
         if one is None or not one.version:
             one = self.tasks[task] = self.bed.begin(task, self.newest())
@@ -268,7 +269,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule(data=st.data(), how=st.sampled_from(DAMAGES))
     def damage(self, data: st.DataObject, how: Damage) -> None:
-        """A file, perhaps after it was found to be sound."""
+        """Damage a file, perhaps after its check."""
         found = sorted(self.bed.paths.rollouts.rglob("*.samples"))
         whole = [path for path in found if path.stat().st_size]
         if whole:
@@ -309,7 +310,9 @@ class Trial(RuleBasedStateMachine):
 
     @invariant()
     def whoever_is_counted_on_has_a_lease_that_is_watched(self) -> None:
-        """Only the lease shows that the task is gone."""
+        """Check that every task with expected results has a watched lease, because only the lease
+        shows that a task is gone.
+        """
         counted = {(one.task, one.attempt) for one in self.bed.tasks.view().tasks if one.host}
         watched = {(one.label, one.attempt) for one in self.bed.tasks.agents.values()}
         assert counted == watched
@@ -383,7 +386,7 @@ def test_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., 
     assert list(task.open) == [0, 1]
 
     def overtake(step: int) -> list[int] | None:
-        """Finish a group of the newest weights, and let a step take what there is."""
+        """Finish a group of the newest weights, and let a step take the available groups."""
         task.hold(f"{step - 1}.1")
         bed.look()
         task.receive(1)
@@ -619,9 +622,8 @@ def test_new_attempt_frees_the_items_of_the_previous_attempt(
 def test_attempt_may_join_long_after_it_began(
     beds: Callable[..., Bed], paths: RunPaths, restarts: bool
 ) -> None:
-    """The status tells of it while its agent lives.
-
-    Supervisors begin attempts whose agents come hours later, if their jobs were preempted then.
+    """The status shows the attempt while its agent lives. If a job is preempted, the agent of an
+    attempt may start hours after the attempt began.
     """
     bed = beds()
     for task in (7, 8):
@@ -641,7 +643,9 @@ def test_attempt_may_join_long_after_it_began(
 
 
 def test_replaced_attempt_is_ended_even_if_its_successor_left(beds: Callable[..., Bed]) -> None:
-    """A new master reads what both have said at once, and nobody else ends the first one."""
+    """A new master reads the messages of both attempts at the same time, and only it can end the
+    first attempt.
+    """
     bed = beds()
     bed.begin(7, "0.1")
     bed.begin(7, "0.1").leave()
@@ -847,7 +851,7 @@ def test_checkpoint_state_may_contain_attempts(beds: Callable[..., Bed]) -> None
 def test_damaged_sample_is_generated_again(
     beds: Callable[..., Bed], paths: RunPaths, how: Damage
 ) -> None:
-    """The others of its file are trained without it."""
+    """The other samples of its file are trained."""
     bed = beds()
     task = bed.begin(0, "0.1")
     task.finish(2, 1, 3)
@@ -871,7 +875,7 @@ def test_damaged_sample_is_generated_again(
 def test_sample_damaged_after_its_check_fails_one_incarnation(
     beds: Callable[..., Bed], paths: RunPaths, how: Damage
 ) -> None:
-    """The next one reads what the commit names before a step takes it."""
+    """The next incarnation checks the samples that the commit names before a step takes them."""
     bed = beds()
     task = bed.begin(0, "0.1")
     task.finish(0)
@@ -950,7 +954,7 @@ MakeMaster: TypeAlias = Callable[[Settings, SampleLedger], RolloutTasks]
 
 @pytest.fixture
 def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
-    """The tasks as the master of a trial makes them, without wake-ups."""
+    """Return the rollout tasks that the master of a trial makes, without wake-ups."""
     monkeypatch.setattr(__main__, "fabric_wakeups", lambda *_: None)
     make_private_directory(paths.rollouts)
 
@@ -1022,7 +1026,7 @@ def test_first_task_gets_no_prompts_before_the_minimum_joined(beds: Callable[...
 
 
 def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) -> None:
-    """An attempt at a task fails."""
+    """Let an attempt at a task fail."""
     place = Identity("rollout", task, attempt, host, "50.0.0", f"50_{task}", 1)
     rank = Failure(cause=Cause.EXCEPTION, world=place.world, rank=0, exception=exception, host=host)
     names = NameStore(paths.names)

@@ -1,4 +1,4 @@
-"""The wake-ups of a rollout task: how often they count."""
+"""The wake-ups of a rollout task, and how often they have an effect."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ DEADLINE_S, NEVER_S = 60.0, 3600.0
 
 
 async def counted(wakeups: MasterWakeups, times: int) -> None:
-    """Wait until so many wake-ups have counted."""
+    """Wait until this many wake-ups have had an effect."""
     async with asyncio.timeout(DEADLINE_S):
         while wakeups.heard < times:
             await wakeups.rest(wakeups.heard, DEADLINE_S)
 
 
 def test_endless_notifications_count_once_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one counts at once, so that a task is as fast as its wake-ups; the others together
-    once the interval is over, so that the last one is never lost.
+    """The first wake-up has an immediate effect, so a task reacts quickly. The others have one
+    common effect after the interval, so the last one is never lost.
     """
 
     async def listen(own: WakeupSocket, master: WakeupSocket, look_s: float) -> None:

@@ -18,7 +18,7 @@ PLACE = ("rollout", 0, 0)
 
 
 class Bed:
-    """Two samples in files of their own."""
+    """Two samples in separate files."""
 
     def __init__(self, paths: RunPaths, calls: Faulty) -> None:
         self.clock = calls.clock
@@ -31,7 +31,7 @@ class Bed:
         self.checks.add(self.samples)
 
     def after(self, seconds: float) -> list[int]:
-        """The items that a look finds damaged."""
+        """Return the items that a check finds damaged."""
         self.clock.advance(seconds)
         return [sample.item for sample, _ in self.checks.look()]
 

@@ -1,5 +1,5 @@
-"""The scores of evaluations during training: one file for each evaluation, whatever incarnations
-wrote.
+"""The scores of evaluations during training: one file for each evaluation, for any writing
+incarnations.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_evaluation_without_records_has_no_file(paths: RunPaths, settings: Setti
 
 
 def test_measures_without_any_scores_are_left_out(paths: RunPaths, settings: Settings) -> None:
-    """A judge of a user's own may give other scores."""
+    """A custom evaluation may give other scores."""
     own = {name: {"id": name[0], "beauty": 1.0} for name in ITEMS}
     scores = scores_of(paths, settings)
     assert scores.write(1, 3, record(paths, 1, 1, own)) == {}
@@ -169,7 +169,9 @@ def test_scores_without_a_defined_measure_end_the_trial_with_the_reason(
 def test_score_given_by_two_calls_ends_the_trial_with_both_names(
     paths: RunPaths, settings: Settings
 ) -> None:
-    """One would replace the other in the estimates. The item's id is no score."""
+    """Otherwise one score would replace the other in the estimates. The item's id does not count as
+    a score.
+    """
     parts = record(paths, 3, 1, LINES)
     parts += record(paths, 3, 1, {name: {"id": name[0], "maj@2": 0.5} for name in ITEMS}, call=2)
     message = "'call_1' and 'call_2' of the evaluation both give item 'a' the score 'maj@2'"
@@ -191,7 +193,9 @@ def test_non_finite_scores_give_null_estimates(paths: RunPaths, settings: Settin
 def test_incarnation_continues_with_the_evaluations_of_its_commit(
     paths: RunPaths, settings: Settings
 ) -> None:
-    """Files of later steps, which are repeated, and leftovers of killed evaluations are gone."""
+    """The incarnation removes files of later steps, which are repeated, and remains of killed
+    evaluations.
+    """
     scores = scores_of(paths, settings)
     scores.restart(-1)
     for step in (0, 20, 40, 60):
@@ -216,8 +220,8 @@ def test_incarnation_continues_with_the_evaluations_of_its_commit(
 def test_part_directory_exists_before_ranks_write_and_is_kept(
     paths: RunPaths, settings: Settings
 ) -> None:
-    """The master's NFS client would believe for a minute that the folder is missing, had it looked
-    before a rank on another host makes it.
+    """If the master looked for the folder before a rank on another host made it, its NFS client
+    would show it as missing for a minute.
     """
     scores = scores_of(paths, settings)
     scores.restart(-1)
@@ -318,7 +322,7 @@ def test_missing_or_incomplete_part_is_an_error(paths: RunPaths, settings: Setti
 def test_scores_are_written_from_the_same_parts_after_a_full_disk(
     paths: RunPaths, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file can be written later from the same parts; what cannot be removed stays."""
+    """The file can be written later from the same parts. Files that cannot be removed remain."""
     scores = scores_of(paths, settings)
     parts = record(paths, 3, 1, LINES)
     write = scores_module.replace_by_parts

@@ -1,4 +1,4 @@
-"""Servers of workers, by the configuration."""
+"""The servers that workers make from the configuration."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def answer(seconds: float = 1.0, tokens: int = 0, texts: Any = (), **stats: Any)
 
 
 def test_means_are_weighted_by_count_over_all_ranks(calls: Callable[..., CallPlan]) -> None:
-    """The mean over items, not the mean of the ranks' means."""
+    """The result is the mean over items, and not the mean of the ranks' means."""
     answers = {0: answer(reward=(3.0, 3)), 1: answer(reward=(0.0, 1))}
     assert publish.mean_stats(calls("reward_inf"), answers) == {"reward": 0.75}
 

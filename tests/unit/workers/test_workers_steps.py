@@ -32,8 +32,8 @@ Verdict = Callable[[tuple[int, int], int], str]
 
 
 class Ranks:
-    """Two ranks that execute orders; the filter's verdicts on the even and the odd places of a
-    batch come from one each.
+    """Two ranks that execute calls. One gives the filter's results for even positions of a batch,
+    the other for odd ones.
     """
 
     def __init__(self, verdict: Verdict) -> None:
@@ -69,7 +69,7 @@ class Ranks:
         return Done(rank=rank, seq=0, seconds=0.5, tokens=3 * len(items), **values)
 
     def wait_for(self, take: Callable[[], Any], what: Callable[[], str]) -> Any:
-        """The job ends while it waits for a third time."""
+        """Wait for an event. The job ends during the third wait."""
         for _ in range(2):
             if (found := take()) is not None:
                 return found
@@ -87,7 +87,7 @@ class Ranks:
 def run(
     make_settings: Any, plans: Callable[..., Plan], calls: Callable[..., CallPlan]
 ) -> Callable[..., tuple[StepRunner, Progress, Ranks]]:
-    """A runner on ranks with this verdict; batches have four items."""
+    """Make a runner on ranks with this filter. Batches have four items."""
     graph = (
         calls("gen", method=Method.GENERATE),
         calls("filter", role=None, method=Method.FILTER),
@@ -114,7 +114,7 @@ def run(
 
 
 class Samples:
-    """The items of rollout tasks, which finish one by one; ``most`` in all."""
+    """The items of rollout tasks, which finish one by one. ``most``: their total number."""
 
     def __init__(self, most: int) -> None:
         self._left = most

@@ -1,4 +1,6 @@
-"""The batch process: when it has nothing to do, what it starts, and which signals it forwards."""
+"""The batch process: starts that it skips, processes that it starts, and signals that
+it forwards.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ time.sleep(120)
 
 
 class Job:
-    """A supervisor with an agent that says which signals it gets."""
+    """A supervisor with an agent that reports its signals."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         assert process.stdout is not None
@@ -329,7 +331,7 @@ def test_failed_connection_blames_no_host(paths: RunPaths, monkeypatch: pytest.M
 
 
 class FailingTask:
-    """A rollout task whose attempts all fail for a lack of its host ``n0``."""
+    """A rollout task whose attempts all fail because of its host ``n0``."""
 
     def __init__(self, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
         self._paths = paths
@@ -397,7 +399,7 @@ def test_hosts_count_as_usable_if_slurm_does_not_answer(
 def test_hanging_srun_is_killed_after_a_host_loss(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, stubborn: bool
 ) -> None:
-    """One that TERM ends is left to that."""
+    """An srun that ends after TERM is not killed."""
     monkeypatch.setattr(rounds, "LOOK_S", 0.05)
     monkeypatch.setattr(rounds, "LOST_GRACE_S", 0.0)
     monkeypatch.setattr(rounds, "KILL_GRACE_S", 0.5 if stubborn else 120.0)
@@ -415,7 +417,7 @@ def test_hanging_srun_is_killed_after_a_host_loss(
 
 
 def _up(paths: RunPaths) -> str:
-    """The host that is lost, once srun has set its trap."""
+    """Lose the host after srun has set its trap."""
     return "n1" if (paths.run / "up").exists() else ""
 
 
@@ -432,7 +434,7 @@ def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
 def test_job_is_requeued_with_the_reason_if_srun_cannot_start(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int | None
 ) -> None:
-    """The set-up lines may have taken it from PATH. The reason names it and its setting."""
+    """Set-up lines may have removed srun from PATH. The reason names srun and its setting."""
     if mode is not None:
         (tmp_path / "srun").touch(mode)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -449,7 +451,7 @@ def test_job_is_requeued_with_the_reason_if_srun_cannot_start(
 
 @pytest.fixture
 def tokens(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The variables file of a trial whose supervisor ``main`` runs as a link of a chain."""
+    """Write the variables file of a trial whose supervisor ``main`` runs as a link of a chain."""
     secrets = tmp_path / "secrets"
     secrets.mkdir()
     (secrets / "other").touch()
@@ -480,7 +482,9 @@ BREAK: dict[str, Callable[[Path], None]] = {
 def test_user_error_before_the_first_round_ends_the_trial(
     run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    """Every link on every host would meet it: none is used up for it, and no host is excluded."""
+    """Every link on every host would meet the same error, so no further link starts and no host is
+    excluded.
+    """
     monkeypatch.setattr(supervisor, "give_back", lambda *_: pytest.fail("a host is blamed"))
     BREAK[said](tokens)
     assert supervisor.main() == 1

@@ -1,4 +1,4 @@
-"""Rollout tasks in the trainers' job: on which GPUs and hosts they run, and how often."""
+"""Rollout tasks in the trainers' job: their GPUs, hosts and restarts."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def started(paths: RunPaths) -> list[tuple[int, str]]:
 def test_failed_task_is_restarted_a_limited_number_of_times(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure after a long time is the first of a new row.
-
-    The items of what has failed do not wait for the next agent: its attempt has begun.
+    """A failure after a long run starts a new count. The items of the failed task do not wait for
+    the next agent, because its attempt has already begun.
     """
     now = 0.0
     names = NameStore(paths.names)
@@ -80,7 +79,7 @@ def test_retired_task_is_not_restarted_before_the_next_round(
 def test_replaced_hosts_give_tasks_distinct_gpus(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tasks of a lost host go where no other task has their places; the others stay."""
+    """The tasks of a lost host move to GPUs without tasks. Other tasks keep their GPUs."""
     tasks = tasks_of(paths, monkeypatch, ["sleep", "600"], hosts=2, each=2)
     tasks.start(("n0", "n1"))
     first = started(paths)

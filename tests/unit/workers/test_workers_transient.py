@@ -1,4 +1,4 @@
-"""Files that were there at submission and cannot be read for a while never end a trial for good."""
+"""Files that exist at submission and are temporarily unreadable never end a trial permanently."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def assert_tried_again(error: Exception) -> None:
-    """Whether the master or a rank raised it."""
+    """Check that the failure leads to another start, whether the master or a rank raised it."""
     found = failure_of(error, "master")
     assert (found.cause, found.final) == ("environment", False), found
     found = serve_module._failure_of(error, RANK, serve_module.START)
@@ -136,7 +136,7 @@ def test_temporarily_missing_directory_is_retried(reader: str, empty: bool, fold
 def test_failed_read_is_retried(
     reader: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file of the folder in turn; where a reader does not touch it, there is no error."""
+    """Reads of each file of the folder fail in turn. A file that no reader uses causes no error."""
     failed = 0
     names = SLOW_READ if reader in SLOW else sorted(path.name for path in folder.iterdir())
     for victim in names:
@@ -214,8 +214,8 @@ def test_missing_input_is_read_again_until_it_exists() -> None:
 def test_definitely_missing_input_is_reported_soon(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A deleted file does not cost a minute, and the failure names it for the next start; where a
-    mount may be missing, the minute is waited for.
+    """For a deleted file, there is no wait of a minute, and the failure names it for the next
+    start. If a mount may be missing, the reader waits for a minute.
     """
     clock = [0.0]
     monkeypatch.setattr(backoff.time, "monotonic", lambda: clock[0])

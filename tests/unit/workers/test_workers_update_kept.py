@@ -1,4 +1,4 @@
-"""The share of an update that the weights in the type of generation have."""
+"""The share of an update that remains in the dtype of generation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAIN: Any = SimpleNamespace(method=Method.TRAIN_STEP, role="actor")
 
 
 class Held:
-    """An engine's weights, as a rank holds them."""
+    """An engine's weights on a rank."""
 
     def __init__(self, **tensors: Tensor) -> None:
         self.tensors = tensors
@@ -43,7 +43,7 @@ class Held:
 
 
 def kept(engine: Any, update: Tensor, dtype: str = "bfloat16") -> float | None:
-    """The share that is reported for this update of ``w``."""
+    """Return the reported share for this update of ``w``."""
     measure = UpdateKept(dtype)
     before = measure.before(TRAIN, engine)
     assert before is not None
@@ -60,7 +60,9 @@ def weights(size: int = 4096) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kept_share_of_updates_grows_as_small_updates_add_up(dtype: str) -> None:
-    """Updates of Adam at a learning rate of 1e-6 are smaller than the distance of values."""
+    """Adam's updates at a learning rate of 1e-6 are smaller than the distance between bfloat16
+    values.
+    """
     signs = torch.sign(torch.randn(4096, generator=torch.Generator().manual_seed(2)))
     first = kept(Held(w=weights()), 1e-7 * signs, dtype)
     large = kept(Held(w=weights()), 1e-2 * signs, dtype)
@@ -140,7 +142,7 @@ def test_kept_share_uses_the_dtype_of_the_generation_engine(
 def test_dtypes_of_external_servers_reach_all_ranks(
     tmp_path: Path, rollout: dict[str, Any], types: set[str], expected: str | None
 ) -> None:
-    """One rank speaks to them. Servers of the run have the type that the configuration says."""
+    """One rank asks the servers. Servers of the run have the dtype of the configuration."""
     config = configured("float32", rollout)
     settings: Any = SimpleNamespace(config=config)
     plan: Any = SimpleNamespace(
@@ -154,7 +156,7 @@ def test_dtypes_of_external_servers_reach_all_ranks(
 
 
 def test_kept_share_with_adapters_uses_merged_weights() -> None:
-    """The weights are frozen; what generates are the sums, rounded."""
+    """The weights are frozen. Generation uses the rounded sums of weights and adapters."""
     draw = torch.Generator().manual_seed(4)
     a = torch.randn(2, 64, generator=draw)
     layer = {

@@ -1,5 +1,5 @@
-"""Publication of weight versions: the ranks' parts, then the manifest; killed anywhere, what is
-published is right.
+"""Publication of weight versions: the ranks' parts, then the manifest. Published versions are right
+after a kill at any point.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RANKS = 2
 
 
 def entries(bits: Bits, rank: int) -> list[TensorEntry]:
-    """The tensors of a rank, which owns every other one."""
+    """Return the tensors of a rank, which owns every second tensor."""
 
     def array(name: str) -> Any:
         return bits[name].view(NUMPY_DTYPES[SHAPES[name][0]]).reshape(SHAPES[name][1])
@@ -48,7 +48,7 @@ def entries(bits: Bits, rank: int) -> list[TensorEntry]:
 
 
 class FakeWorkforce:
-    """Ranks whose weights change with each version; they write while they are waited for."""
+    """Ranks whose weights change with each version, and which write while the master waits."""
 
     def __init__(self, folder: Path, bits_of: dict[str, Bits]) -> None:
         self.folder = folder
@@ -110,7 +110,7 @@ class Trial:
         return [version.name for version in version_ids(self.folder)]
 
     def check(self) -> list[str]:
-        """The published versions, which have the bits that the ranks had."""
+        """Check that published versions have the bits of the ranks, and return the versions."""
         found = [one for one in inventory(self.folder, verify=True) if one.tensors is not None]
         with VersionFiles(self.folder) as files:
             for one in found:
@@ -127,7 +127,7 @@ def trial(tmp_path: Path) -> Trial:
 
 
 def publish(publisher: VersionPublisher, step: int, *, again: bool = False) -> Publication:
-    """One version from its start to its end."""
+    """Publish one version from its start to its end."""
     outcome = publisher.start(step, again=again) or publisher.wait()
     assert outcome is not None
     return outcome
@@ -188,7 +188,7 @@ def test_unreadable_version_is_published_again(trial: Trial) -> None:
 
 
 def test_delta_is_never_based_on_an_unreadable_version(trial: Trial) -> None:
-    """Whether the one that does is published, is being written, or comes next."""
+    """Covers a published version, a version that is being written, and the next version."""
     publisher = trial.publisher()
     publish(publisher, 1)
     assert publisher.start(2) is None
@@ -220,7 +220,7 @@ def test_missing_version_is_published_again(trial: Trial, what: str) -> None:
 def test_full_disk_keeps_the_older_versions(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """No room for the directory, or for the manifest."""
+    """Covers a lack of space for the directory, and for the manifest."""
     publisher = trial.publisher()
     publish(publisher, 1)
     with monkeypatch.context() as patch:
@@ -288,7 +288,7 @@ def test_new_incarnation_removes_invalid_versions(trial: Trial) -> None:
 
 
 class Parts:
-    """A rank's tensors, which change with each version."""
+    """The tensors of a rank, which change with each version."""
 
     def __init__(self) -> None:
         self.bits = random_bits(0)

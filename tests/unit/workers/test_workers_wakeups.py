@@ -1,4 +1,4 @@
-"""The wake-ups of agents: where there are some, what it takes to heed them, and when they end."""
+"""The wake-ups of agents: the conditions for sending and accepting them, and their end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def incarnation(run: RunPaths) -> Iterator[Incarnation]:
 def test_each_incarnation_has_its_own_receiver(
     incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rings for an older one do not reach it; its socket is closed when the incarnation ends."""
+    """Wake-ups for an older incarnation do not reach it. Its socket is closed when the incarnation
+    ends.
+    """
     monkeypatch.setattr("slurmrl.run.channel.wakeups.is_local", lambda directory: False)
     addresses = []
     for number in (1, 2):

@@ -60,7 +60,9 @@ def test_warning_cause_follows_from_the_remaining_time(
 def test_sigterm_before_the_time_limit_is_a_preemption(
     monkeypatch: pytest.MonkeyPatch, left_s: float, cause: str
 ) -> None:
-    """Within the lead it can only be a preemption."""
+    """Slurm sends TERM at the time limit, at most ``LATE_S`` early. With more time left, TERM is a
+    preemption.
+    """
     found = warned(monkeypatch, str(NOW + left_s), number=signal.SIGTERM)
     assert found == Warned(signal="SIGTERM", cause=cause, time_left_s=left_s)
 

@@ -1,4 +1,4 @@
-"""The watchers of a job with spares: where they run, and when they requeue the job."""
+"""The watchers of a job with spare hosts: their hosts, and the conditions for a requeue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ OVER = None
 
 
 class Slurm:
-    """Answers of squeue from certain times on; no row, or another restart, ends the watch."""
+    """A Slurm with scripted answers of squeue over time. An answer without a row, or with another
+    restart count, ends the watch.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, paths: RunPaths) -> None:
         self.now = 0.0
@@ -104,7 +106,7 @@ def test_job_is_requeued_if_the_batch_host_and_only_agent_are_lost(
 
 
 def test_job_is_requeued_if_the_batch_host_is_lost_before_agents_start(slurm: Slurm) -> None:
-    """Agents of an earlier start of the job say nothing about this one."""
+    """Agents of an earlier start of the job do not count."""
     slurm.first_agent("7.1.0", 0)
     slurm.lives_until = 1000.0
     slurm.answers = {0.0: WHOLE, 100.0: REST}

@@ -1,4 +1,4 @@
-"""The master's line to the ranks: what was said, who is missing, and whose error it is."""
+"""The master's channel to the ranks: messages, missing ranks, and the ranks that caused errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Agent:
 
 
 class Site:
-    """Two hosts with two ranks each, whose agents write what a test says."""
+    """Two hosts with two ranks each, whose agents write the messages of a test."""
 
     def __init__(self, paths: RunPaths, plan: Plan, **more: Any) -> None:
         self.waits = 0
@@ -166,7 +166,7 @@ def test_start_deadline_names_missing_ranks(site: Site) -> None:
 def test_tokenization_postpones_the_start_deadline(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that takes longer than start_timeout_s can be tokenized; silence still ends the
+    """The tokenization of a file may take longer than start_timeout_s. Silence still ends the
     start.
     """
     now_s = 0.0

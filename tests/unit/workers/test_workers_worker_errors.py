@@ -1,4 +1,6 @@
-"""Classification of a rank's exceptions: consequences of another rank's end, lack of memory."""
+"""The classification of a rank's exceptions, such as consequences of another rank's end, or lack of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def test_bugs_and_out_of_memory_are_not_blamed_on_the_gpu(error: Exception, caus
 def test_gpu_fault_is_found_in_the_cause_of_a_library_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """cuBLAS and cuDNN name a status of their own; CUDA itself is asked then."""
+    """cuBLAS and cuDNN report their own status, so slurmrl asks CUDA for the cause."""
     hidden = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
     monkeypatch.setattr(device, "pending_error", lambda: None)
     assert recognize(hidden) == Failure(cause="exception")
@@ -125,7 +127,7 @@ def test_gpu_fault_is_found_in_the_cause_of_a_library_error(
 
 
 def test_gpu_check_does_not_wait_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collective that never ends must not keep the report back."""
+    """A collective that never ends must not delay the report."""
     assert device.pending_error() is None, "a process that uses no GPU"
     fault = accelerator_error("unspecified launch failure", 719)
 

@@ -71,7 +71,7 @@ class FakeExecutor:
 
 
 class Rank:
-    """``serve`` of rank 3 in a thread, and the agent's end of its pipe."""
+    """The function ``serve`` of rank 3 in a thread, and the agent's end of its pipe."""
 
     def __init__(self, world: str = "trainer") -> None:
         self.world = world
@@ -161,8 +161,8 @@ def test_worker_exits_if_the_agent_exits_later(ready: Rank) -> None:
 
 @pytest.mark.parametrize("error", [KeyError("id-7"), SystemExit(0)])
 def test_error_is_reported_and_the_rank_keeps_running(ready: Rank, error: BaseException) -> None:
-    """User code that calls sys.exit(0) must not look like a rank that was ordered to leave; and
-    while a failed rank is there, no other one fails because it is gone.
+    """User code that calls sys.exit(0) must not look like a rank that was told to exit. While the
+    failed rank stays, no other rank fails because of its end.
     """
     ready.executor.raises["reward_inf"] = error
     ready.order(RunCall(seq=5, step=9, name="reward_inf", scalars={}))
@@ -237,7 +237,7 @@ def test_long_errors_are_truncated(ready: Rank) -> None:
 
 
 def test_slow_agent_receives_the_complete_last_message(rank: Rank) -> None:
-    """More than one pipe buffer of output is queued before them."""
+    """More output than a pipe buffer is queued before the last message."""
     large = replace(READY, fingerprint="x" * 2_000_000)
     rank.executor.ready = lambda: large  # type: ignore[method-assign]
     rank.executor.raises["gen"] = ValueError("bad")
@@ -270,7 +270,7 @@ def test_failed_start_is_reported(rank: Rank, monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeRolloutWorker:
-    """Reads one message: it retires, or breaks when it is to serve."""
+    """A worker that reads one message, and retires, or fails when it is told to serve."""
 
     def ready(self) -> Ready:
         return READY

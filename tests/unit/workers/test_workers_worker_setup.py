@@ -62,7 +62,7 @@ def on_gpu(
     plans: Callable[..., Plan],
     monkeypatch: pytest.MonkeyPatch,
 ) -> SimpleNamespace:
-    """Building a trainer on a GPU, up to the point where it uses the GPU. Returns the GPU."""
+    """Build a trainer on a GPU up to the first use of the GPU. Return the GPU."""
     settings, plan = make_settings(), plans()
     group = plan.trainers.model_copy(update={"gpus_per_worker": 1, "cpus_per_worker": 6})
     plan = plan.model_copy(update={"groups": (group,)})
@@ -81,7 +81,9 @@ def on_gpu(
 def test_trainer_binds_cpus_and_waits_for_gpu_memory_before_use(
     on_gpu: SimpleNamespace, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, exclusive: bool
 ) -> None:
-    """Bound first: host memory comes from the node of the thread that first writes it."""
+    """CPUs are bound first, because host memory comes from the NUMA node of the thread that first
+    writes it.
+    """
     done: list[object] = []
     monkeypatch.setattr(
         distributed.gpu, "bind_cpus_near", lambda gpu, least: done.append((gpu, least))
