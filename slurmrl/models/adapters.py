@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from slurmrl.config.schema.roles import ALL_LINEAR, TARGETS, Lora
+from slurmrl.errors import UsageError
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import MODULE
@@ -37,7 +38,7 @@ from slurmrl.tensors.checkpoint.export import (
 )
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, write_tensors
-from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, row_major
+from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, blocks, row_major
 from slurmrl.tensors.ops.splitmix import Bits, hash64, mix
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ OWN_FILES = "slurmrl.models.shapes:gpt2"
 Matrix = TypeVar("Matrix", Array, "Tensor")
 BLOCK = 2**18
 """Number of elements that fit into the cache of a core while all products are added."""
+SUMMED = 2**16
+"""Number of elements in a step of the fingerprint, which fit into the cache of a core."""
 PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of the wrapped model."""
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "SEQ_CLS"}
@@ -220,6 +223,25 @@ def summand(
     factors = mix(places.reshape(-1) ^ hash64(name)) | 1
     added: Bits = (factors * bits).sum()
     return added
+
+
+def tensor_sum(name: str, shape: Index, read: Callable[[Box], Array]) -> int:
+    """Return what a whole tensor of ``shape`` adds to the fingerprint; ``read`` returns boxes."""
+    total = 0
+    for box in blocks(Box.whole(shape), SUMMED):
+        values = np.ascontiguousarray(read(box)).reshape(-1)
+        bits = values.view(f"{'i' if values.itemsize > 1 else 'u'}{values.itemsize}")
+        total += int(summand(name, shape, box, bits, np.arange))
+    return total
+
+
+def check_unchanged(folder: Path, fingerprint: str, found: str) -> None:
+    """Raise UsageError if the fingerprint of a folder's weights is not the one of training."""
+    if found != fingerprint:
+        raise UsageError(
+            f"the weights in {folder} have changed since the adapters were trained: their "
+            f"fingerprint was {fingerprint} and is {found}. Restore the folder"
+        )
 
 
 def shown(total: int) -> str:

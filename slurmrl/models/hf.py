@@ -22,14 +22,6 @@ from slurmrl.tensors.layout import Array, Box
 CONFIG_FILE = "config.json"
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Return the architecture of a model folder.
-
-    Raises UsageError if the folder is not a model or its family is not supported.
-    """
-    return ModelConfig.from_hf(read_values(folder))
-
-
 def read_values(folder: Path) -> dict[str, Any]:
     """Return the ``config.json`` object of a model folder. Raises UsageError if there is none."""
     if CONFIG_FILE not in inputs.list_names(folder):

@@ -15,11 +15,10 @@ from typing import Any, Final
 
 from slurmrl.child import ChildRequest, answer
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.fsio.documents import from_json
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import FileForm, HFConfig
 from slurmrl.registry import resolve
-from slurmrl.tensors.checkpoint.tensors import TensorSlice
-from slurmrl.tensors.layout import Box
 
 FORM: Final = "slurmrl.models.hf_files:file_form"
 """Function that finds the layout. It is resolved by name, because transformers takes seconds to
@@ -52,19 +51,7 @@ def _asked(text: str, head: Head) -> FileForm:
         raise RunFailedError(
             f"the layout of the model's files is unknown: a process with transformers failed: {why}"
         )
-    form: dict[str, Any] = reply["form"]
-    parts = {name: tuple(map(_slice, slices)) for name, slices in form["slices"].items()}
-    return FileForm(**{**form, "slices": parts})
-
-
-def _slice(values: Mapping[str, Any]) -> TensorSlice:
-    part, dims, start = values["part"], values["dims"], values["start"]
-    return TensorSlice(
-        values["tensor"],
-        part=None if part is None else Box(tuple(part["start"]), tuple(part["size"])),
-        dims=None if dims is None else tuple(dims),
-        start=None if start is None else tuple(start),
-    )
+    return from_json(FileForm, reply["form"], "the layout of the model's files")
 
 
 def _replies(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

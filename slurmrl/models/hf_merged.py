@@ -7,30 +7,29 @@ adapter becomes W + scale * B A. The fingerprint covers the bits in the files.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.adapters import (
     LORA_A,
     LORA_B,
     adapted_weight,
+    check_unchanged,
     matrix_name,
     merge,
     shown,
-    summand,
+    tensor_sum,
 )
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import MODULE
 from slurmrl.models.hf_targets import adapted_tensors
 from slurmrl.models.shapes import LM_HEAD, FolderTensors, TrainedTensors
 from slurmrl.tensors.checkpoint.export import widened
-from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, blocks
+from slurmrl.tensors.layout import Array, Box, TensorSpec
 
-BLOCK: Final = 2**16
-"""Number of elements in a step of the fingerprint, which fit into the cache of a core."""
 NARROW: Final = ("bfloat16", "float16")
 """Types that are read as float32."""
 
@@ -93,21 +92,10 @@ class MergedFolder:
 
         The fingerprint covers the files and does not depend on the dtype of training.
         """
-        found = file_fingerprint(self._folder)
-        if found != fingerprint:
-            raise UsageError(
-                f"the weights in {self._folder.folder} have changed since the adapters were "
-                f"trained: their fingerprint was {fingerprint} and is {found}. Restore the folder"
-            )
+        check_unchanged(self._folder.folder, fingerprint, file_fingerprint(self._folder))
 
 
 def file_fingerprint(folder: FolderTensors) -> str:
     """Return the fingerprint of the tensors in a folder's files."""
-    total = 0
-    for name, spec in folder.specs().items():
-        shape: Index = tuple(spec.shape)
-        for box in blocks(Box.whole(shape), BLOCK):
-            values = np.ascontiguousarray(folder.read(name, box)).reshape(-1)
-            bits = values.view(f"{'i' if values.itemsize > 1 else 'u'}{values.itemsize}")
-            total += int(summand(name, shape, box, bits, np.arange))
-    return shown(total)
+    specs = folder.specs().items()
+    return shown(sum(tensor_sum(n, spec.shape, partial(folder.read, n)) for n, spec in specs))

@@ -7,6 +7,7 @@ and weights with their adapters merged.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,10 +20,11 @@ from slurmrl.models.adapters import (
     LORA_A,
     LORA_B,
     adapted_weights,
+    check_unchanged,
     matrix_name,
     merge,
     shown,
-    summand,
+    tensor_sum,
 )
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import stored
@@ -58,8 +60,6 @@ HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".m
 """Suffixes of the names of tensors that may be ignored: heads that the role does not use, and
 constants that the decoder computes."""
 SHOWN: Final = 5
-WEIGHED = 2**16
-"""Number of elements in a step of the fingerprint, which fit into the cache of a core."""
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
@@ -379,12 +379,7 @@ class MergedCheckpoint:
 
         In training, the weights were rounded to ``dtype`` and had this fingerprint.
         """
-        found = self._fingerprint(dtype)
-        if found != fingerprint:
-            raise UsageError(
-                f"the weights in {self._frozen.folder} have changed since the adapters were "
-                f"trained: their fingerprint was {fingerprint} and is {found}. Restore the folder"
-            )
+        check_unchanged(self._frozen.folder, fingerprint, self._fingerprint(dtype))
 
     def _fingerprint(self, dtype: str) -> str:
         total, constants = 0, constant_specs(self._config)
@@ -392,11 +387,11 @@ class MergedCheckpoint:
             if name in self._trained_specs:
                 continue
             stored = constants[name].dtype if name in constants else dtype
-            for box in blocks(Box.whole(shape), WEIGHED):
-                values = narrowed(self._wide(name, box), stored).reshape(-1)
-                bits = values.view(f"i{values.itemsize}")
-                total += int(summand(name, shape, box, bits, np.arange))
+            total += tensor_sum(name, shape, partial(self._narrow, name, stored))
         return shown(total)
+
+    def _narrow(self, name: str, dtype: str, box: Box) -> Array:
+        return narrowed(self._wide(name, box), dtype)
 
     def _wide(self, name: str, box: Box) -> Array:
         """Return a box of a parameter of the folder, in float32."""

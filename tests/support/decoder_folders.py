@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from slurmrl.models.architecture import Head
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, read_config
+from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, read_values
 from slurmrl.models.shapes import storage_of
 from slurmrl.tensors.checkpoint.export import SHARD_BYTES, write_weights
 from slurmrl.tensors.checkpoint.tensors import file_entries
@@ -18,7 +18,7 @@ from slurmrl.tensors.layout import Array, Box, TensorSpec
 
 def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float32) -> Decoder:
     """Load the decoder of a model folder on the CPU, one tensor at a time."""
-    config = read_config(folder)
+    config = ModelConfig.from_hf(read_values(folder))
     with torch.device("meta"):
         decoder = build(config, head).to(dtype)
     decoder.to_empty(device="cpu")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from slurmrl.engines.role_weights import initial_weights
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.hf import read_config
+from slurmrl.models.hf import read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.model_tensors import small_not_finite
@@ -36,7 +36,7 @@ def damage(folder: Path, name: str, *values: float) -> str:
 
 def read_all(folder: Path, parts: int = 1) -> None:
     """Read a model like its ranks do, each its rows of every parameter."""
-    config = read_config(folder)
+    config = ModelConfig.from_hf(read_values(folder))
     with initial_weights(config, "lm", seed=0, source=folder) as read:
         for name, shape in parameter_shapes(config, "lm").items():
             rows = -(-shape[0] // parts)
@@ -126,7 +126,7 @@ def test_non_finite_transformers_model_is_rejected_by_file_and_tensor(
 
 def test_submit_checks_small_tensors_and_load_checks_large_ones(tmp_path: Path) -> None:
     hf_model(ODD["qwen2"], 0).save_pretrained(tmp_path)
-    config = read_config(tmp_path)
+    config = ModelConfig.from_hf(read_values(tmp_path))
     damage(tmp_path, UP, float("nan"))
     assert f"'{UP}' has 1 NaN" in (small_not_finite(tmp_path, config, "lm") or "")
     assert small_not_finite(tmp_path, config, "lm", limit=2000) is None

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from slurmrl.errors import CorruptFileError, UnreadableInputError, UsageError
 from slurmrl.models.decoder import build
 from slurmrl.models.families import FAMILIES
-from slurmrl.models.hf import Weights, as_tensor, read_config
+from slurmrl.models.hf import Weights, as_tensor, read_values
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.layout import Box
 from tests.support.decoder_folders import from_hf, to_hf
@@ -250,12 +250,12 @@ def test_damaged_files_are_named(sharded: tuple[Path, dict[str, torch.Tensor]]) 
 
 def test_directories_without_a_model_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"it has no config.json"):
-        read_config(tmp_path)
+        read_values(tmp_path)
     with pytest.raises(UsageError, match=r"neither model.safetensors nor"):
         open_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config.json is not JSON"):
-        read_config(tmp_path)
+        read_values(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UsageError, match="weight_map"):
         open_folder(tmp_path)
