@@ -30,6 +30,7 @@ from slurmrl.fsio.calls import (
     read_all,
     temporary_beside,
     unreadable,
+    write_all,
     write_new,
     write_new_parts,
 )
@@ -139,9 +140,7 @@ def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> int:
         with opened(path, flags, calls) as descriptor:
             make_private(descriptor, calls)
             offset = os.fstat(descriptor).st_size
-            view = memoryview(data)
-            while view:
-                view = view[calls.write(descriptor, view) :]
+            write_all(descriptor, data, calls)
     except OSError as error:
         raise explain(error, "append to", path) from error
     return offset

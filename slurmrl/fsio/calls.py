@@ -168,6 +168,12 @@ def read_all(descriptor: int, calls: SystemCalls, limit_bytes: int) -> bytes | N
     return b"".join(chunks)
 
 
+def write_all(descriptor: int, data: bytes | memoryview, calls: SystemCalls) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[calls.write(descriptor, view) :]
+
+
 def pwrite_all(descriptor: int, data: bytes | memoryview, offset: int, calls: SystemCalls) -> None:
     view = memoryview(data)
     while view:

@@ -333,7 +333,7 @@ def _form(hint: Any) -> _Form:
     if origin is Annotated:
         return _Form(arguments[1], _form(arguments[0]).read)
     if hint in _SCALARS:
-        return _Form(_SCALARS[hint], _same)
+        return _Form(_SCALARS[hint], lambda value: value)
     if is_dataclass(hint) and isinstance(hint, type):
         return _Form(table(_accepted(hint), _required(hint)), partial(_read, hint))
     if origin in (Union, UnionType):  # The other type is None, which counts as missing.
@@ -350,10 +350,6 @@ def _form(hint: Any) -> _Form:
             lambda values: {key: content.read(value) for key, value in values.items()},
         )
     raise TypeError(f"no JSON form of {hint}")
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 _SCALARS: Mapping[Any, FieldType] = {

@@ -30,7 +30,7 @@ from typing import Any, Final
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
-from slurmrl.fsio.calls import REAL, SystemCalls, explain, opened, unreadable
+from slurmrl.fsio.calls import REAL, SystemCalls, explain, opened, unreadable, write_all
 from slurmrl.fsio.documents import shown
 from slurmrl.tensors.layout import ITEM_BYTES, Array, Box, Index, TensorSpec, row_major
 
@@ -111,7 +111,7 @@ def write_file(path: Path, parts: Iterable[memoryview], *, calls: SystemCalls = 
             for part in parts:
                 checksum.update(part)
                 size += part.nbytes
-                _write_all(descriptor, part, calls)
+                write_all(descriptor, part, calls)
             calls.fsync(descriptor)
     except OSError as error:
         raise explain(error, "write", path) from error
@@ -227,11 +227,6 @@ def _header(entries: list[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_all(descriptor: int, part: memoryview, calls: SystemCalls) -> None:
-    while part:
-        part = part[calls.write(descriptor, part) :]
 
 
 def _xxh3_128() -> Any:
