@@ -79,7 +79,7 @@ def cpu_rms_norm_gradient(
 
 def cpu_gated_product(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, all [T, n]."""
-    gate, up = _alike(gate, up)
+    gate, up = fused.alike(gate, up)
     product = gate.new_empty(gate.shape)
     for_floats(gate).gated.default(gate, up, product)
     return product
@@ -90,7 +90,7 @@ def cpu_gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, 
 
     ``grad`` [T, n] is the gradient of the product.
     """
-    gate, up = _alike(gate, up)
+    gate, up = fused.alike(gate, up)
     rows, columns = gate.shape
     product, gradients = gate.new_empty(rows, columns), gate.new_empty(rows, 2 * columns)
     for_floats(gate).gated_gradient.default(gate, up, grad.contiguous(), product, gradients)
@@ -104,13 +104,6 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     out = x.new_empty(x.shape)
     for_floats(x).rotate.default(x, cos.contiguous(), sin.contiguous(), out, sign)
     return out
-
-
-def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with contiguous rows at equal strides; copy no halves of one tensor."""
-    if gate.stride() != up.stride() or gate.stride(1) != 1:
-        return gate.contiguous(), up.contiguous()
-    return gate, up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

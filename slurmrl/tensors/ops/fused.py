@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from slurmrl import env, log
-from slurmrl.errors import EnvironmentFailure
-from slurmrl.tensors.ops.native.loading import Choice
+from slurmrl.tensors.ops.native.loading import chosen
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -41,13 +40,7 @@ def fits(x: Tensor) -> bool:
     """
     if x.dtype not in DTYPES or not x.numel() or not (x.is_cuda or env.TRITON_INTERPRET.get()):
         return False
-    choice = Choice(env.OPS.get())
-    if choice is Choice.TORCH:
-        return False
-    reason = _failure(x.device)
-    if reason and choice is Choice.NATIVE:
-        raise EnvironmentFailure(f"Triton kernels do not run on {x.device}: {reason}")
-    return not reason
+    return chosen(lambda: _failure(x.device), f"Triton kernels on {x.device}")
 
 
 @cache
@@ -85,7 +78,7 @@ def _softmax_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = logits.shape
     results = [logits.new_empty(rows) for _ in range(3)]
-    _kernels().softmax_statistics[(rows,)](
+    kernels().softmax_statistics[(rows,)](
         logits.contiguous(), targets.contiguous(), *results, columns, scale, ROW_BLOCK, num_warps=8
     )
     return results[0], results[1], results[2]
@@ -111,7 +104,7 @@ def _logit_gradient(
     gradient = torch.empty_like(logits, dtype=dtype)
     grid = (rows, -(-columns // ROW_BLOCK))
     inputs = [x.contiguous() for x in per_row]
-    _kernels().logit_gradient[grid](
+    kernels().logit_gradient[grid](
         logits.contiguous(), gradient, *inputs, columns, scale, ROW_BLOCK, num_warps=8
     )
     return gradient
@@ -125,11 +118,11 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 @torch.library.custom_op("slurmrl::gated_product", mutates_args=())
 def _gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    gate, up, stride = _rows(gate, up)
+    gate, up = alike(gate, up)
     rows, columns = gate.shape
     product = gate.new_empty(rows, columns)
-    _kernels().gated_product[(rows * -(-columns // BLOCK),)](
-        gate, up, product, columns, stride, activation, BLOCK
+    kernels().gated_product[(rows * -(-columns // BLOCK),)](
+        gate, up, product, columns, gate.stride(0), activation, BLOCK
     )
     return product
 
@@ -149,20 +142,21 @@ def gated_gradient(
 def _gated_gradient(
     gate: Tensor, up: Tensor, grad: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    gate, up, stride = _rows(gate, up)
+    gate, up = alike(gate, up)
     rows, columns = gate.shape
     product, gradients = gate.new_empty(rows, columns), gate.new_empty(rows, 2 * columns)
-    _kernels().gated_gradient[(rows * -(-columns // BLOCK),)](
-        gate, up, grad.contiguous(), product, gradients, columns, stride, activation, BLOCK
+    inputs = (gate, up, grad.contiguous(), product, gradients)
+    kernels().gated_gradient[(rows * -(-columns // BLOCK),)](
+        *inputs, columns, gate.stride(0), activation, BLOCK
     )
     return product, gradients
 
 
-def _rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return both with contiguous rows at equal strides, and the stride; copy no halves of one."""
+def alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both tensors with contiguous rows at equal strides; copy no halves of one tensor."""
     if gate.stride() != up.stride() or gate.stride(1) != 1:
-        gate, up = gate.contiguous(), up.contiguous()
-    return gate, up, gate.stride(0)
+        return gate.contiguous(), up.contiguous()
+    return gate, up
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -180,10 +174,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     grid = (tokens, -(-heads * size // BLOCK))
     inputs = [t.contiguous() for t in (x, cos, sin)]
-    _kernels().rotation[grid](*inputs, out, heads * size, size, sign, BLOCK)
+    kernels().rotation[grid](*inputs, out, heads * size, size, sign, BLOCK)
     return out
 
 
-def _kernels() -> Any:
+def kernels() -> Any:
     """Return the module of the kernels, which imports Triton."""
     return importlib.import_module("slurmrl.tensors.ops.triton_kernels")

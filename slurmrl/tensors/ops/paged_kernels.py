@@ -10,7 +10,6 @@ heads, D head size, M cells that a token may see.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from functools import cache
@@ -20,11 +19,10 @@ import torch
 from torch import Tensor
 
 from slurmrl import env, log
-from slurmrl.errors import EnvironmentFailure
 from slurmrl.tensors.ops.attention import cache_bias, cached_attention
 from slurmrl.tensors.ops.elementwise import rotate
-from slurmrl.tensors.ops.fused import DTYPES
-from slurmrl.tensors.ops.native.loading import Choice, for_floats
+from slurmrl.tensors.ops.fused import DTYPES, kernels
+from slurmrl.tensors.ops.native.loading import chosen, for_floats
 
 TILE_BYTES = 128
 """Bytes of a column of the queries that a program processes. The queries belong to adjacent tokens
@@ -212,8 +210,7 @@ def _attend(
     if splits > 1:
         parts = torch.empty((tokens, all_heads, splits, size), dtype=torch.float32, device=q.device)
         norms = torch.empty((tokens, all_heads, splits), dtype=torch.float32, device=q.device)
-    kernels = _kernels()
-    kernels.attend[(tokens, kv_heads, splits)](
+    kernels().attend[(tokens, kv_heads, splits)](
         *(q, keys, values, tables, rows, lengths, sinks, out, parts, norms),
         *(tokens, q.stride(0), tables.shape[1], scale * LOG2_E, window),
         page=page,
@@ -230,7 +227,7 @@ def _attend(
         num_stages=2,
     )
     if splits > 1:
-        kernels.merge[(tokens * all_heads,)](
+        kernels().merge[(tokens * all_heads,)](
             parts, norms, out, size, splits=splits, columns=columns, num_warps=4
         )
     return out
@@ -249,7 +246,7 @@ def _write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor, wi
         return
     grid = (k.shape[0], -(-width // WRITTEN))
     strides = (k.stride(0), v.stride(0))
-    _kernels().write[grid](k, v, slots, keys, values, width, *strides, block=WRITTEN)
+    kernels().write[grid](k, v, slots, keys, values, width, *strides, block=WRITTEN)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -285,11 +282,6 @@ def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _kernels() -> Any:
-    """Return the module of the kernels, which imports Triton."""
-    return importlib.import_module("slurmrl.tensors.ops.triton_kernels")
-
-
 class Sizes(NamedTuple):
     """Properties for which kernels are compiled."""
 
@@ -311,22 +303,12 @@ def attends(cache: Tensor, heads: int, page: int) -> bool:
         return False
     _, kv_heads, size = cache.shape
     sizes = Sizes(cache.device, cache.dtype, heads, kv_heads, size, page)
-    return _chosen(lambda: _attention_failure(sizes), cache.device)
+    return chosen(lambda: _attention_failure(sizes), f"kernels for pages on {cache.device}")
 
 
 def writes(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether kernels write keys and values. Raises as `attends`."""
-    return _chosen(lambda: _write_failure(device, dtype), device)
-
-
-def _chosen(failure: Callable[[], str], device: torch.device) -> bool:
-    choice = Choice(env.OPS.get())
-    if choice is Choice.TORCH:
-        return False
-    reason = failure()
-    if reason and choice is Choice.NATIVE:
-        raise EnvironmentFailure(f"kernels for pages cannot be used on {device}: {reason}")
-    return not reason
+    return chosen(lambda: _write_failure(device, dtype), f"kernels for pages on {device}")
 
 
 @cache

@@ -193,7 +193,8 @@ def _results(inputs: Sequence[Tensor], scale: float, band: Band) -> Results:
     return attend(q, k, v, scale, causal=band.offset == 0)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    """Save inputs and results for the backward pass; ``rest`` has the inputs after sinks."""
     q, k, v, sinks, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, sinks, *output)
     ctx.set_materialize_grads(False)
@@ -333,7 +334,7 @@ library.impl(  # type: ignore[no-untyped-call]
     "ring_attention", _forward, "CompositeExplicitAutograd"
 )
 torch.library.register_autograd(
-    "slurmrl::ring_attention", _backward, setup_context=_setup, lib=library
+    "slurmrl::ring_attention", _backward, setup_context=setup, lib=library
 )
 
 

@@ -17,10 +17,13 @@ from torch import Tensor
 
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.partial_attention import sink_gradient, with_sinks
-from slurmrl.tensors.ops.ring_attention import library, own_gradients, own_results
-
-Results = tuple[Tensor, Tensor]
-"""A result [T, Hq, D] and its normalizers [T, Hq]."""
+from slurmrl.tensors.ops.ring_attention import (
+    Results,
+    library,
+    own_gradients,
+    own_results,
+    setup,
+)
 
 
 def causal_attention(
@@ -65,12 +68,6 @@ def _packing(bounds: Sequence[int], longest: int) -> Packing:
     return Packing(torch.tensor(bounds, dtype=torch.int32, device="cpu"), longest)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    q, k, v, sinks, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output)
-    ctx.set_materialize_grads(False)
-
-
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     bounds, longest, scale, window = ctx.rest
     nothing = (None,) * len(ctx.rest)
@@ -89,5 +86,5 @@ library.define(  # type: ignore[no-untyped-call]
 )
 library.impl("sink_attention", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_autograd(
-    "slurmrl::sink_attention", _backward, setup_context=_setup, lib=library
+    "slurmrl::sink_attention", _backward, setup_context=setup, lib=library
 )

@@ -61,8 +61,6 @@ NVCC_FLAGS = (
     "-fPIC,-Wall",
 )
 
-_NONE: tuple[str, ...] = ()
-
 ARCHITECTURES = ("80", "90", "100")
 """Architectures of A100, H100 and B200. Newer generations of GPUs compile the PTX."""
 ASK_TIMEOUT_S = 60.0
@@ -179,7 +177,8 @@ def make(half: Half, toolchain: Toolchain) -> Recipe:
     """Return the recipe of a half on this host. Raises EnvironmentFailure without a compiler."""
     cxx_version = toolchain.cxx_version()
     versions = [cxx_version, " ".join(platform.libc_ver()), platform.machine()]
-    nvcc, nvcc_flags, home = "", _NONE, ""
+    nvcc, home = "", ""
+    nvcc_flags: tuple[str, ...] = ()
     if half is Half.CUDA:
         versions.append(toolchain.nvcc_version())
         nvcc, home = toolchain.nvcc, str(toolchain.cuda_home())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -62,6 +63,21 @@ def for_floats(like: Tensor) -> Any:
     if like.dtype != torch.float32 or like.device.type != "cpu":
         return None
     return operators(like.device, BUILT)
+
+
+def chosen(failure: Callable[[], str], what: str) -> bool:
+    """Return whether to use kernels of Triton, according to SLURMRL_OPS.
+
+    ``failure`` tries them and returns why they cannot be used, or "". ``what`` names them. With
+    SLURMRL_OPS=native, EnvironmentFailure is raised if they cannot be used.
+    """
+    choice = Choice(env.OPS.get())
+    if choice is Choice.TORCH:
+        return False
+    reason = failure()
+    if reason and choice is Choice.NATIVE:
+        raise EnvironmentFailure(f"{what} cannot be used: {reason}")
+    return not reason
 
 
 @cache
