@@ -412,7 +412,7 @@ def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wan
     for axis, size in zip(grid.axes, grid.sizes, strict=True):
         if size == 1:
             continue
-        for members in grid.groups(axis):
+        for members in grid.blocks((axis,)):
             yield f"{name} {axis}", tuple(model.ranks[index] for index in members)
 
 
@@ -423,7 +423,7 @@ def split_over_hosts(plan: Plan) -> list[str]:
         per_host, size = plan.group(model.group).workers_per_host, model.sizes["tp"]
         if size == 1 or size > per_host:
             continue
-        groups = topology(model).groups("tp")
+        groups = topology(model).blocks(("tp",))
         if any(len({model.ranks[i] // per_host for i in members}) > 1 for members in groups):
             split.append(name)
     return split

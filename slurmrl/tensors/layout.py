@@ -380,13 +380,6 @@ class Layout:
             for part in holders.by_rank.get(rank, ())
         )
 
-    def by_name(self) -> dict[str, list[tuple[int, Shard]]]:
-        """(rank, shard) pairs of each tensor, in rank order."""
-        holders: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.tensors}
-        for rank, shard in self.all_shards():
-            holders[shard.name].append((rank, shard))
-        return holders
-
     def all_shards(self) -> Iterator[tuple[int, Shard]]:
         for rank in range(self.ranks):
             for shard in self.held_by(rank):

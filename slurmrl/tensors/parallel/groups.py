@@ -228,7 +228,7 @@ def _families(model: ModelRanks, topology: ProcessTopology) -> Iterator[tuple[st
     for axis, along in COMBINED.items():
         yield from ((axis, members) for members in topology.blocks(along))
     if "pp" in topology.axes:
-        yield from (("ends", [stages[0], stages[-1]]) for stages in topology.groups("pp"))
+        yield from (("ends", [stages[0], stages[-1]]) for stages in topology.blocks(("pp",)))
     experts = expert_topology(model)
     if experts is not None:
         for axis, along in OF_EXPERTS.items():

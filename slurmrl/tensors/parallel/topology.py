@@ -61,17 +61,10 @@ class ProcessTopology:
         coordinates = self.coordinates(rank)
         return [self.rank(**{**coordinates, axis: position}) for position in range(self.size(axis))]
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """Return the ranks of every group along an axis; each rank is in one group."""
-        index = self._index(axis)
-        size, stride = self.sizes[index], self._strides[index]
-        firsts = self.filter(**{axis: 0})
-        return [list(range(first, first + size * stride, stride)) for first in firsts]
-
     def blocks(self, axes: Sequence[str]) -> list[list[int]]:
-        """Return the ranks of every group along several axes at once, in rank order.
+        """Return the ranks of every group along some axes at once, in rank order.
 
-        Axes that the grid does not have are ignored.
+        Axes that the grid does not have are ignored. Each rank is in one group.
         """
         along = [axis for axis in axes if axis in self.axes]
         firsts = self.filter(**dict.fromkeys(along, 0))

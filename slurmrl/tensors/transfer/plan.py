@@ -140,13 +140,6 @@ class MovePlan:
                 found[link] += segment.bytes
         return dict(found)
 
-    def received(self) -> dict[int, int]:
-        """Return the bytes that each rank receives."""
-        found: dict[int, int] = defaultdict(int)
-        for (_, receiver), count in self.links().items():
-            found[receiver] += count
-        return dict(found)
-
     def staging(self) -> dict[int, int]:
         """Return the maximum bytes that each rank stages in one slot."""
         used: dict[tuple[int, int], int] = defaultdict(int)

@@ -128,7 +128,8 @@ def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int
         Mover(plan, rank, held, taken, group=None, device=device).run()
         verify_move(layouts[source], layouts[target], rank, held, taken, group=None, device=device)
         _compare(first[target], storages[1], layouts[target], rank, sides[source].dtype)
-        received[source, target] = plan.received().get(rank, 0)
+        links = plan.links().items()
+        received[source, target] = sum(count for (_, to), count in links if to == rank)
         for name, tensor in storages[1].items():
             tensor.detach().copy_(first[target][name])
     return received

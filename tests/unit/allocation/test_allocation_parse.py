@@ -141,7 +141,7 @@ def test_every_rank_has_one_place_on_each_grid(allocation: Allocation) -> None:
         places = {tuple(grid.coordinates(rank).items()) for rank in range(grid.world_size)}
         assert len(places) == grid.world_size
         for axis in grid.axes:
-            members = sorted(rank for group in grid.groups(axis) for rank in group)
+            members = sorted(rank for group in grid.blocks((axis,)) for rank in group)
             assert members == list(range(grid.world_size))
 
 

@@ -47,7 +47,7 @@ def test_process_topology_agrees_with_brute_force_on_any_grid(
         if all(dict(zip(axes, point, strict=True))[a] == here[a] for a in others)
     ]
     assert topology.peers(rank, axis) == peers
-    groups = topology.groups(axis)
+    groups = topology.blocks((axis,))
     assert peers in groups
     assert sorted(one for group in groups for one in group) == list(range(len(points)))
     chosen = data.draw(st.sets(st.sampled_from(axes)))
@@ -63,5 +63,5 @@ def test_groups_along_several_axes_are_cartesian_products() -> None:
     topology = ProcessTopology(("dp", "cp", "tp"), (2, 2, 2))
     assert topology.blocks(("cp", "tp")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert topology.blocks(("dp", "cp")) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert topology.blocks(("pp", "tp")) == topology.groups("tp")
+    assert topology.blocks(("pp", "tp")) == topology.blocks(("tp",))
     assert topology.blocks(()) == [[rank] for rank in range(8)]
