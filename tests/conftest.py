@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
 
 
-@pytest.hookimpl(tryfirst=True)  # before any fixture
+@pytest.hookimpl(tryfirst=True)  # runs before any fixture
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # The numbers of a test must not depend on the tests before it.
     random.seed(0)

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for run in tmp_path.glob("*/runs/*/*/*"):
         for chain in processes(run)["chain"]:
-            os.kill(chain, signal.SIGKILL)  # its children die with it
+            os.kill(chain, signal.SIGKILL)  # its children end with it
 
 
 @pytest.mark.soak

@@ -86,7 +86,7 @@ class ShortForms:
     def overrides(self, config: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         folder = (EXAMPLES / config).parent
         number = [*CONFIGS, *SERVED].index(config)
-        yield "seed", number  # so that models differ from those that they learn from
+        yield "seed", number  # models must differ from their teachers
         evaluation = values.get("evaluation", {})
         if evaluation.get("dataset", {}).get("type") == "prompt" and not evaluation.get("greedy"):
             yield "evaluation.n", 2

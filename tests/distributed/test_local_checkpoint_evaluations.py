@@ -33,7 +33,7 @@ def test_each_checkpoint_is_evaluated_once_despite_kills(tmp_path: Path) -> None
         total_steps=4, trial="1", evaluation=evaluation, logging={"tensorboard": True}
     )
     hold = Hold(site)
-    hold.allow(4)  # evaluations wait once the fourth step is trained
+    hold.allow(4)  # evaluations wait after the fourth step
     file = site.write("config.yaml", hold.judged(config, "HeldMatch"))
     site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
     paths = site.paths("ppo/1")

@@ -60,7 +60,7 @@ def started(folder: Path, *options: str, **checkpoint: Any) -> Iterator[Site]:
         yield found
     finally:
         for chain in processes(found.paths(TRIAL).run)["chain"]:
-            os.kill(chain, signal.SIGKILL)  # its children die with it
+            os.kill(chain, signal.SIGKILL)  # its children end with it
 
 
 @pytest.fixture

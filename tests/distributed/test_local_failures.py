@@ -55,7 +55,7 @@ def make_site(tmp_path: Path) -> Iterator[Callable[[str], Site]]:
     for site in sites:
         for run in site.root.glob("*/*/*"):
             for chain in processes(run)["chain"]:
-                os.kill(chain, signal.SIGKILL)  # its children die with it
+                os.kill(chain, signal.SIGKILL)  # its children end with it
 
 
 @pytest.mark.long

@@ -61,7 +61,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     yield found
     for run in found.root.glob("*/*/*"):
         for chain in processes(run)["chain"]:
-            os.kill(chain, signal.SIGKILL)  # its children die with it
+            os.kill(chain, signal.SIGKILL)  # its children end with it
 
 
 def submit(site: Site, kind: str, **changes: Any) -> None:
@@ -136,7 +136,7 @@ def test_stacks_are_shown_on_demand_even_of_a_stopped_rank(site: Site) -> None:
     both = site.slurmrl("stacks", "ppo/1").stdout
     order = [both.index(f"=== {name}") for name in ("rank 0", "rank 1", "the master", "the agent")]
     assert order == sorted(order)
-    assert "in take\n" in both[order[-1] :]  # the agent, while it collects the stacks
+    assert "in take\n" in both[order[-1] :]  # the agent collects the stacks
     assert "=== the" not in one
     assert site.status("ppo/1")["incarnation"] == 1
     assert "no rank 2" in site.slurmrl("stacks", "ppo/1", "2", code=2).stderr

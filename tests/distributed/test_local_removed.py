@@ -40,4 +40,4 @@ def test_removed_directories_are_recreated_and_a_removed_run_ends(tmp_path: Path
         wait_until("the end of all processes", lambda: not any(processes(run.run).values()), 200)
     finally:
         for chain in processes(run.run)["chain"]:
-            os.kill(chain, signal.SIGKILL)  # its children die with it
+            os.kill(chain, signal.SIGKILL)  # its children end with it

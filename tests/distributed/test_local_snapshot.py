@@ -22,7 +22,7 @@ def test_edits_reach_a_run_only_with_update_code(tmp_path: Path) -> None:
     site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "local", "--detach")
     site.wait_for_step("ppo/1", 2)
     write_reward(tmp_path, 0.25)
-    kill_one(site.paths("ppo/1").run, "worker")  # the next process imports everything again
+    kill_one(site.paths("ppo/1").run, "worker")  # the next process repeats all imports
     hold.allow(NO_LIMIT)
     assert site.wait_for_end("ppo/1")["state"] == "COMPLETED"
     assert site.status("ppo/1")["incarnation"] >= 2

@@ -239,7 +239,7 @@ async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> li
     """
 
     async def attempt(delay_s: float) -> Completion | None:
-        number = next(NUMBERS)  # no two versions of a run have one name
+        number = next(NUMBERS)  # each version of a run has another name
         first, second = (
             WeightVersion(name=f"{number}-{name}", folder=versions[name]) for name in ("1.1", "2.1")
         )

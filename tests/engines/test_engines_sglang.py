@@ -92,7 +92,7 @@ def test_request_bodies_match_sglang_classes(versions: dict[str, Path]) -> None:
 
     async def work() -> list[tuple[str, Mapping[str, Any]]]:
         client = ScriptedServer({**INFO, "device": "cuda", "weight_version": "1.1"})
-        client.asked.append({})  # what it is asked first waits for a pause
+        client.asked.append({})  # the first request waits for a pause
         speaker = SglangDialect(client, model=replace(MODEL, dtype="float32"))
         await speaker.connect()
         for options in (
@@ -149,7 +149,7 @@ def test_server_with_wrong_weights_is_detected(served: Served, tmp_path: Path) -
     save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
     checks = WeightChecks()
     before = served.version("1.1")
-    for folder in (part, wrong):  # after 1.1 the part has its own tensor
+    for folder in (part, wrong):  # after 1.1, the part has a separate tensor
         served.loop.run(load_once(served.dialect(checks=checks), before))
         with pytest.raises(RunFailedError, match=rf"2\.1: 1 of 16 parameters .*\({name}\)"):
             served.loop.run(load_astray(served, checks, version, "model_path", folder))

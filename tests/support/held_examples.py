@@ -55,7 +55,7 @@ class HeldForms(ShortForms):
             **dict(self.overrides(config, values)),
             "trial": trial,
             "total_steps": steps,
-            "actor.optimizer.lr": 1e-2,  # every step changes what is drawn
+            "actor.optimizer.lr": 1e-2,  # every step changes the samples
             "checkpoint.every_steps": 2,
             "evaluation.every_steps": 5,
             "cluster.workers_per_host": 1,

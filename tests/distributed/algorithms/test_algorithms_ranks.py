@@ -109,7 +109,7 @@ def train(
         dataset=Dataset(type="prompt", path="unused"),
     )
     settings = Settings(config, ppo, cast(Any, None))
-    about = ((), whole.ids)  # nothing is generated
+    about = ((), whole.ids)  # a step without generation
     scalars = PolicyScalars(ppo).values()
     context = CallContext(1, 1, scalars, cast(Any, None), settings, *about)
     heads = {"actor": "lm", "critic": "value"}

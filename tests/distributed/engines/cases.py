@@ -158,7 +158,7 @@ def train(
     share = setup.split[engine.context.dp_rank]
     stats = []
     for step in steps:
-        torch.rand(3)  # somebody draws from the process's generator
+        torch.rand(3)  # other code uses the process's random generator
         sample = batch(step).take(share)
         stats.append(engine.train_batch(sample, loss, denominator(sample)))
     if save is None:

@@ -101,7 +101,7 @@ def train(
         assert engine.steps == steps.start
     stats = []
     for number in steps:
-        torch.rand(3)  # somebody draws from the process's generator
+        torch.rand(3)  # other code uses the process's random generator
         stats.append(step(engine, number))
         if save is not None:
             engine.save(save / str(number))

@@ -29,7 +29,7 @@ def group_batch() -> SequenceSample:
     sequences: list[Tensor] = []
     for tokens, lengths in zip(PROMPTS, COMPLETIONS, strict=True):
         prompt = torch.randint(vocabulary, (tokens,), generator=draw)
-        for first, length in enumerate(lengths):  # no two completions begin alike
+        for first, length in enumerate(lengths):  # completions have different first tokens
             rest = torch.randint(vocabulary, (length - 1,), generator=draw)
             sequences.append(torch.cat([prompt, torch.tensor([first]), rest]))
     ids = torch.cat(sequences)

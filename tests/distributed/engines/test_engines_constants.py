@@ -105,7 +105,7 @@ def test_checkpoint_keeps_constant_tensors(ranks: RankPool, tmp_path: Path, sour
     settings = model(architecture=ARCHITECTURE, implementation="hf")
     setup = Setup(model=settings, split=SPLIT, source=source)
     train(ranks, setup, tmp_path)
-    fresh = Setup(model=settings, split=SPLIT)  # drawn at random, where the bias begins at 0
+    fresh = Setup(model=settings, split=SPLIT)  # random, because the bias is initialized with 0
     for before, after in ranks(2, f"{HERE}:saved_and_loaded", fresh, tmp_path):
         assert not before.any()
         assert torch.equal(after, torch.linspace(-1, 1, 8))

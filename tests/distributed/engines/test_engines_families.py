@@ -224,7 +224,7 @@ def test_token_budget_counts_padding_of_padded_models(ranks: RankPool) -> None:
 
 
 def test_export_of_a_transformers_model_can_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    architecture = {**MOE, "moe_intermediate_size": 16}  # a size that its kernels take
+    architecture = {**MOE, "moe_intermediate_size": 16}  # a size that its kernels support
     setup = Setup(model=model(architecture=architecture, implementation="hf"), split=SPLIT)
     _, loaded = train_and_export(ranks, setup, tmp_path, "hf")
     saved = RoleCheckpoint(tmp_path, "actor")

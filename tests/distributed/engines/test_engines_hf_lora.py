@@ -69,7 +69,7 @@ def assert_merged_as_exported(ranks: RankPool, found: Setup, folder: Path) -> se
         for name, begin, chunk in chunks:
             name = name.removeprefix(MODULE)
             if name not in files:
-                continue  # under another name, or in another form
+                continue  # with another name or form
             box = Box(begin, tuple(chunk.shape))
             np.testing.assert_array_equal(chunk.numpy(), merged.read(name, box))
             compared.add(f"{MODULE}{name.removesuffix('weight')}lora_A")

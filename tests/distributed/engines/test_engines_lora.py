@@ -87,7 +87,8 @@ def made(ranks: RankPool, folder: Path, head: Any, lora: Lora, family: str = "qw
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
     base = auto.from_pretrained(empty.model, **options)
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):  # PEFT's own use of it
+    # PEFT's own reading of the export
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
         model = peft.PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
     model = model.double().eval()
     frozen: Outputs = {}

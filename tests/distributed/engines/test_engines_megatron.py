@@ -315,7 +315,7 @@ def compared(
         assert {name for name, _ in checkpoint.weights()} == {*expected, *constants}
         for name, values in constants.items():
             assert torch.equal(torch.from_numpy(checkpoint.read(name)), values), name
-        if number == 0:  # what is kept after one step is the gradient itself
+        if number == 0:  # the first moment after one step is the gradient
             kept = "momentum" if options else "exp_avg"
             for name, gradient in expected.items():
                 found = torch.from_numpy(checkpoint.read(f"{kept}/{name}"))
@@ -324,7 +324,7 @@ def compared(
     for name, parameter in decoder.named_parameters():
         found = torch.from_numpy(checkpoint.read(name))
         moved = (parameter - first[name]).abs().max().item()
-        rounding = 2 * STEPS * 2**-24 * parameter.abs().max().item()  # of either at each step
+        rounding = 2 * STEPS * 2**-24 * parameter.abs().max().item()  # of both at each step
         share = ROUNDING if options else MAGNIFIED
         assert (found - parameter).abs().max().item() <= share * moved + rounding, name
 

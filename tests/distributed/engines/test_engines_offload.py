@@ -88,7 +88,7 @@ def refusals(case: Setup | Case, folder: Path) -> tuple[dict[str, str], float]:
     said = {}
     engine.offload()
     for name, call in calls.items():
-        dist.barrier()  # what one rank saves another one may load
+        dist.barrier()  # another rank may load the files of a rank
         try:
             call()
         except UsageError as error:

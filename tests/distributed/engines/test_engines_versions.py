@@ -65,7 +65,7 @@ def test_ranks_of_a_transformers_model_publish_the_tensors_of_an_export(
     ranks: RankPool, tmp_path: Path, family: str, count: int
 ) -> None:
     """The model stacks its experts. In the files, each expert is a separate tensor."""
-    architecture = {**FAMILIES[family], "intermediate_size": 16}  # a size that its kernels take
+    architecture = {**FAMILIES[family], "intermediate_size": 16}  # a size that its kernels support
     settings = model(architecture=architecture, implementation="hf")
     setup = Setup(model=settings, split=SPLITS[count])
     storage = storage_of(architecture, "hf")

@@ -107,7 +107,7 @@ def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int
     layouts = placed_layouts(sides, made)
     rank = dist.get_rank()
     for number, side in enumerate(sides):
-        if side.engine == "native":  # its weights come from moves
+        if side.engine == "native":  # its weights come only from moves
             _fill(layouts[number], made[number], layouts[0], made[0])
     first = [{} if e is None else {n: t.clone() for n, t in e.storages().items()} for e in made]
     received = {}

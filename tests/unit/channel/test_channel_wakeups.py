@@ -211,7 +211,7 @@ def test_overflow_of_notifications_makes_the_follower_read_all_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand agents that answer at the same time overflow the master's receive buffer."""
-    monkeypatch.setattr(module, "RECEIVE_BUFFER_BYTES", 1)  # the kernel's least
+    monkeypatch.setattr(module, "RECEIVE_BUFFER_BYTES", 1)  # the kernel's minimum
     site = Site(tmp_path)
     for writer in site.writers.values():
         writer.append({"n": 1})

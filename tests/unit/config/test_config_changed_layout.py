@@ -72,7 +72,7 @@ def test_resume_accepts_a_new_layout_and_reports_its_cost(path: Path) -> None:
     assert told[0].startswith("changed layout: actor.backend: 'fsdp:d2' -> 'fsdp:d4'; critic.")
     assert "preserved exactly" in told[1]
     assert "random state is reseeded" in told[2]
-    assert "minibatch" not in told[2]  # they hold the same samples on any number of ranks
+    assert "minibatch" not in told[2]  # batches have the same samples on any number of ranks
 
 
 @pytest.mark.parametrize(

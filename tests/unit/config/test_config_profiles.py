@@ -141,7 +141,7 @@ def test_profile_writable_by_others_is_rejected(folder: Path, tmp_path: Path) ->
         load(path, (), None, site)
     with pytest.raises(OwnershipError, match="mode 0664"):
         profiles.root()
-    site.chmod(0o644)  # others may read it
+    site.chmod(0o644)  # other users can read it
     folder.chmod(0o777)
     with pytest.raises(OwnershipError, match="world-writable"):
         load(path, (), None, site)

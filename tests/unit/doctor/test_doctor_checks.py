@@ -272,6 +272,6 @@ def test_doctor_reports_operators_that_a_job_would_compile(
     assert command in machine.operators(variables).measured
     (folder / f"{stem(Half.CPU)}-0123456789abcdef.so").touch()
     assert machine.operators(variables).measured == f"in {folder}"
-    monkeypatch.setenv("SLURMRL_OPS_CACHE", str(folder))  # of a shell, which no job inherits
+    monkeypatch.setenv("SLURMRL_OPS_CACHE", str(folder))  # of a shell; jobs do not inherit it
     other = machine.operators({"XDG_CACHE_HOME": str(tmp_path)})
     assert f"none in {tmp_path}/slurmrl/ops:" in other.measured

@@ -128,7 +128,7 @@ def test_host_directory_gets_another_name_if_its_name_is_taken(
     assert first.path.parent == second.path.parent
     assert first.path.parent.name.startswith(f"{known.name}.")
     assert first.path.parent.stat().st_mode & 0o777 == 0o700
-    os.close(second._descriptor)  # as when its process is killed
+    os.close(second._descriptor)  # as after a kill of its process
     remove_unused(tmp_path)
     assert not second.path.exists()
     assert first.path.is_dir()

@@ -238,7 +238,7 @@ def test_each_request_is_answered_once_with_current_or_later_weights(
         servers = [FakeServer() for _ in range(count)]
         instances = await serving(servers, wait_s=10000.0)
         futures: list[asyncio.Future[tuple[Completion, ...]]] = []
-        oldest: list[int] = []  # minimum version of each request
+        oldest: list[int] = []  # the minimum version of each request
         aborted: set[int] = set()
         updates, latest = [], 1
         for event in events:
@@ -257,7 +257,7 @@ def test_each_request_is_answered_once_with_current_or_later_weights(
                     else:
                         futures[chosen].cancel()
                 case "update":
-                    await asyncio.gather(*updates)  # a trainer sends them one after the other
+                    await asyncio.gather(*updates)  # a trainer sends versions one after the other
                     latest += 1
                     version = WeightVersion(name=str(latest))
                     updates = [asyncio.create_task(instances.update_weights(version))]
@@ -277,7 +277,7 @@ def test_each_request_is_answered_once_with_current_or_later_weights(
             assert [result.tokens for result in results] == [(key,) for key in range(len(results))]
             (version,) = {version for result in results for version in result.versions}
             assert oldest[index] <= int(version) <= latest
-        await asyncio.sleep(0.01)  # what follows an answer
+        await asyncio.sleep(0.01)  # the request after an answer
         assert all(server.most <= AT_ONCE + 3 for server in servers)
         assert [(each.sequences, each.load) for each in instances._instances] == [(0, 0)] * count
         await instances.close()

@@ -145,7 +145,7 @@ def test_only_shared_memory_of_the_server_is_removed(tmp_path: Path, killed: str
             os.kill(process._warden.pid, signal.SIGKILL)
             wait_for("the end", lambda: process.ended)
             assert left[1].exists()
-            os.close(folder._descriptor)  # as if this process was killed
+            os.close(folder._descriptor)  # as after a kill of this process
             HostFolder(tmp_path).close()
         elif killed == "server":
             (server,) = descendants(str(process._warden.pid))[:1]

@@ -206,7 +206,7 @@ def test_requests_wait_for_the_first_version_and_are_limited_in_number() -> None
         for index, future in enumerate(futures):
             expected = [tokens[f"r{index}-{index}-{key}"] for key in range(4)]
             assert [len(result.tokens) for result in future.result()] == expected
-        assert len(set(dialect.seeds.values())) == 4  # a key's stream is its own
+        assert len(set(dialect.seeds.values())) == 4  # each key has a separate random stream
         assert all(0 <= seed < 2**63 for seed in dialect.seeds.values())
 
     run(main())
@@ -291,6 +291,6 @@ def test_cancelled_future_ends_its_requests() -> None:
         future.cancel()
         await settle()
         assert dialect.draws == {}
-        engine.submit(request()).cancel()  # its name is free again
+        engine.submit(request()).cancel()  # its name can be reused
 
     run(main())

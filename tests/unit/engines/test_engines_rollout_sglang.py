@@ -155,7 +155,7 @@ async def paused(settings: GenerationRequest) -> tuple[ScriptedServer, Completio
         ("gh", [["gh"]], (3, 4, 5, 6, 7)),  # behind the pause
         ("ef", [["ef", "f"]], (3, 4, 5)),  # across the pause
         ("defg", [["defg", "fg"]], (3, 4, 5, 6)),
-        ("eh", [["eh", "h"], ["eh"]], (3, 4, 5, 6, 7, 8)),  # its rest is not where it should be
+        ("eh", [["eh", "h"], ["eh"]], (3, 4, 5, 6, 7, 8)),  # the rest does not follow
         ("ei", [["ei", "i"]], (3, 4, 5, 6, 7, 8)),  # nor here, with the last token
     ],
 )
@@ -227,7 +227,7 @@ def test_completion_paused_at_the_context_length_ends() -> None:
     [
         (0, ("de",), (3, 4)),
         (2, ("de", "gh"), (3, 4, 5, 6, 7)),  # the server stops at "de" and goes on
-        (2, ("de", "ef"), (3, 4, 5)),  # "ef" begins before and ends behind
+        (2, ("de", "ef"), (3, 4, 5)),  # "ef" begins before the pause and ends after it
         (6, ("de", "hi"), (3, 4, 5, 6, 7, 8)),
     ],
 )
@@ -238,7 +238,7 @@ def test_stop_strings_end_a_completion_only_after_minimum_tokens(
 
     async def work() -> Completion:
         server = ScriptedServer()
-        server.asked.append({})  # what it is asked first waits for a pause
+        server.asked.append({})  # the first request waits for a pause
         dialect = SglangDialect(server, model=MODEL)
         await dialect.connect()
         return await dialect.sample(draw(min_new_tokens=least, stop_strings=stops))

@@ -254,7 +254,7 @@ def test_server_with_wrong_weights_is_named(
     with pytest.raises(RunFailedError, match=r"server: .* 1\.1: 1 of 4 .*mlp\.down_proj\.weight\)"):
         check(checks, report(wrong), first)
     with pytest.raises(RunFailedError, match=r"are not version 2\.1: 3 of 4 parameters"):
-        check(checks, held, second)  # a server that has not taken the update
+        check(checks, held, second)  # a server that ignored the update
     check(checks, report(tensors(1)), second)
 
 

@@ -136,7 +136,7 @@ def test_pauses_between_failed_starts_grow_up_to_a_limit(
     monkeypatch.setattr(hosts, "MOST_FAILED", 1)
     assert "scontrol requeue 41_2" in run_leave("slurmrl_leave broken")
     assert run_leave("slurmrl_leave broken", restart=1) == []
-    paths.history.joinpath("00000000").touch()  # something began in between
+    paths.history.joinpath("00000000").touch()  # an incarnation began meanwhile
     assert "scontrol requeue 41_2" in run_leave("slurmrl_leave broken", restart=2)
 
 

@@ -181,7 +181,7 @@ def test_end_of_a_worker_is_reported_once(ear: Ear) -> None:
     ear.until(lambda: bool(ear.ended))
     assert ear.ended == [Ended("rank 2 on n1", 0, 2)]
     assert not ear.children.all_ended()
-    ear.children.broadcast(leave(0))  # what goes to the dead is dropped
+    ear.children.broadcast(leave(0))  # messages to ended processes are dropped
     ear.until(lambda: len(ear.ended) == 2)
     assert ear.children.all_ended()
 

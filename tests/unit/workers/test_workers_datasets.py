@@ -70,7 +70,7 @@ def test_all_ranks_open_the_data_prepared_by_rank_0(
 ) -> None:
     provide = site.start(1)
     own = provide(0)
-    monkeypatch.setattr(preparation, "prepare", None)  # the others do not even look
+    monkeypatch.setattr(preparation, "prepare", None)  # the other ranks do not read the files
     for opened in (own, provide(1), provide(7)):
         train, held_out = opened
         assert (train.size, held_out.size) == (9, 3)

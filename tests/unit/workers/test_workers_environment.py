@@ -77,7 +77,7 @@ def test_user_variables_override_defaults(plan: Plan) -> None:
 def test_nccl_flight_recorder_is_enabled(plan: Plan) -> None:
     given = fork_environment.of_fork_server(plan.groups[0], ["0"], {}, {})
     assert int(given["TORCH_FR_BUFFER_SIZE"]) >= 1000
-    own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}  # which torch would ignore beside the new name
+    own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}  # torch would ignore it next to the new name
     assert "TORCH_FR_BUFFER_SIZE" not in fork_environment.of_fork_server(
         plan.groups[0], ["0"], own, {}
     )

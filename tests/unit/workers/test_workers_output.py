@@ -85,7 +85,7 @@ def test_fast_growing_output_is_checked_sooner(task: Task) -> None:
     task.write(PART * 8 // 10)
     task.look()
     task.write(PART)
-    task.look(2.0)  # at this pace it is full in 2.5 s
+    task.look(2.0)  # at this rate, it is full in 2.5 s
     assert rotated(task.path).exists()
 
 

@@ -1073,7 +1073,7 @@ def test_trial_continues_with_failed_tasks_if_others_may_work(
     beds: Callable[..., Bed], case: str
 ) -> None:
     bed = beds(allowed=1)
-    if case == "earlier":  # the user has mended it and resumed
+    if case == "earlier":  # the user has repaired it and resumed
         for number in range(1, 6):
             fail(bed.paths, number, 0, "r1", FOREIGN)
     bed.look()
