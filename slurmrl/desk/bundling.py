@@ -120,7 +120,7 @@ def _elsewhere(source: Source) -> dict[KeyPath, str]:
     found = {}
     for key in OF_CLUSTER:
         text = value_at(source.values, key)
-        if isinstance(text, str):
+        if isinstance(text, str) and text:
             found[key] = os.path.abspath(source.folder(key) / expanded(text))
     return found
 

@@ -146,6 +146,17 @@ def test_server_paths_of_the_cluster_are_not_checked_locally(
     assert values["rollout"] == {**rollout, "n": 4}
 
 
+@pytest.mark.parametrize("key", ["server_keys", "server_weights"])
+def test_empty_path_names_no_file_of_the_cluster(tmp_path: Path, key: str) -> None:
+    config = write_config(tmp_path)
+    made = make_bundle(
+        config, [f"rollout.{key}=''"], root=None, output=tmp_path / WHOLE, packages=None
+    )
+    assert made.notes == ()
+    values = load(unpack(made.file, tmp_path / "runs")).values
+    assert values["rollout"] == {key: ""}
+
+
 def test_bundled_subset_files_get_no_subset_setting(tmp_path: Path) -> None:
     """Also covers suites of an evaluation. The downloaded files contain only the subset."""
     config = write_config(tmp_path)
