@@ -99,7 +99,8 @@ def wrong_media(
         column = next((key for key, value in row.items() if _holds_content(value)), None)
         reason = f"holds images: set images_key to {column}, or drop the column"
         return None if column is None else (column, reason)
-    for key in (each for each in UNREAD if row.get(each) and each.removesuffix("s") not in known):
+    unread = [each for each in UNREAD if row.get(each) and each not in known.values()]
+    for key in (each for each in unread if each.removesuffix("s") not in known):
         if (medium := key.removesuffix("s")) in MEDIA:
             return key, f"is not read without {medium}s_key: set it to {key}, or drop the column"
         return key, "is not allowed: slurmrl reads no sounds; drop the column"
@@ -109,11 +110,10 @@ def wrong_media(
             return key, listed
         parts = _media_parts(medium, config, row, keys)
         own = [part[medium] for part in parts if part.get(medium) is not None]
-        unread = {name for part in parts for name in part if part[name] is not None} - READ
-        if unread and medium == "video":
-            remedy = "set video_fps or video_frames for all rows"
-            reason = f"has a video with '{min(unread)}', which slurmrl does not read: {remedy}"
-            return _key(config), reason
+        names = {name for part in parts for name in part if part[name] is not None} - READ
+        if names and medium == "video":
+            reason = f"has a video with '{min(names)}', which slurmrl does not read: "
+            return _key(config), f"{reason}set video_fps or video_frames for all rows"
         for each in own:
             if reason := _wrong(medium, each):
                 return _key(config), f"has {_a(medium)} that {reason}"

@@ -230,6 +230,12 @@ def test_unusable_video_is_a_problem_of_its_row(
             DatasetRows(config)
 
 
+def test_images_may_be_in_a_column_that_is_named_after_videos(folder: Path) -> None:
+    path = write_rows(folder, {"prompt": "What?", "videos": FRAMES})
+    rows = DatasetRows(dataset(path, images_key="videos", videos_key=None))
+    assert len(rows.records.rows) == 1
+
+
 def test_images_are_not_ignored_without_their_key(folder: Path) -> None:
     path = write_rows(folder, {"prompt": "What?", "videos": [FRAMES], "images": ["0.png"]})
     with pytest.raises(ConfigError, match="images: is not read without images_key"):
