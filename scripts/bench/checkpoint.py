@@ -91,8 +91,13 @@ def measure(engine: Engine, mode: str, folder: Path, steps: int) -> tuple[float,
     if mode != "none":
         snapshot = engine.snapshot(copy=mode == "asynchronous")
         assert snapshot is not None
-        save = saver.start if mode == "asynchronous" else saver.write
-        save([snapshot], folder, 0, lambda said: done.append(time.monotonic()))
+        saver.write(
+            [snapshot],
+            folder,
+            0,
+            lambda said: done.append(time.monotonic()),
+            asynchronous=mode == "asynchronous",
+        )
     stall_s = time.monotonic() - began
     for _ in range(steps):
         engine.train_batch(sample, loss, float(SEQUENCES * TOKENS))
