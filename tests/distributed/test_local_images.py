@@ -154,7 +154,7 @@ def _rejects_changed_image(site: Site, source: Path, settings: dict[str, Any]) -
     image = source / "4.png"
     content = image.read_bytes()
     draw(image, 3, (48, 16))
-    file = str(site.write("longer.yaml", {**settings}))
+    file = str(site.write("longer.yaml", {**settings, "total_steps": 3}))
     submit = ("submit", file, "--scheduler", "local", "--wait")
     said = site.slurmrl(*submit, code=None)
     assert said.returncode != 0
