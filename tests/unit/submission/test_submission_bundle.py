@@ -147,14 +147,10 @@ def test_server_paths_of_the_cluster_are_not_checked_locally(
 
 
 @pytest.mark.parametrize("key", ["server_keys", "server_weights"])
-def test_empty_path_names_no_file_of_the_cluster(tmp_path: Path, key: str) -> None:
-    config = write_config(tmp_path)
-    made = make_bundle(
-        config, [f"rollout.{key}=''"], root=None, output=tmp_path / WHOLE, packages=None
-    )
-    assert made.notes == ()
-    values = load(unpack(made.file, tmp_path / "runs")).values
-    assert values["rollout"] == {key: ""}
+def test_empty_paths_of_server_files_are_rejected(tmp_path: Path, key: str) -> None:
+    config, changes = write_config(tmp_path), [f"rollout.{key}=''"]
+    with pytest.raises(ConfigError, match=f"rollout.{key}: '' is not allowed: must not be empty"):
+        make_bundle(config, changes, root=None, output=tmp_path / WHOLE, packages=None)
 
 
 def test_bundled_subset_files_get_no_subset_setting(tmp_path: Path) -> None:
