@@ -88,7 +88,7 @@ This object is a contract: a new version may add fields, but never changes or re
         "number": 2,                          trial, 3 in lists of trials
         "job_id": "41_1" | null, "submission": 1 | null, "link": 1 | null, "hosts": ["n0", …],
         "began": 1767225600.0,                time by the clock of the first host
-        "from_step": 10, "to_step": 12,       first and last known step
+        "from_step": 10, "to_step": 12,       step from which it continued, and last known step
         "commit": 10 | null,                  step of the incarnation's last commit
         "lost_steps": 2,                      steps after this commit that were lost
         "cause": "running" | "finished" | "cancelled" | "gave_up" | "time_limit" | "preemption" |
