@@ -189,7 +189,7 @@ class Exporter:
 
     def _mtp(self, config: Mapping[str, Any]) -> list[TensorEntry]:
         path = Path(self.model.path) if self.model.path and self.head == "lm" else None
-        known = path is not None and (path.exists() or states_mtp(config))
+        known = path is not None and (states_mtp(config) or not read_headers(path)[1])
         return mtp_entries(open_folder(path), config) if path and known else []
 
     def _write_adapter(
@@ -259,7 +259,7 @@ def export_step(
     exporter = Exporter(paths, config, role, head, dtype, form or settings.export_form)
     if form == "adapter" and exporter.model.lora is None:
         raise UsageError(f"{role} has no adapters, so it has no adapter form: use --form merged")
-    if target is not None and target.exists() and (target.is_file() or any(target.iterdir())):
+    if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists already: choose a new directory")
 
     def exported(commit: Commit) -> Exported:

@@ -126,6 +126,26 @@ def test_export_keeps_layers_that_predict_more_tokens(
     assert AutoModelForCausalLM.from_pretrained(target).num_parameters() > 0
 
 
+@pytest.mark.parametrize("stated", [{}, {"num_nextn_predict_layers": 1}])
+def test_export_needs_initial_weights_only_for_mtp_layers(
+    tmp_path: Path, stated: dict[str, Any]
+) -> None:
+    values = tiny("glm4_moe" if stated else "qwen3", **stated)
+    source = tmp_path / "source"
+    AutoConfig.for_model(**values).save_pretrained(source)
+    trial = CommittedTrial(tmp_path / "runs", path=str(source), implementation="hf")
+    shapes, constants = tensor_specs(HFConfig.from_hf(values), "lm")
+    sizes = shapes | {name: spec.shape for name, spec in constants.items()}
+    trial.commit(4, {name: np.ones(size, "<f4") for name, size in sizes.items()})
+
+    if stated:
+        with pytest.raises(UsageError, match=r"neither model\.safetensors"):
+            export_step(trial.paths, "actor", 4, tmp_path / "own")
+    else:
+        target = export_step(trial.paths, "actor", 4, tmp_path / "own").folder
+        assert load_file(target / "model.safetensors")
+
+
 def test_file_layout_fails_if_transformers_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
