@@ -1,6 +1,6 @@
 """Quantities of whole sequences, steps that train on a whole batch, notes for the samples table.
 
-Notes are the strings and values of single tokens of kept completions. The call that scores
+For kept completions, notes contain the string and the values of each token. The call that scores
 completions adds the strings, and other calls add the values (`CallResult.notes`). Both begin with
 the first token that the policy wrote, and have at most ``logging.sample_tokens`` tokens: R tokens.
 

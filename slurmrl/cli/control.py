@@ -147,7 +147,7 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     from slurmrl.desk import trial_jobs, trials
 
     folder = trials.root_folder(root)
-    # Find all trials first, so that a wrong name stops none.
+    # Find all trials first: if a name is wrong, no trial may stop.
     chosen = {name: trials.find(folder, name) for name in names}
     jobs = {name: trial_jobs.stop(paths) for name, paths in chosen.items()}
     for name, paths in chosen.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 ENVIRONMENT = 3
 BROKEN_PIPE = 141
-"""Exit code in shells of a program whose reader has closed the pipe."""
+"""Exit code after the reader has closed the pipe: 128 + SIGPIPE, as in shells."""
 
 
 class Command(NamedTuple):

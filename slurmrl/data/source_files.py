@@ -188,7 +188,7 @@ NULS: Final = (
 
 
 def other_form(path: Path) -> str:
-    """Return the problem of a file in another format; "" if only its first row is wrong.
+    """Return why a file whose first row is wrong has the wrong format; "" for the right format.
 
     Raises EnvironmentFailure.
     """

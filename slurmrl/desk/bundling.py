@@ -94,7 +94,7 @@ def make_bundle(
     source = load(config, overrides)
     elsewhere = _elsewhere(source)
     stand_ins = [f"{dotted(key)}={OF_CLUSTER[key]}" for key in elsewhere]
-    stand_ins += ["root=."] if source.writes("root") else []  # needs the cluster's variables
+    stand_ins += ["root=."] if source.writes("root") else []  # may name variables of the cluster
     settings = load_settings(config, [*overrides, *stand_ins], root=trials.chosen_root(root))
     code = trial_code.find_own_code(settings)
     contents = collect_contents(settings, code, elsewhere)
@@ -116,7 +116,7 @@ def make_bundle(
 
 
 def _elsewhere(source: Source) -> dict[KeyPath, str]:
-    """Return the absolute paths of the files that a configuration names under `OF_CLUSTER`."""
+    """Return the absolute path for each key in `OF_CLUSTER` that the configuration sets."""
     found = {}
     for key in OF_CLUSTER:
         text = value_at(source.values, key)

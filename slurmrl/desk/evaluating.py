@@ -151,9 +151,9 @@ def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:
 def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Derive:
     """Return the function that turns a configuration into an evaluation of ``checkpoint``.
 
-    A configuration of algorithm `evaluate` gets the model, and takes dataset, reward, sampling and
-    scoring from the suite. Any other configuration becomes one of algorithm `evaluate`, from its
-    `evaluation` section and without settings of training.
+    The checkpoint replaces the model. A named suite replaces dataset, reward, sampling and scoring.
+    If the algorithm is not `evaluate`, it becomes `evaluate`: the `evaluation` section replaces the
+    settings of training.
 
     Args:
         checkpoint: See `find_checkpoint`.

@@ -368,7 +368,7 @@ class ProfileJob(ShortJob):
     def points(self) -> tuple[list[str], list[list[dict[str, Any]]]]:
         """Run the job; return its hosts and the points of each rank.
 
-        Raises EnvironmentFailure if a host has no result, SchedulerError.
+        Raises SchedulerError, and EnvironmentFailure if a host has no result.
         """
         jobs, ended = self.ended()
         try:

@@ -117,7 +117,7 @@ def cancel(paths: RunPaths) -> Kind:
     jobs = newest_jobs(paths)
     if jobs is not None:
         jobs.scheduler.cancel(jobs.ids)
-    from slurmrl.watch.overview import keep_overview  # submissions do not read views of trials
+    from slurmrl.watch.overview import keep_overview  # submissions do not need this module
 
     keep_overview(paths)
     return kind

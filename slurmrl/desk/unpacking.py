@@ -72,7 +72,7 @@ def unpack(path: Path, root: Path) -> Path:
 
     The folder appears once it is complete and its checksums are right.
 
-    Raises UsageError if the file is not a complete bundle, EnvironmentFailure.
+    Raises EnvironmentFailure, and UsageError if the file is not a complete bundle.
     """
     bundles = root / user_name() / BUNDLES
     with _opened(path) as archive:

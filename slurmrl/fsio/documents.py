@@ -459,7 +459,7 @@ class LineWriter:
 def opened(path: Path, *, calls: SystemCalls = REAL) -> Iterator[LineFile]:
     """Open a line file.
 
-    Raises FileNotFoundError, CorruptFileError if it is not a regular file, EnvironmentFailure.
+    Raises FileNotFoundError, EnvironmentFailure, and CorruptFileError if it is not a regular file.
     """
     try:
         with opened_file(path, os.O_RDONLY, calls) as descriptor:

@@ -58,7 +58,7 @@ def list_names(folder: Path) -> set[str]:
 def read(path: Path) -> bytes:
     """Return a file's content.
 
-    Raises UsageError if it is not a regular file, UnreadableInputError.
+    Raises UnreadableInputError, and UsageError if it is not a regular file.
     """
     try:
         with opened(path) as file:

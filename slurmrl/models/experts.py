@@ -292,7 +292,7 @@ class Replayed:
         self._own = self._experts
 
     def arrange(self, order: Tensor, split: Split) -> None:
-        """Prepare for calls with this rank's part of the packed tokens in ``order`` [T]."""
+        """Prepare for this rank's tokens. ``order`` [T]: the sample index of each packed token."""
         tokens = order.shape[0]
         first, last = split.own_range(tokens)
         own = self._experts[order[first:last]]

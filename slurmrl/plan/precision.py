@@ -19,7 +19,7 @@ from slurmrl.plan.placement import ROLLOUTS, model_of
 
 DTYPE: Final = ("--dtype",)
 NAMES: Final = {"float": "float32", "half": "float16", "bf16": "bfloat16"}
-"""Data types by the other names that arguments of servers may have."""
+"""Data type for each alias that a server's arguments may use."""
 NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
 """Data type that ``--dtype auto`` chooses for float32 weights, by kind of server."""

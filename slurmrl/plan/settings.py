@@ -276,7 +276,7 @@ def _without_lost_hardware(config: Config, source: Source) -> tuple[Config, list
 
 
 def _profile_use(source: Source, root: Path | None, scheduler: str | None) -> ProfileUse | None:
-    """Return the use of the site profile; ``root`` and ``scheduler`` override its values."""
+    """Return the site profile's values, except values that ``root`` or ``scheduler`` overrides."""
     if source.profile is None:
         return None
     given: dict[KeyPath, object] = {("root",): root, ("cluster", "scheduler"): scheduler}

@@ -136,7 +136,7 @@ class Sandbox:
             return False
         for path, folder in self._kept[place]:
             os.makedirs(path)
-            os.fchdir(folder)  # the mount hides the path
+            os.fchdir(folder)  # the tmpfs hides the original `path`
             if LIBC.mount(b".", path.encode(), None, MS_BIND | MS_REC, None) != 0:
                 LIBC.umount2(place.encode(), MNT_DETACH)
                 return False

@@ -131,7 +131,7 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
 def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
     """Return all events of one kind and one writer, in the order of the file.
 
-    Raises CorruptFileError if the file is not a regular file, EnvironmentFailure.
+    Raises EnvironmentFailure, and CorruptFileError if the file is not a regular file.
     """
     path = paths.event_file(writer)
     sought = json.dumps(kind).encode()

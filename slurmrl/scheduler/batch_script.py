@@ -101,7 +101,7 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
     from submitit.slurm.slurm import _make_sbatch_string  # The import takes 0.2 s.
 
     unset: Any = None  # None removes a default of submitit.
-    # Only the supervisor knows that it must unblock the signal.
+    # The supervisor unblocks SIGUSR2, but other commands do not.
     prefix = "" if group.command else "$slurmrl_block "
     return _make_sbatch_string(
         command=f"exec {prefix}{shlex.join(request.command(group, launcher))}",

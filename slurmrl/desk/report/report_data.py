@@ -238,7 +238,7 @@ def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
 def of_step(folder: Path, step: int | None, *, evaluation: bool) -> list[Mapping[str, Any]]:
     """Return the rows of a step; None selects the newest step with rows.
 
-    Raises UsageError with the nearest steps if the step has no rows, EnvironmentFailure.
+    Raises EnvironmentFailure, and UsageError with the nearest steps if the step has no rows.
     """
     found = places(folder, evaluation=evaluation)
     steps = list(found)

@@ -224,7 +224,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         """Return whether the model processes prefixes that sequences share only once."""
         if not self._may_share or not isinstance(self.config, ModelConfig):
             return False
-        if EXPERTS in sample.keys:  # Equal tokens may have had different experts.
+        if EXPERTS in sample.keys:  # Rollouts may have routed equal tokens to different experts.
             return False
         seen = min((window for window in self.config.windows if window is not None), default=inf)
         return all(length <= seen for row in sample.lengths[TOKENS] for length in row)

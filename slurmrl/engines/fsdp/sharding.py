@@ -154,7 +154,7 @@ class Shards:
             if not self._stuck:
                 root.reset_iter_state()
             self.decoder.zero_grad()  # This clears gradients of the shards.
-        # The function of torch 2.13 does not clear these gradients, contrary to its documentation.
+        # reset_iter_state does not discard these gradients, contrary to its documentation.
         for unit in self._units():
             group = unit._get_fsdp_state()._fsdp_param_group
             for parameter in group.fsdp_params if group else ():

@@ -140,7 +140,7 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, A
 
 
 def group_of(context: ParallelContext, name: str) -> dist.ProcessGroup:
-    """Return the group of this rank; it contains only the rank if the layout lacks the axis."""
+    """Return this rank's group on axis ``name``; only this rank if the layout lacks the axis."""
     return context.groups.get(name, context.groups["alone"])
 
 

@@ -34,7 +34,7 @@ class Adapter(Protocol):
     """Additions to the outputs of a decoder's linear layers."""
 
     def arrange(self, order: Tensor, split: Split) -> None:
-        """Prepare for layers that read this rank's part of the packed tokens in ``order`` [T]."""
+        """Prepare for this rank's tokens. ``order`` [T]: the sample index of each packed token."""
         ...
 
     def product(self, layer: Linear, x: Tensor) -> Tensor | None:

@@ -312,7 +312,7 @@ def task_rejection(checked: Checked, limit: int, *, certain: bool = False) -> st
                 f"({_gib(estimate.weights)} of weights, {_gib(estimate.sequence)} for the longest "
                 f"sequence, and memory to compute with) and gets {_gib(share)}; {advice}"
             )
-    elif estimate.weights >= limit:  # The rest holds keys and values, for which requests can wait.
+    elif estimate.weights >= limit:  # Only weights must fit: requests can wait for cache memory.
         return (
             f"'{rollout.allocation}' is not allowed: each GPU would hold {_gib(estimate.weights)} "
             f"of weights but has {_gib(limit)}; {advice}"

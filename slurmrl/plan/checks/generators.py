@@ -247,7 +247,7 @@ def _rejected(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Prob
     rollout = draft.config.rollout
     for field in fields:
         default = type(rollout).model_fields[field].get_default(call_default_factory=True)
-        if getattr(rollout, field) != default:  # The file of a resumed trial has all defaults.
+        if getattr(rollout, field) != default:  # A resumed trial's file spells out defaults.
             yield draft.reject((ROLLOUTS, field), reason)
 
 

@@ -157,7 +157,7 @@ class ServerClient(RolloutEngine):
                 if name not in job.sent:
                     task.cancel()
                     continue
-                with suppress(RunFailedError):  # the completions then fail, too, or end later
+                with suppress(RunFailedError):  # the loop repeats a failed abort
                     await self._dialect.abort(name)
             await asyncio.wait(unfinished.values(), timeout=backoff.next_s())
 

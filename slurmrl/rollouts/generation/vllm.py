@@ -62,7 +62,7 @@ FIRST = GenerationRequest(
     step=0,
     options=GenerationOptions(max_new_tokens=1, greedy=True),
 )
-"""Request for one token that tests a server."""
+"""Request that tests a server: it asks for one token."""
 WITHOUT_HEAD = ("gemma2", "gemma3n", "gemma3n_text")
 """Families whose class in vLLM has no output layer and multiplies by the embedding instead."""
 HEAD_FILE = "model-head.safetensors"
@@ -276,7 +276,7 @@ class VllmDialect(HttpDialect):
 def with_head(folder: Path, embedding: str) -> Iterator[Path]:
     """Yield a temporary folder with the weights and an output layer equal to ``embedding``.
 
-    Raises UsageError or CorruptFileError if ``folder`` lacks the tensor, EnvironmentFailure.
+    Raises EnvironmentFailure, and UsageError or CorruptFileError if ``folder`` lacks the tensor.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".head.") as made:
         tensors, target = SafetensorsFolder(folder), Path(made)

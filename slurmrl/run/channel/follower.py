@@ -202,7 +202,7 @@ class Follower:
         self.woken = bool(self._announced)
 
     def _look(self, logs: Sequence[_Followed], due: Collection[_Polls]) -> list[Message]:
-        """Read ``logs``; a log whose schedule is in ``due`` is due for a poll."""
+        """Read ``logs``, and record a poll for each schedule in ``due``."""
         self.woken = False
         paths = [one.reader.path for one in logs]
         told = self._watch.follow(paths)

@@ -216,7 +216,7 @@ class History:
     def append(self, kind: Kind, incarnation: int, data: dict[str, Any], *, after: int) -> Record:
         """Write slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
 
-        Raises SlotTakenError if another writer has the slot, EnvironmentFailure.
+        Raises EnvironmentFailure, and SlotTakenError if another writer has the slot.
         """
         record = Record(after + 1, kind, incarnation, self._clock(), data)
         path = self._path(record.slot)

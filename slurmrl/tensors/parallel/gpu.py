@@ -248,7 +248,7 @@ def _local_cpus(gpu: object, sysfs: Path) -> set[int]:
         address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
         text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()
         return set(_cpus(text))
-    except (AttributeError, OSError, ValueError):  # An older torch has no addresses.
+    except (AttributeError, OSError, ValueError):  # An older torch lacks PCI ids.
         return set()
 
 

@@ -168,7 +168,7 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """Fork one worker for each entry of ``devices``, its CUDA_VISIBLE_DEVICES.
+        """Fork one worker for each entry of ``devices``: the worker's CUDA_VISIBLE_DEVICES.
 
         Start the fork server, which outlives its workers, if there is none. Raises
         EnvironmentFailure if its command cannot be executed.

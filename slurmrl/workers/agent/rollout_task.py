@@ -1,4 +1,4 @@
-"""A rollout task on its host: one world of workers that serves one incarnation after the other.
+"""Supervise the workers of a rollout task, which serve successive incarnations of the trainers.
 
 The workers outlive the trainers' incarnations. The agent only supervises the workers: it sends them
 new incarnations, tells them when to retire, and checks whether workers and trainers are alive. The

@@ -41,7 +41,7 @@ POLL_GROWTH = 1.05
 """Factor by which each pause is longer than the previous one. Polls for requests and for weights
 share the pauses, so a round of both lengthens them by a tenth."""
 LAST_S = 10.0
-"""Seconds at the end of the time to retire that are reserved for recording the last results."""
+"""Seconds that a retiring task reserves at the end for recording its last results."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ class Watchers:
         batch = env.NODE_NAME.get()
         others = [host for host in job.hosts if host != batch]
         if len(job.hosts) == job.needed or batch not in job.hosts:
-            return  # Slurm itself ends a job without spares.
+            return  # Without spares, Slurm ends the job if a host fails.
         for host in others[-MOST:]:
             logger.info("a watcher of %s starts on %s", batch, host)
             try:

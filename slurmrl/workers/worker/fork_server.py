@@ -68,8 +68,8 @@ def preload(run: Path, group: str) -> None:
     for reference in used:
         if reference.startswith(OWN_PACKAGE):
             resolve(reference)
-    # Otherwise each full collection would visit a million objects, and write to memory pages that
-    # the workers share with this process.
+    # Exclude existing objects from garbage collection. A full collection would visit a million
+    # objects and write to memory pages that the workers share with this process.
     gc.freeze()
     gc.enable()
 

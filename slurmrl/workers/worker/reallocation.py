@@ -71,7 +71,7 @@ class PreparedMove:
 
 
 class Reallocations:
-    """The reallocations of a plan, executed only if the source has changed since the last move.
+    """Execute a plan's reallocations. Skip a move if the target has the newest weights.
 
     Every rank reports every call in the plan's order, even if it takes no part in the call. Thus
     all ranks know without communication which weights have changed.

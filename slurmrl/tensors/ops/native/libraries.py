@@ -369,7 +369,7 @@ def _failure(recipe: Recipe, host: Path) -> Path:
 
 
 def _raise_if_failed(failure: Path, began: float) -> None:
-    """Raise the error of a build that failed while this process waited, instead of repeating it."""
+    """If a build has failed while this process waited, raise its error; do not build again."""
     if failure.exists() and failure.stat().st_mtime >= began:
         raise EnvironmentFailure(failure.read_text())
 
