@@ -66,7 +66,7 @@ def limit_notes(settings: Settings, limit: dict[str, int]) -> list[str]:
     if lengths is None or not lengths.assumed:
         return []
     most = lengths.longest - lengths.new_tokens
-    return [f"{limit_key(settings)}={most} (the most that the model takes)"]
+    return [f"{limit_key(settings)}={most} (the maximum for this model)"]
 
 
 def mean_tokens(

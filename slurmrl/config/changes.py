@@ -128,7 +128,7 @@ def may_change() -> str:
     keys = MAY_CHANGE | LAYOUT | SCHEDULES
     of_models = {key.removeprefix("actor.") for key in keys if key.startswith("actor.")}
     others = keys - {f"{role}.{name}" for role in SECTIONS for name in of_models}
-    return f"{', '.join(sorted(others))}; of each model {', '.join(sorted(of_models))}"
+    return f"{', '.join(sorted(others))}; of each model: {', '.join(sorted(of_models))}"
 
 
 def _differing(old: Any, new: Any, key: str) -> list[Difference]:

@@ -158,9 +158,8 @@ class ChatTemplate:
             piece, found, rest = rest.partition(text)
             if not found:
                 raise ChatTemplateError(
-                    f"the chat template leaves out a message with one of the roles "
-                    f"{', '.join(roles)} after a turn of the assistant, or the turn itself; use "
-                    f"another role"
+                    f"the chat template leaves out a turn of the assistant or a message after it "
+                    f"(roles: {', '.join(roles)}); use another role"
                 )
             pieces.append(piece)
         return [*pieces[1:], rest]

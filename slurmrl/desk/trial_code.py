@@ -214,7 +214,7 @@ def find_own_code(settings: Settings, folders: Sequence[Path] | None = None) -> 
         place = _locate(top, folders)
         if place is None:
             notes.append(
-                f"{key}: module '{top}' was not found here; it must be on the path of the run"
+                f"{key}: module '{top}' was not found here; the run must be able to import it"
             )
         elif not _installed(place):
             own[top] = place

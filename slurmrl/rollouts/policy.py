@@ -117,7 +117,7 @@ class Policy:
             raise RunFailedError(f"the engine aborted episode {self._name}")
         completions.wrote(turn)
         if last and turn.finish == "length":
-            raise self._limit(f"the episode has reached {self._limits.tokens} tokens")
+            raise self._limit(f"the episode has reached its limit of {self._limits.tokens} tokens")
         dropped = turn.stopped and turn.tokens[-1] in request.options.stop_token_ids
         text = self._dialogue.decode(turn.tokens[: len(turn.tokens) - dropped])
         return replace(turn, text=text)
@@ -160,9 +160,9 @@ class Policy:
             raise UsageError(f"token {completions.largest_read} is not in the vocabulary")
         left = self._limits.tokens - (len(prompt) - len(self._item.prompt))
         if self._turns >= self._limits.turns:
-            raise self._limit(f"the episode has had {self._limits.turns} turns")
+            raise self._limit(f"the episode has reached its limit of {self._limits.turns} turns")
         if left < 1:
-            raise self._limit(f"the episode has reached {self._limits.tokens} tokens")
+            raise self._limit(f"the episode has reached its limit of {self._limits.tokens} tokens")
         options = self._sampling.options
         most = min(max_new_tokens or options.max_new_tokens, left)
         options = replace(

@@ -49,7 +49,7 @@ def spellings(draft: Draft) -> Iterator[str]:
             allocation = parse(text)
             if not text.strip().startswith(ARCHON):
                 continue
-            reason = "" if allocation.backend == "fsdp" else ", which has stages and expert layouts"
+            reason = "" if allocation.backend == "fsdp" else ", because of p, e or an expert layout"
             yield f"{role}.backend: '{text}' runs as {allocation}{reason}"
 
 

@@ -68,7 +68,7 @@ class ServedModel:
             own, its = getattr(self.shape, size.name), getattr(found, size.name, None)
             if found is not None and own != its and size.name != "positions":
                 raise UsageError(
-                    f"{where}: the server's model {folder} has {size.name} {its}, but the weights "
+                    f"{where}: the server's model {folder} has {size.name}={its}, but the weights "
                     f"have {own}"
                 )
 

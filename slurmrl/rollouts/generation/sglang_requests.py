@@ -156,8 +156,8 @@ def read_reply(
         len(logprobs) == len(versions) == len(tokens)
     ):
         raise RunFailedError(
-            f"{where}: the log-probabilities ({len(logprobs)}) or weight versions "
-            f"({len(versions)}) of the answer do not belong to its {len(tokens)} tokens"
+            f"{where}: the answer has {len(tokens)} tokens, {len(logprobs)} log-probabilities and "
+            f"{len(versions)} weight versions: the numbers or the token ids differ"
         )
     masks = None
     if options.masks:
@@ -192,8 +192,8 @@ def _read_masks(where: str, tokens: list[int], masks: list[list[int]]) -> Sample
     """Return the sampling masks that a server reports, with ascending token ids."""
     if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
         raise RunFailedError(
-            f"{where}: the sampling masks ({len(masks)}) of the answer do not belong to its "
-            f"{len(tokens)} tokens"
+            f"{where}: the answer has {len(tokens)} tokens and {len(masks)} sampling masks: the "
+            "numbers differ, or a mask lacks its token"
         )
     read = SampledMasks()
     for mask in masks:

@@ -156,8 +156,8 @@ def read_reply(where: str, reply: object) -> Completion:
     ]
     if tokens != [entry.token_id for entry in content] or len(versions) != len(tokens):
         raise RunFailedError(
-            f"{where}: the log-probabilities ({len(content)}) or weight versions "
-            f"({len(versions)}) of the answer do not belong to its {len(tokens)} tokens"
+            f"{where}: the answer has {len(tokens)} tokens, {len(content)} log-probabilities and "
+            f"{len(versions)} weight versions: the numbers or the token ids differ"
         )
     return Completion(
         tokens=tuple(tokens),

@@ -350,7 +350,7 @@ class VersionFiles:
             if base == held:
                 break
             if not base < found[-1].id:
-                raise WeightVersionError(f"version {found[-1].id} names a later base, {base}")
+                raise WeightVersionError(f"base {base} of version {found[-1].id} is not older")
             found.append(self.manifest(base))
         return found[::-1]
 

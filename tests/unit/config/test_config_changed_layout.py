@@ -96,7 +96,7 @@ def test_unchanged_layout_has_no_consequences(path: Path) -> None:
 
 
 def test_message_lists_settings_that_may_change() -> None:
-    own, of_models = (part.split(", ") for part in may_change().split("; of each model "))
+    own, of_models = (part.split(", ") for part in may_change().split("; of each model: "))
     assert {"total_steps", "cluster", "rollout.backend"} <= set(own)
     assert {"backend", "gpus"} <= set(of_models)
     assert not [key for key in own if key.startswith(("actor.", "models."))]

@@ -280,7 +280,7 @@ def test_abort_ends_a_completion_even_if_the_server_is_paused() -> None:
     [
         ({"text": "a"}, "does not have SGLang's form"),
         (reply([3], "stop", matched=2), "ended a completion at 2"),
-        ({**reply([3, 4], "length"), "output_ids": [3, 5]}, "do not belong to its 2 tokens"),
+        ({**reply([3, 4], "length"), "output_ids": [3, 5]}, "2 tokens, .* token ids differ"),
         ({**reply([3, 4], "length"), "text": None}, "with stop strings has no text"),
     ],
 )
@@ -314,7 +314,7 @@ def test_sampling_masks_are_requested_and_read_with_masked_probabilities() -> No
 
 @pytest.mark.parametrize("masks", [[], [[3]], [[3], [5, 6]], [[3], [4], [5]]])
 def test_reply_with_a_wrong_number_of_sampling_masks_is_rejected(masks: list[list[int]]) -> None:
-    with pytest.raises(RunFailedError, match=rf"sampling masks \({len(masks)}\) of the answer"):
+    with pytest.raises(RunFailedError, match=rf"{len(masks)} sampling masks"):
         read_reply("server", masked(masks), draw(top_k=3, masks=True))
 
 
@@ -476,8 +476,8 @@ def test_server_of_another_model_is_rejected_before_requests(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 3}, "has layers 3, but the weights have 2"),
-        ({"vocab_size": 40}, "has vocabulary 40, but the weights have 50"),
+        ({"num_hidden_layers": 3}, "has layers=3, but the weights have 2"),
+        ({"vocab_size": 40}, "has vocabulary=40, but the weights have 50"),
         ({}, None),
     ],
 )

@@ -510,7 +510,7 @@ def test_lengths_of_the_model_are_assumed_only_with_a_note(
     code, out, error = run(capsys, config, "--gpus", 8)
     assert code == 0
     assert "dataset.max_prompt_tokens" not in out
-    assumed = f"{8192 - 1024} (the most that the model takes)"
+    assumed = f"{8192 - 1024} (the maximum for this model)"
     assert f"assumed: dataset.max_prompt_tokens={assumed}" in error
     code, _, error = run(capsys, config, "--gpus", 8, "cluster.gpu_memory=24G")
     assert code == 2

@@ -220,7 +220,7 @@ def test_spare_may_replace_a_slow_host() -> None:
     assert counts[True, 1.0] > counts[True, 3.0], "three of four spares are fast"
 
 
-def test_given_seconds_of_rewards_are_added_to_predicted_ones(
+def test_reward_seconds_are_added_to_the_predicted_step(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     plain = simulated(capsys, config, "--runs=1")
@@ -608,7 +608,7 @@ def test_longest_row_limits_prompts_of_a_simulation(
     arguments = ["simulate", str(config), "--json", "--runs=1", "--steps=10"]
     assert main(arguments) == 0
     long = capsys.readouterr()
-    assert f"dataset.max_prompt_tokens={8192 - 512} (the most that the model takes)" in long.err
+    assert f"dataset.max_prompt_tokens={8192 - 512} (the maximum for this model)" in long.err
     config.with_name("train.jsonl").write_text('{"prompt": "7 + 5 =", "answer": "12"}\n')
     assert main(arguments) == 0
     short = capsys.readouterr()

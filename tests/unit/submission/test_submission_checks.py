@@ -291,7 +291,7 @@ def test_chat_template_without_tool_results_is_reported(tmp_path: Path) -> None:
     )
     found, unended = inputs(settings)
     assert found.subject == "episode"
-    assert "leaves out a message with one of the roles tool" in found.message
+    assert "the assistant or a message after it (roles: tool)" in found.message
     assert (unended.weight, unended.key) == (Weight.WARNING, "dataset.chat_template")
     assert "does not end a turn with a special token" in unended.message
 
