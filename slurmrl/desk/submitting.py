@@ -218,7 +218,7 @@ def _other_configuration(before: Config, settings: Settings, changed: Sequence[s
         chosen = f"--suite {algorithm.suite} " if algorithm.suite else ""
         name = free_name(settings)
         return (
-            f"{trial} is the evaluation of another model of this name:{lines}\n"
+            f"{trial} already evaluates another model:{lines}\n"
             f"To evaluate this model too, add to the command: {chosen}trial={name}"
         )
     return (

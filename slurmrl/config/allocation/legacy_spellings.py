@@ -387,7 +387,7 @@ def _gpus(scanner: Scanner, hosts: list[str], gpus_per_host: int) -> tuple[int, 
         scanner.fail("GPUs can be listed for a single host only; several hosts use all GPUs", start)
     neighbors = tuple(range(numbers[0], numbers[0] + len(numbers)))
     if numbers != neighbors or len(numbers) & (len(numbers) - 1):
-        scanner.fail("GPUs must be 1, 2, 4, … consecutive numbers", start)
+        scanner.fail("list consecutive GPUs; their number must be a power of two", start)
     if numbers[-1] >= gpus_per_host:
         scanner.fail(f"a host has GPUs 0 to {gpus_per_host - 1}", start)
     return numbers

@@ -363,7 +363,7 @@ class RankFiles:
         origin = values["ranks"], values["step"]
         if self.origin not in (None, origin):
             raise CheckpointError(
-                f"{file.path} belongs to (ranks, step) {origin}, the checkpoint to {self.origin}"
+                f"{file.path} has (ranks, step) {origin}, but the checkpoint has {self.origin}"
             )
         self.origin = origin
         # Files share equal specs, because thousands of files with thousands of arrays fill memory.

@@ -263,7 +263,7 @@ def test_layout_that_differs_from_its_files_is_rejected(
 def test_file_of_another_checkpoint_is_rejected(tmp_path: Path, options: dict[str, int]) -> None:
     saved(tmp_path)
     snapshots(**options)[1].write(tmp_path)
-    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors belongs to \(ranks, step\)"):
+    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors has \(ranks, step\)"):
         RoleCheckpoint(tmp_path, "actor").read("w.0")
 
 

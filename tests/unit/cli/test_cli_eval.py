@@ -105,7 +105,7 @@ def test_eval_of_another_model_with_a_used_name_suggests_a_new_name(
     assert of(models[0]) == 0
     assert of(models[1]) == 2
     error = capsys.readouterr().err
-    assert "add-eval/step-model-two is the evaluation of another model of this name:" in error
+    assert "add-eval/step-model-two already evaluates another model:" in error
     assert f"actor.path: '{models[0]}' in the trial, '{models[1]}' now" in error
     added = error.rpartition("add to the command: ")[2].split()
     assert added == ["--suite", "two", "trial=step-model-two-2"]

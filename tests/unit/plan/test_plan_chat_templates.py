@@ -49,7 +49,7 @@ def test_trial_keeps_the_decision_if_its_file_changes(
     assert load_ppo(text=text).config.dataset.chat_template is True
 
 
-def test_each_suite_decides_by_its_own_rows(load_ppo: Load, folder: Path) -> None:
+def test_rows_of_a_suite_decide_its_chat_template(load_ppo: Load, folder: Path) -> None:
     (folder / "chat.jsonl").write_text(MESSAGES)
     suites = {
         "a": {"dataset": {"type": "prompt", "path": str(folder / "chat.jsonl")}},

@@ -423,7 +423,7 @@ def test_programs_start_processes_with_fork(make: Make, method: str) -> None:
         ),
     ],
 )
-def test_program_runs_like_in_python(make: Make, program: str, score: float) -> None:
+def test_program_runs_as_under_plain_python(make: Make, program: str, score: float) -> None:
     """Annotations are evaluated, and `sys.exit` waits for threads and for what is registered."""
     row = {"tests": [{"input": "", "output": "1"}]}
     assert judge(make(), row, [program]) == [score]

@@ -39,7 +39,7 @@ def test_copied_run_has_no_jobs_and_moved_run_keeps_its_jobs(
     assert scheduler.recover(copy, 1) == {"trainer": ("41",)}
 
 
-def test_submission_of_an_older_version_is_recognized(tmp_path: Path, run: FakeRun) -> None:
+def test_copied_submission_of_old_version_is_not_detected(tmp_path: Path, run: FakeRun) -> None:
     run.submission()
     copy = RunPaths(tmp_path / "copy")
     shutil.copytree(run.paths.run, copy.run)
