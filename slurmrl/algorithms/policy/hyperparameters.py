@@ -169,9 +169,9 @@ class Correction(Section):
     - `sequence`: the response, with the product over its tokens.
     - `geometric`: the response, with the geometric mean over its tokens."""
     correction_upper: PositiveFloat = 2.0
-    """Largest weight of `truncate` and `mask`."""
+    """Upper bound of the importance weight with `correction: truncate` or `mask`."""
     correction_lower: NonNegativeFloat = 0.0
-    """Smallest weight of `truncate` and `mask`."""
+    """Lower bound of the importance weight with `correction: truncate` or `mask`."""
 
     reject_by: Literal["ratio", "k1", "k2", "k3"] | None = None
     """Leave tokens out of the actor's loss if the policy before the updates differs too much from

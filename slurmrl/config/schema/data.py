@@ -92,10 +92,10 @@ OptionalPath = Annotated[Line, BeforeValidator(lambda path: path or ""), IsHubPa
 class DataSource(Section):
     """One of several sources of a dataset.
 
-    A key that is null takes its value from the dataset.
+    A key that is null has the value of the same key in `dataset`.
     """
 
-    null_means: ClassVar[str] = "the value in the dataset"
+    null_means: ClassVar[str] = "the value of the same key in `dataset`"
 
     path: HubPathText
     """File, folder, or dataset of the hub. Example: `gsm8k/train.jsonl`"""
@@ -135,7 +135,7 @@ class Dataset(Section):
     type: TypeName
     """Content of the rows.
 
-    - `prompt`: prompts for generation. The reward gets the answer.
+    - `prompt`: prompts for generation, with reference answers for the reward.
     - `prompt_answer`, `messages`: pairs of prompt and answer, and conversations, for SFT.
     - `preference`: pairs of answers, for DPO and reward models.
     - `kto`: labeled answers, for KTO.

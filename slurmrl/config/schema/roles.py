@@ -311,7 +311,7 @@ class Model(Section):
     weights are then float32 and part of checkpoints. Default: the reference does not change.
     Example: `0.05`"""
     lora: Lora | None = None
-    """Train low-rank adapters of frozen weights, for a trained role with a `path`. The reference is
+    """Train low-rank adapters and freeze the weights of `path`, for a trained role. The reference is
     then the actor without its adapters, on the actor's GPUs and without additional memory, unless
     `ref` sets weights, a layout or a `dtype`. Default: train all weights."""
     train_vision: bool = False
