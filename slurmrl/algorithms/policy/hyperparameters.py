@@ -304,7 +304,7 @@ class Advantages(Section):
     std_epsilon: NonNegativeFloat = 1e-6
     """Number added to the standard deviation of `advantage_std`."""
     discount: Fraction = 1.0
-    """Discount per token (gamma). Must be 1 if a completion has one return."""
+    """Discount per token (gamma). Must be 1 if the baseline has one return per completion."""
     gae_lambda: Fraction = 1.0
     """Weight of longer returns in the advantages (lambda). Only with `advantage: gae`. Example:
     `0.95`"""

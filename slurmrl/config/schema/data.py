@@ -196,7 +196,7 @@ class Dataset(Section):
     set this key if only messages have images, as parts `{type: image, image: PATH}`. Requires a
     chat template. Default: none; rows have no images. Example: `images`"""
     videos_key: Word | None = None
-    """Key of the videos of a row: a list of paths, relative to the data file, or of lists of images
+    """Key of a row's videos. A video is a path, relative to the data file, or a list of images
     (docs/images.md#videos). Also set this key if only messages have videos, as parts `{type: video,
     video: PATH}`. Requires a chat template. Default: no videos. Example: `videos`"""
     video_fps: PositiveFloat | None = None

@@ -311,9 +311,9 @@ class Model(Section):
     weights are then float32 and part of checkpoints. Default: the reference does not change.
     Example: `0.05`"""
     lora: Lora | None = None
-    """Train low-rank adapters and freeze the weights of `path`, for a trained role. The reference is
-    then the actor without its adapters, on the actor's GPUs and without additional memory, unless
-    `ref` sets weights, a layout or a `dtype`. Default: train all weights."""
+    """Train low-rank adapters and freeze the weights of `path`, for a trained role. The reference
+    is then the actor without its adapters, on the actor's GPUs and without additional memory,
+    unless `ref` sets weights, a layout or a `dtype`. Default: train all weights."""
     train_vision: bool = False
     """Train the image encoder of a vision-language model too (docs/images.md). By default it keeps
     its weights, and the optimizer has no state for it."""
