@@ -77,7 +77,7 @@ def build_rollout(
     group = plan.group(start.agent.group)
     reject = partial(fit.rejection_in_task, settings)
     accelerator = set_up_device(
-        *(settings, plan, group, rank, start, activity, reject), deterministic=False
+        *(settings, plan, group, rank, start, activity, reject), deterministic_on_cpus=False
     )
     tokenizer = tokenizer_of(settings)
     activity.phase("making the model")

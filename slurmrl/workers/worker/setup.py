@@ -134,7 +134,7 @@ def build_trainer(
     reject = partial(fit.rejection, settings) if start.base is None else _accept
     accelerator = set_up_device(
         *(settings, plan, group, rank, start, activity, reject),
-        deterministic=not group.gpus_per_worker,
+        deterministic_on_cpus=True,
     )
     torch.manual_seed(settings.config.seed * group.world_size + rank)
     timeout = collective_timeout(settings.config.step_timeout_s)
@@ -203,20 +203,22 @@ def set_up_device(
     activity: Activity,
     reject: Reject,
     *,
-    deterministic: bool,
+    deterministic_on_cpus: bool,
 ) -> Accelerator:
     """Take this rank's GPUs, or its CPU threads.
 
-    ``deterministic`` is the default of the setting ``deterministic``. Raises as
-    `distributed.take_gpus`.
+    ``deterministic_on_cpus`` is the default of the setting ``deterministic`` on CPUs; on GPUs, the
+    default is false. Raises as `distributed.take_gpus`.
     """
     accelerator = device.choose(group.gpus_per_worker)
-    if group.gpus_per_worker:
+    on_cpus = accelerator.device.type == "cpu"
+    if not on_cpus:
         take_gpus(group, reject, activity, exclusive=start.exclusive)
     elif rank % group.workers_per_host == 0:
         precision.log_slow_bfloat16(settings.config, plan, group)
-    if settings.config.deterministic is not None:
-        deterministic = settings.config.deterministic
+    deterministic = settings.config.deterministic
+    if deterministic is None:
+        deterministic = on_cpus and deterministic_on_cpus
     device.set_up(accelerator, threads=group.threads_per_worker, deterministic=deterministic)
     return accelerator
 
