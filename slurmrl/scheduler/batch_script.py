@@ -123,7 +123,7 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
     the job if the set-up lines or the start of Python fail.
     """
     code = shlex.quote(str(request.code))
-    attempt = try_module(request.python, SUPERVISOR)
+    leave = 'slurmrl_leave "$slurmrl_said"'
     return [
         *extra_lines(request, group),
         "trap '' USR1",
@@ -133,7 +133,7 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
         *([AFTER_SETUP] if guarded else []),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         f"export {NO_BYTECODE}=${{{NO_BYTECODE}-1}}",
-        *([f'{attempt} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
+        *([f"{try_module(request.python, SUPERVISOR)} || {leave}"] if guarded else []),
         *([] if group.command else [BLOCK]),
     ]
 

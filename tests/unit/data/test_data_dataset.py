@@ -165,7 +165,7 @@ def test_references_exist_for_all_prompts_or_none(tmp_path: Path) -> None:
     tokenizer = characters(tmp_path)
     none = make(Dataset(type="prompt", path=write_rows(tmp_path, without)), tokenizer)
     assert none.sample([(0, 0)]).metadata["answer"] == [""]
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: answer: missing"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: answer: is missing"):
         make(
             Dataset(type="prompt", path=write_rows(tmp_path, SUM, {**without, "id": "c"})),
             tokenizer,
