@@ -173,10 +173,12 @@ def race(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
 
     paused: Any = Paused()
     slow = DiskCallsWithoutDirectorySync(paused)
-    History(root, calls=slow).append(Kind.EXPORT, 0, {"by": 1}, after=-1)
+    History(root, calls=slow).append(Kind.EXPORT, 0, {"step": 1, "directory": "one"}, after=-1)
     records = History(root, calls=calls).read()
     with suppress(SlotTakenError):
-        History(root, calls=calls).append(Kind.EXPORT, 0, {"by": 2}, after=len(records) - 1)
+        History(root, calls=calls).append(
+            Kind.EXPORT, 0, {"step": 2, "directory": "two"}, after=len(records) - 1
+        )
         acknowledge(1)
 
 
