@@ -38,6 +38,28 @@ STEPS: Final = 2
 LENGTHS: Final = (5, 1, 9, 12)
 NEAR: Final = 1e-4
 """Largest difference of log-probabilities in float32."""
+YARN: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+"""Scaled rotations, without which SGLang on CPUs has no latent attention."""
+PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "rope_theta": 10000.0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    "glm4_moe": {"first_k_dense_replace": 1},
+}
+"""Fields of published configs that servers read and transformers' classes lack."""
 REASON: Final = 300
 """Characters of a reason."""
 
@@ -69,6 +91,18 @@ class Family:
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(self.folder / "source")
         return self.folder / "source"
+
+    @cached_property
+    def served(self) -> Path:
+        """The folder of a model that servers on CPUs can load."""
+        folder, values = self.folder / "served", tiny(self.name)
+        torch.manual_seed(0)
+        changes = {"rope_parameters": YARN} if values.get("kv_lora_rank") else {"head_dim": 32}
+        config = AutoConfig.for_model(**tiny(self.name, **changes))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | PUBLISHED.get(self.name, {})))
+        return folder
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -374,7 +408,8 @@ def _served(family: Family, kind: str) -> None:
     site = family.site(kind)
     Hold(site).allow(NO_LIMIT)
     rollout = {"backend": f"{kind}:d1", "gpus": "2", "python": family.servers[kind]}
-    of_generation(finished(site, Hold(site).judged(family.grpo(rollout=rollout))))
+    config = family.grpo(rollout=rollout, actor={"path": str(family.served)})
+    of_generation(finished(site, Hold(site).judged(config)))
 
 
 CHECKS: Final[Mapping[str, Callable[[Family], None]]] = {
