@@ -57,7 +57,7 @@ def appender(folder: Path, me: int, note: Note) -> None:
     history, done = History(folder), 0
     while done < 3:
         records = history.read()
-        data = {"by": me, "number": done}
+        data = {"by": me, "step": done, "directory": f"step-{done}"}
         try:
             record = history.append(Kind.EXPORT, 0, data, after=len(records) - 1)
         except SlotTakenError:
