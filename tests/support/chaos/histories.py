@@ -128,7 +128,7 @@ def check_state(folder: Path, events: list[Event]) -> None:
 
 def _check_bare(folder: Path, events: list[Event]) -> None:
     records = check_history(folder, events)
-    numbers = [(record.data["by"], record.data["number"]) for record in records]
+    numbers = [(record.data["by"], record.data["step"]) for record in records]
     if len(set(numbers)) != len(numbers):
         raise ViolationError(f"an append stands twice: {numbers}")
 
