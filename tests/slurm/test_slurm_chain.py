@@ -155,7 +155,7 @@ def test_one_of_two_concurrent_extensions_wins(scheduler: SlurmScheduler, tmp_pa
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(extensions, "take", slower)
-            with pytest.raises(UsageError, match="by another process"):
+            with pytest.raises(UsageError, match="another process is extending"):
                 scheduler.extend(request.run, 1, "trainer", by="me")
 
 

@@ -78,7 +78,8 @@ def served(
     for messages.
     """
     engine: Any = make(setup)
-    peers: SplitRanks | None = engine._peers()
+    group = engine.context.groups.get("data")
+    peers = None if group is None else SplitRanks(group, engine.context.device)
     if timeout_s is not None:
         peers = SplitRanks(
             dist.new_group(timeout=timedelta(seconds=timeout_s)), torch.device("cpu")
