@@ -176,15 +176,17 @@ def export(
     """Write a role of a checkpoint as a folder that transformers loads.
 
     ``config`` and ``generation`` are the objects for config.json and generation_config.json.
-    ``storage`` maps parameters to tensors of the files, ``more`` are other tensors for the files,
-    and ``precision`` gives their types. The folder is complete or absent; an existing folder is
-    replaced. One tensor is in memory at a time.
-    (`open_verified` opens a checkpoint after verifying its files.)
+    ``storage`` maps parameters to tensors of the files. ``more`` adds tensors whose names the role
+    does not have. ``precision`` gives the types. The folder is complete or absent; an existing
+    folder is replaced. One tensor is in memory at a time. (`open_verified` opens a checkpoint after
+    verifying its files.)
     """
 
     def fill(folder: Path) -> None:
         stored = file_entries(weights.weights(), weights.read, storage)
-        entries = [precision.apply(entry) for entry in (*stored, *more)]
+        names = {entry.name for entry in stored}
+        others = (entry for entry in more if entry.name not in names)
+        entries = [precision.apply(entry) for entry in (*stored, *others)]
         write_weights(folder, entries, shard_bytes=shard_bytes, calls=calls)
         write_json(folder / "config.json", {**config, "dtype": _main_dtype(entries)}, calls)
         write_json(folder / "generation_config.json", generation, calls)

@@ -135,6 +135,17 @@ def test_export_holds_weights_without_optimizer_moments(
     ]
 
 
+def test_export_prefers_trained_tensors_to_added_tensors(tmp_path: Path) -> None:
+    whole = write_checkpoint(tmp_path, "float32", 1)
+    added = [
+        TensorEntry(name, TensorSpec((2,), "float32"), lambda: np.full(2, 7, "<f4"))
+        for name in ("model.a", "mtp.norm")
+    ]
+    loaded = load_file(exported(tmp_path, tmp_path / "export", more=added) / "model.safetensors")
+    assert loaded.keys() == whole.keys() | {"mtp.norm"}
+    assert np.array_equal(bits(loaded["model.a"]), whole["model.a"])
+
+
 def test_export_keeps_one_tensor_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export holds one tensor and its conversion, for any number of tensors and ranks."""
     monkeypatch.setitem(globals(), "SHAPES", {f"model.{n}": (512, 512) for n in range(12)})
