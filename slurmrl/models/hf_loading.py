@@ -133,7 +133,7 @@ def make_model(
 
 
 def _limit_time_steps(model: PreTrainedModel) -> None:
-    """Limit the time steps of Mamba 2 layers from below in passes over one token, too.
+    """Limit the time steps of Mamba 2 layers from below in passes over one token as well.
 
     transformers limits them only in longer passes, so sampled tokens would have other
     probabilities than in training. softplus is monotonic: max(softplus(x + bias), least) is
