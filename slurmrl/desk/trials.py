@@ -23,8 +23,11 @@ def chosen_root(option: str | None) -> Path | None:
 
     Raises UsageError if the path contains an environment variable that is not set.
     """
-    text = option or env.ROOT.get()
-    return Path(os.path.abspath(expanded(text))) if text else None
+    if not (text := option or env.ROOT.get()):
+        return None
+    # A run passes its own root, in which ``$`` is literal.
+    literal = os.path.isabs(text) and os.path.isdir(text)
+    return Path(os.path.abspath(text if literal else expanded(text)))
 
 
 def root_folder(option: str | None) -> Path:
@@ -33,10 +36,7 @@ def root_folder(option: str | None) -> Path:
     This is the result of `chosen_root`, else the root of the site profile, else ./runs. Raises
     UsageError for a profile that cannot be used.
     """
-    if (chosen := chosen_root(option)) is not None:
-        return chosen
-    text = profiles.root() or DEFAULT_ROOT
-    return Path(os.path.abspath(text))
+    return chosen_root(option) or Path(os.path.abspath(profiles.root() or DEFAULT_ROOT))
 
 
 def experiments(root: Path) -> list[str]:

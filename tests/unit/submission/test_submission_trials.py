@@ -38,6 +38,16 @@ def test_root_comes_from_option_then_environment_then_default(
     assert trials.root_folder("/here/../x") == Path("/x")
 
 
+def test_dollar_is_literal_in_name_of_existing_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUDGET", "/elsewhere")
+    root = tmp_path / "$BUDGET"
+    assert trials.root_folder(str(root)) == tmp_path / "elsewhere"
+    root.mkdir()
+    assert trials.root_folder(str(root)) == root
+
+
 def test_trials_are_listed_in_numeric_order(tmp_path: Path) -> None:
     for name in ("10", "2", "b", "a-10", "a-9"):
         FakeRun(tmp_path, trial=name)
