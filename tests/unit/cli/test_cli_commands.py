@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,264 +25,243 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, SubmissionRequest
 from slurmrl.scheduler.batch_script import script
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
+from tests.unit.cli.conftest import Command, Output
+
+
+class Desk(Command):
+    """A user's folder with trials in ``runs``, and a scheduler with prepared answers."""
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        super().__init__(capsys)
+        self.folder, self.root = folder, folder / "runs"
+        self.scheduler = FakeScheduler()
+        self._patch = patch
+        patch.setenv("SLURMRL_ROOT", str(self.root))
+        patch.chdir(folder)
+        for module in (trial_jobs, proposal, submitting):
+            patch.setattr(module, "make", lambda kind: self.scheduler)
+        patch.setattr("slurmrl.scheduler.make", lambda kind: self.scheduler)
+
+    def at_pauses(self, *happenings: Callable[[], Any]) -> None:
+        """At each pause of a command that follows a trial, the next thing happens."""
+        waits = iter(happenings)
+        self._patch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
+
+    def submit(self, *more: str, code: int = 0) -> Output:
+        config = write_config(self.folder)
+        return self("submit", str(config), "--scheduler", "local", "--no-check", *more, code=code)
+
+    def submitted(self) -> FakeRun:
+        self.submit("--detach")
+        return FakeRun(self.root)
+
+    def interrupted(self) -> FakeRun:
+        """Submit a trial that is cancelled after a commit, with a job that is still queued."""
+        run = self.submitted()
+        run.begin()
+        run.commit(4)
+        run.end(Kind.CANCELLED)
+        self.scheduler.tasks = [task(3, JobState.PENDING)]
+        return run
+
+    def waiting(self) -> FakeRun:
+        """Make a trial whose first job is queued."""
+        run = FakeRun(self.root)
+        run.submission()
+        self.scheduler.jobs[run.paths.run, 1] = {"trainer": ("41",)}
+        words = "others come first"
+        self.scheduler.tasks = [task(0, JobState.PENDING, reason="Priority", words=words)]
+        return run
+
+    def contents(self) -> dict[Path, tuple[int, bytes]]:
+        files = [path for path in self.root.rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SLURMRL_ROOT", str(tmp_path / "runs"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "runs"
+def desk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Desk:
+    return Desk(tmp_path, monkeypatch, capsys)
 
 
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    fake = FakeScheduler()
-    for module in (trial_jobs, proposal, submitting):
-        monkeypatch.setattr(module, "make", lambda kind: fake)
-    monkeypatch.setattr("slurmrl.scheduler.make", lambda kind: fake)
-    return fake
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
+def nothing() -> None:
+    """Nothing happens."""
 
 
 # -- status ------------------------------------------------------------------------------------
 
 
-def test_status_shows_all_trials_an_experiment_or_one_trial(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_all_trials_an_experiment_or_one_trial(desk: Desk) -> None:
     for experiment, trial in (("add", "1"), ("add", "2"), ("sub", "1")):
-        FakeRun(root, experiment, trial).end(Kind.CANCELLED, reason="cancelled by me")
-    assert main(["status", "--json"]) == 0
-    assert [one["trial"] for one in printed(capsys)] == ["add/1", "add/2", "sub/1"]
-    assert main(["status", "add", "--json"]) == 0
-    assert [one["trial"] for one in printed(capsys)] == ["add/1", "add/2"]
-    assert main(["status", "add/2", "--json"]) == 0
-    assert printed(capsys)["state"] == "CANCELLED"
-    assert main(["status", "sub/1", "add/1", "sub/1", "--json"]) == 0
-    assert [one["trial"] for one in printed(capsys)] == ["sub/1", "add/1"]
+        FakeRun(desk.root, experiment, trial).end(Kind.CANCELLED, reason="cancelled by me")
+    for words, trials in (
+        ([], ["add/1", "add/2", "sub/1"]),
+        (["add"], ["add/1", "add/2"]),
+        (["sub/1", "add/1", "sub/1"], ["sub/1", "add/1"]),
+    ):
+        assert [one["trial"] for one in desk.json("status", *words)] == trials
+    assert desk.json("status", "add/2")["state"] == "CANCELLED"
 
 
-def test_status_options_filter_and_sort_the_list(
-    root: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_options_filter_and_sort_the_list(desk: Desk) -> None:
     ends = {"1": Kind.FAILED, "2": Kind.FINISHED, "3": Kind.FAILED, "4": None}
     for trial, kind in ends.items():
-        run = FakeRun(root, trial=trial)
+        run = FakeRun(desk.root, trial=trial)
         run.submission(time=1000.0 * (5 - int(trial)) if trial != "3" else 9000.0)
         if kind is not None:
             run.begin()
             run.end(kind, reason="x", step=1)
-    orders = {"name": "1234", "age": "3124", "state": "4132"}
-    for order, trials in orders.items():
-        assert main(["status", "--json", "--sort", order]) == 0
-        assert [one["trial"] for one in printed(capsys)] == [f"add/{name}" for name in trials]
-    assert main(["status", "--state", "failed", "--state", "INTERRUPTED"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["TRIAL", "add/1", "add/3", "add/4"]
-    assert main(["status", "--state", "pending"]) == 0
-    assert capsys.readouterr().out == f"no PENDING trials in {root}\n"
+    for order, trials in {"name": "1234", "age": "3124", "state": "4132"}.items():
+        found = desk.json("status", "--sort", order)
+        assert [one["trial"] for one in found] == [f"add/{name}" for name in trials]
+    shown = desk("status", "--state", "failed", "--state", "INTERRUPTED").lines
+    assert [line.split()[0] for line in shown] == ["TRIAL", "add/1", "add/3", "add/4"]
+    assert desk("status", "--state", "pending").out == f"no PENDING trials in {desk.root}\n"
 
 
-def test_root_option_overrides_the_environment(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    FakeRun(tmp_path / "elsewhere", "there")
-    assert main(["status", "--json", "--root", "elsewhere"]) == 0
-    assert [one["trial"] for one in printed(capsys)] == ["there/1"]
+def test_root_option_overrides_the_environment(desk: Desk) -> None:
+    FakeRun(desk.folder / "elsewhere", "there")
+    assert [one["trial"] for one in desk.json("status", "--root", "elsewhere")] == ["there/1"]
 
 
-@pytest.fixture
-def waiting(root: Path, scheduler: FakeScheduler) -> FakeRun:
-    run = FakeRun(root)
-    run.submission()
-    scheduler.jobs[run.paths.run, 1] = {"trainer": ("41",)}
-    scheduler.tasks = [task(0, JobState.PENDING, reason="Priority", words="others come first")]
-    return run
-
-
-def watch(monkeypatch: pytest.MonkeyPatch, *happenings: Any, arguments: Any = ()) -> int:
-    """``status add/1 --watch``; at each pause the next thing happens."""
-    waits = iter(happenings)
-    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
-    return main(["status", "add/1", "--watch", *arguments])
-
-
-def test_watch_ends_without_jobs(
-    waiting: FakeRun,
-    scheduler: FakeScheduler,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_watch_ends_without_jobs(desk: Desk) -> None:
     """The watch ends because nothing can change without jobs. If the scheduler does not answer,
     there may be jobs.
     """
+    desk.waiting()
 
     def silent() -> None:
-        scheduler.problem = "squeue did not answer"
+        desk.scheduler.problem = "squeue did not answer"
 
     def gone() -> None:
-        scheduler.problem = None
-        scheduler.tasks = []
+        desk.scheduler.problem = None
+        desk.scheduler.tasks = []
 
-    nothing = [lambda: None] * 2
-    assert watch(monkeypatch, silent, *nothing, gone, lambda: None) == 0
-    assert "INTERRUPTED" in capsys.readouterr().out.splitlines()[-1]
+    desk.at_pauses(silent, nothing, nothing, gone, nothing)
+    assert "INTERRUPTED" in desk("status", "add/1", "--watch").lines[-1]
 
 
-def test_watch_prints_only_changes_without_a_terminal(
-    waiting: FakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = [lambda: None] * 5
-    end = [lambda: waiting.end(Kind.CANCELLED, reason="cancelled by me")]
-    assert watch(monkeypatch, *nothing, *end, arguments=["--json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_watch_prints_only_changes_without_a_terminal(desk: Desk) -> None:
+    run = desk.waiting()
+    desk.at_pauses(*[nothing] * 5, lambda: run.end(Kind.CANCELLED, reason="cancelled by me"))
+    lines = desk("status", "add/1", "--watch", "--json").lines
     assert [json.loads(line)["state"] for line in lines] == ["PENDING", "CANCELLED"]
 
 
-def test_watch_prints_changes_to_a_pipe_and_exits_with_1_on_failure(
-    waiting: FakeRun,
-    root: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    other = FakeRun(root, trial="2")
-    other.end(Kind.CANCELLED, reason="cancelled by me")
-    happenings = [lambda: None, lambda: waiting.end(Kind.FAILED, reason="NaN")]
-    more = ["add/2", "add", "--exit-status"]
-    assert watch(monkeypatch, *happenings, arguments=more) == 1
-    first, second, third = capsys.readouterr().out.splitlines()
+def test_watch_prints_changes_to_a_pipe_and_exits_with_1_on_failure(desk: Desk) -> None:
+    run = desk.waiting()
+    FakeRun(desk.root, trial="2").end(Kind.CANCELLED, reason="cancelled by me")
+    desk.at_pauses(nothing, lambda: run.end(Kind.FAILED, reason="NaN"))
+    words = ["add/1", "--watch", "add/2", "add", "--exit-status"]
+    first, second, third = desk("status", *words, code=1).lines
     clock = r"\d\d:\d\d:\d\d"
     assert re.match(rf"{clock}  add/1  PENDING  step 0/60  pending", first)
     assert re.match(rf"{clock}  add/2  CANCELLED  step 0/\?  cancelled by me; ", second)
     assert re.fullmatch(rf"{clock}  add/1  FAILED  step 0/60  gave up: NaN", third)
-    assert main(["status", "add/2", "--exit-status"]) == 0
+    desk("status", "add/2", "--exit-status")
 
 
-def test_errors_of_json_commands_are_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    FakeRun(root)
-    for words, code in [(["add/9"], 2), (["--wach"], 2)]:
-        assert main(["status", *words, "--json"]) == code
-        output = capsys.readouterr()
+def test_errors_of_json_commands_are_json(desk: Desk) -> None:
+    FakeRun(desk.root)
+    for word in ("add/9", "--wach"):
+        output = desk("status", word, "--json", code=2)
         told = json.loads(output.out)
-        assert told["exit_code"] == code
+        assert told["exit_code"] == 2
         assert told["error"] in output.err
         assert "did you mean" in output.err.lower()
-    assert main(["status", "add/9"]) == 2
-    assert capsys.readouterr().out == ""
+    assert desk("status", "add/9", code=2).out == ""
 
 
 def test_watch_polls_less_often_while_the_status_is_unchanged(
-    waiting: FakeRun, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[float] = []
+    run, pauses = desk.waiting(), list[float]()
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 12:
-            waiting.end(Kind.CANCELLED)
+            run.end(Kind.CANCELLED)
 
     monkeypatch.setattr("slurmrl.cli.following.time.sleep", sleep)
-    assert main(["status", "add/1", "--watch"]) == 0
+    desk("status", "add/1", "--watch")
     assert pauses[0] <= 1.0
     assert 20 <= max(pauses) <= 30
 
 
-def test_ctrl_c_ends_watch(waiting: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_watch(desk: Desk) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    assert watch(monkeypatch, interrupt) == 130
+    desk.waiting()
+    desk.at_pauses(interrupt)
+    desk("status", "add/1", "--watch", code=130)
 
 
 # -- events ------------------------------------------------------------------------------------
 
 
-def test_events_are_printed_from_all_writers(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = FakeRun(root)
+def test_events_are_printed_from_all_writers(desk: Desk) -> None:
+    run = FakeRun(desk.root)
     run.event("master.1", "ready", step=0)
     run.event("agent.trainer.0.0", "failure", cause="died", reason="worker\x1b[2J\n 1", rank=1)
-    assert main(["events", "add/1"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = desk("events", "add/1").lines
     clock = r"\d\d-\d\d \d\d:\d\d:\d\d\.\d"
     assert re.fullmatch(rf"{clock}  ready    step=0  \(master.1\)", first)
     assert re.match(rf"{clock}  failure  cause=died", second)
     assert second.endswith("cause=died  reason=worker [2J  1  rank=1  (agent.trainer.0.0)")
-    assert main(["events", "add/1", "-n", "1"]) == 0
-    assert capsys.readouterr().out.splitlines() == [second]
-    assert main(["events", "add/1", "--json", "--kind", "ready"]) == 0
-    assert printed(capsys)["step"] == 0
-    assert main(["events", "add/1", "--kind", "commit"]) == 0
-    assert (
-        capsys.readouterr().err == "no event matches; the trial has events of kind failure, ready\n"
-    )
+    assert desk("events", "add/1", "-n", "1").lines == [second]
+    assert desk.json("events", "add/1", "--kind", "ready")["step"] == 0
+    told = desk("events", "add/1", "--kind", "commit").err
+    assert told == "no event matches; the trial has events of kind failure, ready\n"
 
 
 @pytest.mark.parametrize("follow", [[], ["-f"]], ids=["once", "follow"])
 def test_unknown_kind_of_event_is_rejected_with_the_allowed_kinds(
-    root: Path, capsys: pytest.CaptureFixture[str], follow: list[str]
+    desk: Desk, follow: list[str]
 ) -> None:
-    run = FakeRun(root)
-    assert main(["events", "add/1", "--kind", "redy", *follow]) == 2
-    said = capsys.readouterr().err
+    run = FakeRun(desk.root)
+    said = desk.rejected("events", "add/1", "--kind", "redy", *follow)
     assert "--kind: no event has kind 'redy'; did you mean 'ready'? allowed: batch_host" in said
     assert "world_ready" in said
     run.paths.event_file("newer").write_text('{"time": 1.0, "kind": "redy"}\n')
     if not follow:
-        assert main(["events", "add/1", "--kind", "redy"]) == 0
-        assert "(newer)" in capsys.readouterr().out
+        assert "(newer)" in desk("events", "add/1", "--kind", "redy").out
 
 
-def test_events_reports_a_trial_without_events(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = FakeRun(root)
-    assert main(["events", "add/1"]) == 0
-    assert capsys.readouterr().err == "no events yet\n"
+def test_events_reports_a_trial_without_events(desk: Desk) -> None:
+    run = FakeRun(desk.root)
+    assert desk("events", "add/1").err == "no events yet\n"
     run.paths.event_file("odd").write_text('{"time": 1e300, "kind": "x"}\n')
-    assert main(["events", "add/1"]) == 0
-    assert capsys.readouterr().out.split() == ["(invalid", "time)", "x", "(odd)"]
+    assert desk("events", "add/1").out.split() == ["(invalid", "time)", "x", "(odd)"]
 
 
 @pytest.mark.parametrize(
     ("since", "code"),
     [("1h", 0), ("2020-01-31 14:30", 0), ("0s", 0), ("2999-01-31", 0), ("soon", 2), ("3 weeks", 2)],
 )
-def test_events_since_accepts_ages_and_dates(
-    root: Path, capsys: pytest.CaptureFixture[str], since: str, code: int
-) -> None:
-    FakeRun(root).event("master.1", "ready", step=0)
-    assert main(["events", "add/1", "--since", since]) == code
-    assert ("ready" in capsys.readouterr().out) is (since in ("1h", "2020-01-31 14:30"))
+def test_events_since_accepts_ages_and_dates(desk: Desk, since: str, code: int) -> None:
+    FakeRun(desk.root).event("master.1", "ready", step=0)
+    shown = desk("events", "add/1", "--since", since, code=code).out
+    assert ("ready" in shown) is (since in ("1h", "2020-01-31 14:30"))
 
 
-def test_commands_default_to_the_newest_trial(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The default is the most recently submitted trial, regardless of its name. Without trials, a
-    message says so.
-    """
-    assert main(["events"]) == 2
-    assert "there are no trials in" in capsys.readouterr().err
+def test_commands_default_to_the_newest_trial(desk: Desk) -> None:
+    """The default is the most recently submitted trial, regardless of its name."""
+    assert "there are no trials in" in desk.rejected("events")
     for name, submitted in (("10", 3), ("9", 5), ("11", 4)):
-        run = FakeRun(root, trial=name)
+        run = FakeRun(desk.root, trial=name)
         run.event(f"master.{name}", "ready", step=0)
         run.log("0.0.log", f"output of {name}\n")
         os.utime(run.paths.submissions, (submitted, submitted))
-    assert main(["logs"]) == 0
-    assert capsys.readouterr() == ("output of 9\n", "add/9, the newest trial\n")
-    assert main(["events", "--json"]) == 0
-    assert printed(capsys)["writer"] == "master.9"
+    assert desk("logs") == ("output of 9\n", "add/9, the newest trial\n")
+    assert desk.json("events")["writer"] == "master.9"
 
 
-def test_events_follow_ends_with_the_trial(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = FakeRun(root)
+def test_events_follow_ends_with_the_trial(desk: Desk) -> None:
+    run = FakeRun(desk.root)
     run.event("master.1", "ready", step=0)
 
     def new_file() -> None:
@@ -297,10 +276,8 @@ def test_events_follow_ends_with_the_trial(
             file.write('shed"}\n')
         run.end(Kind.CANCELLED)
 
-    waits = iter([new_file, half, rest])
-    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
-    assert main(["events", "add/1", "-f", "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    desk.at_pauses(new_file, half, rest)
+    lines = [json.loads(line) for line in desk("events", "add/1", "-f", "--json").lines]
     assert [(one["writer"], one["kind"]) for one in lines] == [
         ("master.1", "ready"),
         ("master.2", "ready"),
@@ -311,46 +288,38 @@ def test_events_follow_ends_with_the_trial(
 # -- logs --------------------------------------------------------------------------------------
 
 
-def test_lines_of_several_logs_have_prefixes(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = FakeRun(root)
+def test_lines_of_several_logs_have_prefixes(desk: Desk) -> None:
+    run = FakeRun(desk.root)
     run.log("0.0.log", "old\n")
     run.log("0.1.log", "a\nb")
-    assert main(["logs", "add/1"]) == 0
-    assert capsys.readouterr().out == "a\nb\n"
+    assert desk("logs", "add/1").out == "a\nb\n"
     run.log("1.0.log", "c\n")
-    assert main(["logs", "add/1"]) == 0
-    assert capsys.readouterr().out == "trainer/0 | a\ntrainer/0 | b\ntrainer/1 | c\n"
-    assert main(["logs", "add/1", "--group", "trainer", "--task", "1"]) == 0
-    assert capsys.readouterr().out == "c\n"
+    assert desk("logs", "add/1").out == "trainer/0 | a\ntrainer/0 | b\ntrainer/1 | c\n"
+    assert desk("logs", "add/1", "--group", "trainer", "--task", "1").out == "c\n"
 
 
-def test_logs_follow_prints_new_lines_once_and_ends_with_the_trial(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = FakeRun(root)
-    happenings = [
+def test_logs_follow_prints_new_lines_once_and_ends_with_the_trial(desk: Desk) -> None:
+    run = FakeRun(desk.root)
+    desk.at_pauses(
         lambda: run.log("0.0.log", "first\nhal"),
         lambda: run.log("0.0.log", "first\nhalf\n"),
         lambda: run.log("0.1.log", "second attempt\nlast without end"),
         lambda: run.end(Kind.CANCELLED),
-    ]
-    waits = iter(happenings)
-    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
-    assert main(["logs", "add/1", "-f"]) == 0
+    )
     lines = ["first", "half", "second attempt", "last without end"]
-    assert capsys.readouterr().out.splitlines() == lines
+    assert desk("logs", "add/1", "-f").lines == lines
 
 
-@pytest.mark.parametrize("words", [("logs", "-f"), ("events", "-f"), ("status", "--watch")])
+FOLLOWING = pytest.mark.parametrize(
+    ("name", "option"), [("logs", "-f"), ("events", "-f"), ("status", "--watch")]
+)
+
+
+@FOLLOWING
 def test_logs_follow_survives_an_unreachable_directory(
-    waiting: FakeRun,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, str],
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, name: str, option: str
 ) -> None:
-    hidden: list[Path] = []
+    run, hidden = desk.waiting(), list[Path]()
     listdir = calls.SystemCalls.listdir
 
     def listed(self: calls.SystemCalls, directory: Path) -> Iterable[str]:
@@ -358,53 +327,33 @@ def test_logs_follow_survives_an_unreachable_directory(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
         return listdir(self, directory)
 
-    def hide() -> None:
-        hidden.append(waiting.paths.history)
-
     def show() -> None:
         hidden.clear()
-        waiting.log("0.0.log", "the end\n")
-        waiting.event("master.1", "finished", words="the end")
-        waiting.end(Kind.CANCELLED, reason="the end")
+        run.log("0.0.log", "the end\n")
+        run.event("master.1", "finished", words="the end")
+        run.end(Kind.CANCELLED, reason="the end")
 
-    waits = iter([hide, lambda: None, show])
     monkeypatch.setattr(calls.SystemCalls, "listdir", listed)
-    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
-    assert main([words[0], "add/1", words[1]]) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("cannot read the trial, trying again: ") == 1
-    assert "the end" in captured.out
+    desk.at_pauses(lambda: hidden.append(run.paths.history), nothing, show)
+    output = desk(name, "add/1", option)
+    assert output.err.count("cannot read the trial, trying again: ") == 1
+    assert "the end" in output.out
 
 
-@pytest.mark.parametrize("words", [("logs", "-f"), ("events", "-f"), ("status", "--watch")])
-def test_logs_follow_ends_if_the_trial_is_removed(
-    waiting: FakeRun,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, str],
-) -> None:
-    waits = iter([lambda: shutil.rmtree(waiting.paths.run)])
-    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
-    assert main([words[0], "add/1", words[1]]) == 2
-    assert "add/1" in capsys.readouterr().err
+@FOLLOWING
+def test_logs_follow_ends_if_the_trial_is_removed(desk: Desk, name: str, option: str) -> None:
+    run = desk.waiting()
+    desk.at_pauses(lambda: shutil.rmtree(run.paths.run))
+    assert "add/1" in desk.rejected(name, "add/1", option)
 
 
 # -- submit, cancel, resume --------------------------------------------------------------------
 
 
-def submit_it(tmp_path: Path, *more: str) -> int:
-    config = write_config(tmp_path)
-    return main(["submit", str(config), "--scheduler", "local", "--no-check", *more])
-
-
-def test_submit_dry_run_writes_nothing(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scheduler.problem = "must not be asked"
-    assert submit_it(tmp_path, "--dry-run") == 0
-    output = capsys.readouterr().out
-    head, script = output.split("\n\n", 1)
-    run = RunPaths.of(root, user_name(), "add", "1").run
+def test_submit_dry_run_writes_nothing(desk: Desk) -> None:
+    desk.scheduler.problem = "must not be asked"
+    head, script = desk.submit("--dry-run").out.split("\n\n", 1)
+    run = RunPaths.of(desk.root, user_name(), "add", "1").run
     assert head.splitlines() == [
         "add/1 would be submitted to local:",
         "  algorithm       sft, 6 steps",
@@ -413,40 +362,30 @@ def test_submit_dry_run_writes_nothing(
         "  written there   configuration, plan, a copy of the code, the batch scripts",
     ]
     assert script == "# trainer.sh\n#!/bin/bash\nlinks 8\n\n"
-    assert submit_it(tmp_path, "--dry-run", "--json", "cluster.slurm.links=3") == 0
-    shown = printed(capsys)
+    shown = json.loads(desk.submit("--dry-run", "--json", "cluster.slurm.links=3").out)
     assert shown["trial"] == "add/1"
     assert shown["plan"]["groups"][0]["links"] == 3
     assert shown["scripts"] == {"trainer": "#!/bin/bash\nlinks 3\n"}
-    assert not root.exists()
+    assert not desk.root.exists()
 
 
 def test_dry_run_shows_batch_script_without_its_shell_functions(
-    root: Path,
-    tmp_path: Path,
-    scheduler: FakeScheduler,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scripts(request: SubmissionRequest) -> dict[str, str]:
         return {"trainer": script(request, request.groups[0], "srun")}
 
-    monkeypatch.setattr(scheduler, "scripts", scripts)
-    assert submit_it(tmp_path, "--dry-run") == 0
-    shown = capsys.readouterr().out.split("# trainer.sh\n")[1].rstrip().splitlines()
-    assert submit_it(tmp_path, "--dry-run", "--json") == 0
-    whole = printed(capsys)["scripts"]["trainer"].rstrip().splitlines()
+    monkeypatch.setattr(desk.scheduler, "scripts", scripts)
+    shown = desk.submit("--dry-run").out.split("# trainer.sh\n")[1].rstrip().splitlines()
+    whole = json.loads(desk.submit("--dry-run", "--json").out)["scripts"]["trainer"]
     (note,) = [line for line in shown if line.startswith("# … ")]
-    assert len(shown) - 1 + int(note.split()[2]) == len(whole)
-    assert len(shown) < 40 < len(whole)
+    count = len(whole.rstrip().splitlines())
+    assert len(shown) - 1 + int(note.split()[2]) == count
+    assert len(shown) < 40 < count
 
 
 def test_checks_are_announced_on_a_terminal_before_they_run(
-    root: Path,
-    tmp_path: Path,
-    scheduler: FakeScheduler,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
 
@@ -455,7 +394,7 @@ def test_checks_are_announced_on_a_terminal_before_they_run(
         return []
 
     monkeypatch.setattr(proposal.Proposal, "check", check)
-    words = ["submit", str(write_config(tmp_path)), "--scheduler", "local", "--dry-run"]
+    words = ["submit", str(write_config(desk.folder)), "--scheduler", "local", "--dry-run"]
     for on_terminal in (True, False):
         monkeypatch.setattr("sys.stderr.isatty", lambda shown=on_terminal: shown)
         assert main(words) == 0
@@ -463,27 +402,18 @@ def test_checks_are_announced_on_a_terminal_before_they_run(
     assert said[1:] == [""]
 
 
-def test_detached_submit_prints_the_next_commands(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit_it(tmp_path, "--detach") == 0
-    output = capsys.readouterr().out
+def test_detached_submit_prints_the_next_commands(desk: Desk) -> None:
+    output = desk.submit("--detach").out
     assert output.startswith("add/1 submitted to local (trainer: 41)\n")
     assert "slurmrl status add/1 --watch\n" in output
-    assert submit_it(tmp_path, "--detach", "--new", "--root", str(tmp_path / "other")) == 0
-    assert f"slurmrl logs add/1 -f --root {tmp_path / 'other'}\n" in capsys.readouterr().out
+    other = str(desk.folder / "other")
+    output = desk.submit("--detach", "--new", "--root", other).out
+    assert f"slurmrl logs add/1 -f --root {other}\n" in output
 
 
-def test_ctrl_c_during_submit_stops_the_run(
-    root: Path,
-    tmp_path: Path,
-    scheduler: FakeScheduler,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After the submission, the run exists. Ctrl-C stops it, because it must not continue without
-    its user.
-    """
+def test_ctrl_c_during_submit_stops_the_run(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the submission, the run exists. It must not continue without its user."""
+    scheduler = desk.scheduler
     submit_jobs, stop = scheduler.submit, scheduler.interrupt
 
     def pressed(request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
@@ -494,22 +424,18 @@ def test_ctrl_c_during_submit_stops_the_run(
     def stopped(jobs: JobIds) -> None:
         stop(jobs)
         scheduler.tasks = []
-        FakeRun(root).end(Kind.CANCELLED, reason="interrupted")
+        FakeRun(desk.root).end(Kind.CANCELLED, reason="interrupted")
 
     monkeypatch.setattr(scheduler, "submit", pressed)
     monkeypatch.setattr(scheduler, "interrupt", stopped)
-    assert submit_it(tmp_path) == 130
+    assert "stopping at the next step" in desk.submit(code=130).out
     assert scheduler.done == ["interrupt"]
-    assert "stopping at the next step" in capsys.readouterr().out
 
 
-def test_submit_prints_json(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit_it(tmp_path, "--detach", "--json") == 0
-    assert printed(capsys) == {
+def test_submit_prints_json(desk: Desk) -> None:
+    assert json.loads(desk.submit("--detach", "--json").out) == {
         "trial": "add/1",
-        "run": str(RunPaths.of(root, user_name(), "add", "1").run),
+        "run": str(RunPaths.of(desk.root, user_name(), "add", "1").run),
         "scheduler": "local",
         "submission": 1,
         "jobs": {"trainer": "41"},
@@ -519,200 +445,129 @@ def test_submit_prints_json(
     }
 
 
-def test_submit_of_a_complete_trial_submits_nothing(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit_it(tmp_path, "--detach") == 0
-    run = FakeRun(root)
-    run.begin()
-    run.end(Kind.FINISHED, step=6, reason="total_steps")
-    capsys.readouterr()
-    assert submit_it(tmp_path) == 0
-    assert "slurmrl resume add/1 total_steps=N" in capsys.readouterr().out
-    assert len(scheduler.requests) == 1
-
-
-def test_submit_of_a_complete_offline_pass_submits_nothing(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_submit_of_a_complete_offline_pass_submits_nothing(desk: Desk) -> None:
     """The number of steps depends on the dataset, regardless of a limit."""
     passes = ("algorithm={name: evaluate, measure: likelihood, batch_size: 8}", "total_steps=9")
-    assert submit_it(tmp_path, "--detach", *passes) == 0
-    run = FakeRun(root)
+    desk.submit("--detach", *passes)
+    run = FakeRun(desk.root)
     request = json.loads(run.paths.submission_request(1).read_text())
     assert request["total_steps"] is None
     run.begin()
     run.end(Kind.FINISHED, step=1, reason=END_OF_DATASET)
-    capsys.readouterr()
-    assert submit_it(tmp_path, *passes) == 0
-    output = capsys.readouterr().out
+    output = desk.submit(*passes).out
     assert "add/1 is already complete" in output
     assert "total_steps" not in output
 
 
-def test_cancelled_trial_is_resumed(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit_it(tmp_path, "--detach") == 0
-    assert main(["cancel", "add/1"]) == 0
-    assert "to continue it: slurmrl resume add/1\n" in capsys.readouterr().out
-    assert main(["resume", "add/1", "--no-check", "total_steps=7", "--detach", "--json"]) == 0
-    assert printed(capsys)["submission"] == 2
-    run = FakeRun(root)
+def test_cancelled_trial_is_resumed(desk: Desk) -> None:
+    run = desk.submitted()
+    assert "to continue it: slurmrl resume add/1\n" in desk("cancel", "add/1").out
+    resume = ("resume", "add/1", "--no-check", "total_steps=7", "--detach")
+    assert desk.json(*resume)["submission"] == 2
     run.begin()
     run.end(Kind.FINISHED, step=7, reason="total_steps")
-    other = FakeRun(root, trial="2")
-    assert main(["cancel", "add/2", "add/9"]) == 2
+    assert "slurmrl resume add/1 total_steps=N" in desk.submit().out
+    assert len(desk.scheduler.requests) == 2, "it is complete"
+    other = FakeRun(desk.root, trial="2")
+    desk.rejected("cancel", "add/2", "add/9")
     assert other.history.read() == [], "nothing is cancelled if one of the names is wrong"
-    capsys.readouterr()
-    assert main(["cancel", "add/1", "add/2"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = desk("cancel", "add/1", "add/2").lines
     assert first == "add/1 has already ended: finished"
     assert second.startswith("add/2 is cancelled")
 
 
 def test_rm_is_rejected_while_jobs_or_other_trials_need_the_files(
-    waiting: FakeRun,
-    root: Path,
-    scheduler: FakeScheduler,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    user = FakeRun(root, "sub", "1")
-    user.paths.config.write_text(f"actor: {{path: {waiting.paths.run}/export/step-00000001}}\n")
-    assert main(["rm", "add/1", "sub/1", "--yes"]) == 2
-    assert "still has jobs: 41_0 (PENDING); first: slurmrl cancel add/1" in capsys.readouterr().err
-    scheduler.tasks = []
-    assert main(["rm", "add/1", "--yes"]) == 2
-    assert "sub/1 uses files of add/1" in capsys.readouterr().err
+    run, user = desk.waiting(), FakeRun(desk.root, "sub", "1")
+    user.paths.config.write_text(f"actor: {{path: {run.paths.run}/export/step-00000001}}\n")
+    told = desk.rejected("rm", "add/1", "sub/1", "--yes")
+    assert "still has jobs: 41_0 (PENDING); first: slurmrl cancel add/1" in told
+    desk.scheduler.tasks = []
+    assert "sub/1 uses files of add/1" in desk.rejected("rm", "add/1", "--yes")
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
-    assert main(["rm", "add/1", "sub/1"]) == 130
+    desk("rm", "add/1", "sub/1", code=130)
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert main(["rm", "add/1", "sub/1"]) == 2
-    assert "no terminal to confirm: --yes removes without asking" in capsys.readouterr().err
-    assert waiting.paths.run.is_dir()
+    told = desk.rejected("rm", "add/1", "sub/1")
+    assert "no terminal to confirm: --yes removes without asking" in told
+    assert run.paths.run.is_dir()
     assert user.paths.run.is_dir()
-    (root / user_name() / "add" / ".removed-7").mkdir()  # of a removal that was killed
-    assert main(["rm", "add/1", "sub/1", "--yes"]) == 0
-    assert list((root / user_name()).iterdir()) == []
-
-
-def contents(root: Path) -> dict[Path, tuple[int, bytes]]:
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    (desk.root / user_name() / "add" / ".removed-7").mkdir()  # of a removal that was killed
+    desk("rm", "add/1", "sub/1", "--yes")
+    assert list((desk.root / user_name()).iterdir()) == []
 
 
 def test_full_disk_is_reported_and_resume_submits_nothing(
-    root: Path,
-    tmp_path: Path,
-    scheduler: FakeScheduler,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Links could not write a report to the full disk."""
-    assert submit_it(tmp_path, "--detach") == 0
-    scheduler.tasks = []
-    capsys.readouterr()
+    desk.submitted()
+    desk.scheduler.tasks = []
     monkeypatch.setattr(calls, "free_bytes", lambda directory: 3 << 20)
-    assert main(["status", "add/1"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(desk("status", "add/1").out.split())
     assert "is full: 3 MiB are left, so no link can have started; free some space, then" in shown
-    assert main(["resume", "add/1", "--no-check", "--detach"]) == 3
-    assert "is full: 3 MiB are free" in capsys.readouterr().err
-    assert len(scheduler.requests) == 1
+    told = desk("resume", "add/1", "--no-check", "--detach", code=3).err
+    assert "is full: 3 MiB are free" in told
+    assert len(desk.scheduler.requests) == 1
 
 
-def test_resume_dry_run_changes_nothing(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit_it(tmp_path, "--detach") == 0
-    run = FakeRun(root)
-    run.begin()
-    run.commit(4)
-    run.end(Kind.CANCELLED)
-    scheduler.tasks = [task(3, JobState.PENDING)]  # what is left of the trial stays, too
-    before = contents(root)
-    capsys.readouterr()
-    assert main(["resume", "add/1", "--no-check", "cluster.slurm.links=3", "--dry-run"]) == 0
-    output = capsys.readouterr().out
+def test_resume_dry_run_changes_nothing(desk: Desk) -> None:
+    desk.interrupted()
+    before, resume = desk.contents(), ("resume", "add/1", "--no-check", "--dry-run")
+    output = desk(*resume, "cluster.slurm.links=3").out
     assert "  continues from  step 4\n" in output
     assert "  written there   the batch scripts\n" in output
     assert "#!/bin/bash\nlinks 3" in output
-    assert main(["resume", "add/1", "--no-check", "actor.optimizer.lr=1", "--dry-run"]) == 2
-    assert "add/1 exists with another configuration" in capsys.readouterr().err
-    assert main(["resume", "add/1", "--no-check", "total_steps=7", "--dry-run", "--json"]) == 0
-    shown = printed(capsys)
+    told = desk.rejected(*resume, "actor.optimizer.lr=1")
+    assert "add/1 exists with another configuration" in told
+    shown = desk.json(*resume, "total_steps=7")
     assert (shown["trial"], shown["resumed_step"]) == ("add/1", 4)
     assert shown["scripts"] == {"trainer": "#!/bin/bash\nlinks 8\n"}
-    assert contents(root) == before
-    assert (len(scheduler.requests), scheduler.done) == (1, [])
+    assert desk.contents() == before
+    assert (len(desk.scheduler.requests), desk.scheduler.done) == (1, [])
 
 
-def test_submit_dry_run_rejects_the_same_trials_as_submit(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The dry run reports what submit would do with the existing trial, and changes nothing."""
-    assert submit_it(tmp_path, "--detach") == 0
-    scheduler.tasks = [task(0, JobState.RUNNING)]
-    assert submit_it(tmp_path, "--dry-run") == 2
-    assert "add/1 is live (job 41_0, RUNNING)" in capsys.readouterr().err
-    assert submit_it(tmp_path, "--dry-run", "--new") == 0
-    assert "add/2 would be submitted to" in capsys.readouterr().out
-    run = FakeRun(root)
-    run.begin()
-    run.commit(4)
-    run.end(Kind.CANCELLED)
-    scheduler.tasks = [task(3, JobState.PENDING)]
-    before = contents(root)
-    assert submit_it(tmp_path, "--dry-run", "actor.optimizer.lr=1") == 2
-    shown = capsys.readouterr()
+def test_submit_dry_run_rejects_a_live_trial(desk: Desk) -> None:
+    desk.submitted()
+    desk.scheduler.tasks = [task(0, JobState.RUNNING)]
+    assert "add/1 is live (job 41_0, RUNNING)" in desk.submit("--dry-run", code=2).err
+    assert "add/2 would be submitted to" in desk.submit("--dry-run", "--new").out
+
+
+def test_submit_dry_run_changes_nothing_in_an_existing_trial(desk: Desk) -> None:
+    desk.interrupted()
+    before = desk.contents()
+    shown = desk.submit("--dry-run", "actor.optimizer.lr=1", code=2)
     assert "add/1 exists with another configuration: submit it with --new, or undo:" in shown.err
     assert shown.out == ""
-    assert submit_it(tmp_path, "--dry-run", "cluster.slurm.links=3") == 0
-    output = capsys.readouterr().out
+    output = desk.submit("--dry-run", "cluster.slurm.links=3").out
     assert "  continues from  step 4\n" in output
     assert "  cancelled       its jobs that are still queued: 41" in output
-    assert submit_it(tmp_path, "--dry-run", "--json") == 0
-    assert printed(capsys)["resumed_step"] == 4
-    assert contents(root) == before
-    assert (len(scheduler.requests), scheduler.done) == (1, [])
+    assert json.loads(desk.submit("--dry-run", "--json").out)["resumed_step"] == 4
+    assert desk.contents() == before
+    assert (len(desk.scheduler.requests), desk.scheduler.done) == (1, [])
 
 
-def test_plan_reports_a_trial_with_another_configuration(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The plan lists it under problems to fix before submission. A plan of the same trial has no
-    problem.
-    """
-    config = str(write_config(tmp_path))
-    assert submit_it(tmp_path, "--detach") == 0
-    run = FakeRun(root)
+def test_plan_reports_a_trial_with_another_configuration(desk: Desk) -> None:
+    """The plan lists it under problems to fix before submission."""
+    run = desk.submitted()
     run.begin()
-    arguments = ["plan", config, "--scheduler", "local", "--json"]
-    capsys.readouterr()
-    assert main([*arguments, "seed=9"]) == 0
-    assert printed(capsys)["missing"] == [], "it has no commit, and would begin with seed 9"
+    plan = ("plan", str(desk.folder / "sft.yaml"), "--scheduler", "local")
+    assert desk.json(*plan, "seed=9")["missing"] == [], "it has no commit: seed 9 is possible"
     run.commit(4)
-    assert main([*arguments, "total_steps=9"]) == 0
-    assert printed(capsys)["missing"] == []
-    assert main([*arguments, "seed=9"]) == 2
-    [problem] = printed(capsys)["missing"]
-    assert problem.startswith(
-        "add/1 exists with another configuration: submit it with --new, or undo:"
-    )
+    assert desk.json(*plan, "total_steps=9")["missing"] == []
+    [problem] = desk.json(*plan, "seed=9", code=2)["missing"]
+    known = "add/1 exists with another configuration: submit it with --new, or undo:"
+    assert problem.startswith(known)
     assert "seed: 1 in the trial, 9 now" in problem
 
 
-def test_resume_dry_run_rejects_the_same_trials_as_resume(
-    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert submit_it(tmp_path, "--detach") == 0
-    scheduler.tasks = [task(0, JobState.RUNNING)]
-    assert main(["resume", "add/1", "--no-check", "--dry-run"]) == 2
-    assert "is live" in capsys.readouterr().err
-    scheduler.tasks = []
-    run = FakeRun(root)
+def test_resume_dry_run_rejects_the_same_trials_as_resume(desk: Desk) -> None:
+    run = desk.submitted()
+    desk.scheduler.tasks = [task(0, JobState.RUNNING)]
+    assert "is live" in desk.rejected("resume", "add/1", "--no-check", "--dry-run")
+    desk.scheduler.tasks = []
     run.begin()
     run.end(Kind.FINISHED, step=6, reason="total_steps")
-    assert main(["resume", "add/1", "--no-check", "--dry-run"]) == 0
-    assert capsys.readouterr().out == "add/1 is already complete; nothing would be submitted\n"
+    output = desk("resume", "add/1", "--no-check", "--dry-run").out
+    assert output == "add/1 is already complete; nothing would be submitted\n"
