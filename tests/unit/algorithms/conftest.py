@@ -39,9 +39,7 @@ ARCHITECTURE = {
 
 @dataclass
 class World:
-    """The models ``actor``, ``critic`` and ``ref`` start from the same weights, except
-    for heads.
-    """
+    """The models ``actor``, ``critic`` and ``ref`` start from the same weights."""
 
     ppo: PolicyGradient
     settings: Settings

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.policy.advantages import (
-    Estimates,
-    estimate,
-    moments,
-    whiten,
-)
+from slurmrl.algorithms.policy.advantages import Estimates, estimate, moments, whiten
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from slurmrl.algorithms.rule_reward import score_records
 from slurmrl.algorithms.summaries import majorities, pass_at_k, vote_of, wilson
 from slurmrl.config.schema import Dataset, Evaluation
-from slurmrl.config.schema.config import StopWhen
 
 
 def evaluation(**settings: Any) -> Evaluation:
@@ -43,9 +42,7 @@ def test_pass_at_k_is_exact_for_many_completions() -> None:
 
 
 def test_majority_rate_is_the_mean_over_subsets_and_tie_breaks() -> None:
-    """Compares maj@k with the enumeration of all subsets of k completions. Tied most frequent votes
-    win equally often.
-    """
+    """Compares with the enumeration of all subsets. Tied votes win equally often."""
     rng = random.Random(3)
     for _ in range(200):
         votes = [rng.choice(["4", "5", "6", None]) for _ in range(rng.randint(1, 7))]
@@ -110,9 +107,7 @@ def _held(counts: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
 
 
 def test_majority_rate_of_800_completions_takes_little_time() -> None:
-    """The votes have 1 to 39 of 800 completions. An exact sum over votes, ties and subset sizes
-    would take minutes.
-    """
+    """An exact sum over votes, ties and subset sizes would take minutes."""
     votes = [size for size in range(1, 40) for _ in range(size)]
     first, last = majorities(votes, [vote == 39 for vote in votes], [1, len(votes)])
     assert (first, last) == (pytest.approx(39 / len(votes)), 1.0)
@@ -159,9 +154,6 @@ def test_wilson_interval_solves_the_score_equation() -> None:
 
 
 def test_each_prompt_has_a_record_with_its_rates() -> None:
-    """One of two prompts has 3 correct completions. The other has one correct and two equal wrong
-    completions.
-    """
     settings = evaluation(n=3, pass_score=0.5)
     assert settings.attempts == (1, 2, 3)
     texts = ["4", "4", "4", "5", "7", "7"]
@@ -193,10 +185,6 @@ def test_single_completion_has_no_pass_or_majority_rates() -> None:
 def test_answer_pattern_without_group_is_rejected(pattern: str, reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         evaluation(vote_pattern=pattern)
-
-
-def test_stop_condition_accepts_pass_at_k() -> None:
-    assert StopWhen.parse("eval/pass@8 >= 0.5").met({"eval/pass@8": 0.6})
 
 
 def test_rate_metrics_are_known_before_the_run(tmp_path: Path) -> None:

@@ -125,9 +125,6 @@ def test_single_unfailed_completion_has_advantage_zero(advantage: str) -> None:
 
 @pytest.mark.parametrize("advantage", ["gae", "none", "group", "batch"])
 def test_turns_without_rewards_leave_advantages_unchanged(advantage: str) -> None:
-    """A batch whose turn rewards are all zero has the advantages of a batch without
-    turn rewards.
-    """
     std = "batch" if advantage in ("group", "batch") else "none"
     settings = algorithm(advantage=advantage, advantage_std=std)
     plain = rollout()

@@ -11,18 +11,12 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.policy.hyperparameters import Correction
-from slurmrl.algorithms.policy.objective import (
-    correction_weights,
-    mismatch_metrics,
-    mismatch_sums,
-    second_moment_mask,
-)
+from slurmrl.algorithms.policy.objective import correction_weights, second_moment_mask
 from slurmrl.algorithms.sequences import Sequences
 
 LENGTHS = [4, 3, 1, 2]
 MASK = torch.tensor([0, 1, 1, 1, 1, 1, 0, 1, 0, 0]).bool()
 SEQUENCES = Sequences.of(torch.tensor([0, *LENGTHS]).cumsum(0), torch.device("cpu"))
-BEHAVIOR = torch.randn(len(MASK), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("bound", [{"reject_upper": 2.0}, {"reject_lower": 0.5}])
@@ -73,24 +67,8 @@ def test_impossible_corrections_are_rejected(options: dict[str, Any], message: s
         Correction(**options)
 
 
-def metrics(training: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, float]:
-    sums = mismatch_sums(training, behavior, mask)
-    return mismatch_metrics({name: float(value) for name, value in sums.items()}, float(mask.sum()))
-
-
-def test_mismatch_is_zero_for_engines_that_agree() -> None:
-    assert metrics(BEHAVIOR, BEHAVIOR, MASK) == {
-        "mismatch/kl": 0.0,
-        "mismatch/kl_k1": 0.0,
-        "mismatch/ratio_max": 1.0,
-        "mismatch/effective_sample_size": 1.0,
-    }
-
-
 def algorithm_1(log_ratios: Tensor, advantages: Tensor, mask: Tensor, limit: float) -> list[bool]:
-    """Return M2PO's mask by the loop of the paper: drop the token with the largest squared
-    log-ratio until the mean square is within the limit.
-    """
+    """Drop tokens with the largest squared log-ratio until the mean square is within limit."""
     kept = mask.tolist()
     trusted = {
         t: float(log_ratios[t]) ** 2

@@ -67,10 +67,7 @@ def generated(
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_one_turn_episode_equals_a_completion(n: int, make_world: MakeWorld) -> None:
-    """Tokens and ends equal generation without episodes.
-
-    Log-probabilities differ only by rounding.
-    """
+    """Log-probabilities differ only by rounding."""
     world = make_world()
     episode, _ = generated(world, context_of(world, {"name": f"{OWN}:once"}, n=n), ["a", "b"])
     plain, _ = generated(world, context_of(world, {}, n=n), ["a", "b"])
@@ -82,10 +79,6 @@ def test_one_turn_episode_equals_a_completion(n: int, make_world: MakeWorld) -> 
 
 
 def test_episode_logprobs_equal_those_of_the_whole_sequence(make_world: MakeWorld) -> None:
-    """The training engine computes the same values for every turn in its context.
-
-    Tokens of messages are marked.
-    """
     world = make_world()
     sample, result = generated(world, context_of(world, SEVERAL, n=4), ["a", "bb", "ccc"])
     read = sample.tensor("prompt_mask")
@@ -119,9 +112,7 @@ def judged(world: Any, context: CallContext, sample: SequenceSample) -> CallResu
 
 
 def test_failed_episode_keeps_its_prompt_and_has_no_reward(make_world: MakeWorld) -> None:
-    """The metrics count the failed episode. Later calls get only its prompt, and training uses none
-    of its tokens.
-    """
+    """Later calls get only its prompt."""
     world = make_world()
     context = context_of(world, SEVERAL)
     sample, result = generated(world, context, ["a", "x", "b"])
@@ -135,9 +126,7 @@ def test_failed_episode_keeps_its_prompt_and_has_no_reward(make_world: MakeWorld
 
 
 def test_reward_is_score_of_last_turn_plus_turn_rewards(make_world: MakeWorld) -> None:
-    """The reward is the score of the last turn's text plus the rewards of turns. The table of
-    samples shows the turns and the messages between them.
-    """
+    """The table of samples shows the turns and the messages between them."""
     world = make_world()
     context = context_of(world, SEVERAL)
     tokenizer = context.tokenizer

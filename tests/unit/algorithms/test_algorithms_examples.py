@@ -39,9 +39,7 @@ def test_example_is_valid_except_for_files_made_elsewhere(name: str, tmp_path: P
 
 
 def test_custom_loss_example_is_correct_and_short() -> None:
-    """Compares with SimPO computed by hand for two pairs of one item, with answers of 1 and 2
-    tokens.
-    """
+    """Compares with SimPO computed by hand, with answers of 1 and 2 tokens."""
     path = EXAMPLES / "custom" / "simpo.py"
     assert len(path.read_text().splitlines()) < 60
     spec = importlib.util.spec_from_file_location("simpo", path)
@@ -63,9 +61,7 @@ def test_custom_loss_example_is_correct_and_short() -> None:
     assert float(stats["accuracy"]) == 0.5
 
 
-def test_sentiment_example_classifier_scores_texts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sentiment_example_classifier_scores_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A score is the probability of POSITIVE. It does not depend on padding in a batch."""
     monkeypatch.syspath_prepend(str(EXAMPLES / "custom"))
     reward = importlib.import_module("sentiment").Sentiment(batch_size=3)

@@ -35,21 +35,16 @@ def test_refill_settings_reach_the_step() -> None:
     ("settings", "scores", "finished", "expected"),
     [
         (Filters(), [1.0, 1.0], [False, False], None),
-        (Filters(), [], [], None),
         (DROP, [1.0, 1.0], [True, False], "zero_variance"),
-        (DROP, [0.25, 0.5], [False, False], None),
         (DROP, [0.0, 0.0, 0.0, 1e-3], [True] * 4, None),
         (DROP, [0.0, -0.0], [True] * 2, "zero_variance"),
         (DROP, [1.0], [True], "zero_variance"),
-        (DROP, [], [], "zero_variance"),
         (MASK, [0.25, 0.5], [False, False], "truncated"),
         (MASK, [0.25, 0.5], [True, False], None),
         (MASK, [], [], "zero_variance"),
         (Filters(max_truncated=0.5), [1.0, 0.0], [True, False], None),
         (Filters(max_truncated=0.5), [1.0, 0.0, 0.5], [True, False, False], "truncated"),
-        (Filters(max_truncated=0.5), [], [], None),
         (Filters(max_truncated=0.0), [1.0, 0.0], [True, False], "truncated"),
-        (Filters(max_truncated=0.0), [1.0, 1.0], [True, True], None),
         (
             Filters(max_truncated=0.0, zero_variance="drop"),
             [1.0, 1.0],
@@ -74,9 +69,7 @@ def filtered(sample: SequenceSample, **options: Any) -> CallResult:
 
 
 def test_filter_decides_per_prompt_by_its_own_completions() -> None:
-    """Covers groups of different sizes and ranks without a prompt. The metrics are shares of
-    prompts.
-    """
+    """Covers groups of different sizes. The metrics are shares of prompts."""
     sample = SequenceSample(
         ("a@0", "b@0", "c@0", "d@0"),
         _lengths([2, 3, 2, 1]),
@@ -95,9 +88,7 @@ def test_filter_decides_per_prompt_by_its_own_completions() -> None:
 
 
 def test_filters_ignore_failed_episodes() -> None:
-    """The reward 0 of a failed episode does not count as a score. A failed episode does not count
-    as truncated either.
-    """
+    """Its reward 0 is no score, and it does not count as truncated."""
     wrote = [[True, True, False], [True, False], [False, False], [True, True, False, False]]
     sample = SequenceSample(
         ("equal@0", "alone@0", "none@0", "differ@0"),

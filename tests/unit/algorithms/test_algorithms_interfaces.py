@@ -111,9 +111,7 @@ def test_rank_without_completions_has_no_greedy_baseline(
 
 
 def test_completion_does_not_depend_on_the_number_per_prompt(make_world: MakeWorld) -> None:
-    """The first completion equals the completion with n = 1, and each completion has a separate
-    random stream. Prompts and completions of a group are next to each other.
-    """
+    """Each completion has its own random stream."""
     world = make_world()
     drawn = {}
     for n in (1, 2, 5):
@@ -128,34 +126,6 @@ def test_completion_does_not_depend_on_the_number_per_prompt(make_world: MakeWor
     assert drawn[2][0::2] == drawn[1]
     assert drawn[5][0:2] + drawn[5][5:7] == drawn[2]
     assert len({tuple(row) for row in drawn[5]}) == 10
-
-
-def test_generation_reports_lengths(make_world: MakeWorld) -> None:
-    world = make_world()
-    result = RolloutInterface().generate(
-        world.actor, prompts(["x@0", "y@0"]), world.context(step=1)
-    )
-    assert result.sample is not None
-    assert result.stats["prompt_length"] == (6.0, 2.0)
-    assert result.stats["response_length"] == (len(result.sample.tensor("input_ids")) - 6.0, 2.0)
-    assert result.stats["finished"] == (float(result.sample.tensor("finished").sum()), 2.0)
-
-
-def test_completion_ends_at_any_stop_token(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.stops = (*world.stops, 5, 9)
-    result = RolloutInterface().generate(
-        world.actor, prompts([f"{n}@0" for n in range(64)]), world.context(step=1)
-    )
-    assert result.sample is not None
-    last = set()
-    for one in range(64):
-        item = result.sample.take([one])
-        new = item.tensor("input_ids")[~item.tensor("prompt_mask")].tolist()
-        assert not set(new[:-1]) & set(world.stops)
-        assert bool(item.tensor("finished")) == (new[-1] in world.stops)
-        last.add(new[-1])
-    assert set(world.stops) < last
 
 
 def test_reward_does_not_get_the_stop_token(make_world: MakeWorld) -> None:
@@ -214,10 +184,6 @@ def test_evaluation_has_its_own_settings_and_random_stream(make_world: MakeWorld
 
 
 def test_recomputed_logprobs_replace_generation_logprobs(make_world: MakeWorld) -> None:
-    """The engine computes them.
-
-    The distance to generation's values is reported, and updates ignore generation's values.
-    """
     world, other = make_world(), make_world()
     sample, expected = world.rollout(step=1), other.rollout(step=1)
     expected_stats = other.train_actor(expected, 1, kl_coef=0.1)
@@ -315,9 +281,6 @@ def test_samples_show_rendered_prompt_if_template_adds_text(make_world: MakeWorl
 
 
 def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
-    """The part ``model`` of a reward is the value at the last token, minus the bias, times the
-    scale. It is added to other parts.
-    """
     world = make_world()
     context = judging(world.context(step=1), samples=1)
     sample = completed()
@@ -360,9 +323,6 @@ def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
 
 
 def test_reward_scores_each_completion_of_a_prompt(make_world: MakeWorld) -> None:
-    """A reward gets the prompt and the row of every completion. The samples for readers have the
-    number of each completion.
-    """
     context = judging(make_world().context(step=1), samples=3)
     pair = completed()
     swapped = pair.take([1, 0])

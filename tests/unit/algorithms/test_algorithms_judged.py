@@ -139,9 +139,7 @@ DPOS = (
 
 @pytest.mark.parametrize("dpo", DPOS)
 def test_dpo_equals_its_formula(dpo: DPO) -> None:
-    """Compares loss and gradient of each variant, for items with one or several pairs and answers
-    of one token. No two variants give equal losses.
-    """
+    """Covers items with several pairs and answers of one token. No two variants are equal."""
     sample, at = judged(LENGTHS), tokens_of(LENGTHS)
     check(
         lambda logp: dpo_loss({"logp": logp}, sample, dpo)[0],
@@ -347,9 +345,6 @@ def test_loss_does_not_depend_on_micro_batches_and_order(
 def test_steps_lower_the_loss_and_evaluation_reports_the_same(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
-    """Each step has the metrics of an evaluation of the same batch before it. After some steps, the
-    chosen answers have larger rewards.
-    """
     sample, model = batch_of(lengths), engine(head)
     before = means(interface().inference(model, sample, context(algorithm)))
     first = means(interface().train_step(model, sample, context(algorithm)))
@@ -387,9 +382,7 @@ def test_evaluation_metrics_are_means_of_item_scores(
 
 
 def test_kto_accuracy_is_the_share_of_correctly_ranked_answers() -> None:
-    """An answer is ranked correctly if it is beyond the reference point in the direction of its
-    label. A tie does not count. The loss of such an answer is below half of its maximum.
-    """
+    """A tie does not count."""
     logratios = torch.tensor([0.5, 0.2, 0.1, 0.5, 0.2, 0.1])
     desirable = torch.tensor([True, True, True, False, False, False])
     kto = KTO(batch_size=4)
@@ -401,9 +394,6 @@ def test_kto_accuracy_is_the_share_of_correctly_ranked_answers() -> None:
 
 
 def test_kto_reference_kl_comes_from_mismatched_answers() -> None:
-    """The reference KL is the mean over the batch, at least 0, and shifts the loss of each
-    answer.
-    """
     sample, model = batch_of(LABELED), engine()
     logp = model.forward(sample.only(["input_ids"]))["logp"]
     sums = [[sum(tokens) for tokens in item] for item in answers(logp, LABELED)]

@@ -89,10 +89,7 @@ def test_loss_is_zero_without_tokens_to_learn_from() -> None:
 
 
 def test_kl_estimators_and_gradients_are_right_in_the_mean() -> None:
-    """k1 and k3 have the mean KL(policy || reference) over the vocabulary.
-
-    Only k2 and k3 have a nonzero mean gradient.
-    """
+    """Only k2 and k3 have a nonzero mean gradient."""
     generator = torch.Generator().manual_seed(1)
     logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     ref = other.log_softmax(0)

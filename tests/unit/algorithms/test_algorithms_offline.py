@@ -13,11 +13,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.offline import (
-    CompletionRecords,
-    LikelihoodRecords,
-    PairRecords,
-)
+from slurmrl.algorithms.offline import CompletionRecords, LikelihoodRecords, PairRecords
 from slurmrl.algorithms.summaries import (
     mean,
     of_completions,

@@ -41,10 +41,7 @@ def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_documented_kl_penalty_has_a_coefficient(name: str) -> None:
-    """Without a coefficient, the settings would have no effect.
-
-    An explicit 0 disables the penalty.
-    """
+    """Otherwise the settings would have no effect. An explicit 0 disables the penalty."""
     kl = {"where": "loss", "estimator": "k3"}
     if PolicyGradient.model_validate({"batch_size": 8, "name": name}).uses_reference:
         settings = PolicyGradient.model_validate({"batch_size": 8, "name": name, "kl": kl})
@@ -82,9 +79,6 @@ def test_kl_coefficient_is_a_known_metric(coef: float) -> None:
 def test_overriding_a_preset_choice_drops_its_dependent_settings(
     name: str, choice: dict[str, Any], belonging: dict[str, Any]
 ) -> None:
-    """A configuration that overrides a preset's choice is not rejected because of the preset's
-    dependent settings.
-    """
     settings = PolicyGradient.model_validate({"batch_size": 8, "name": name, **choice})
     assert {key: getattr(settings, key) for key in belonging} == belonging
     in_force = {key: value for key, value in settings.preset.items() if key != "kl"}

@@ -41,10 +41,7 @@ def restrict(world: Any) -> None:
 def test_models_apply_the_recorded_sampling_masks(
     options: dict[str, Any], make_world: MakeWorld
 ) -> None:
-    """Before its first update, the policy equals the generating policy, and so does a reference
-    with the same weights. Ratios are therefore 1 and divergences 0. Without masks, they would
-    differ.
-    """
+    """Ratios are 1 and divergences 0 before the first update. Without masks, they differ."""
     world = make_world(**options)
     restrict(world)
     sample = world.rollout(step=1)
@@ -72,9 +69,7 @@ def test_models_apply_the_recorded_sampling_masks(
 
 
 def test_update_changes_probabilities_within_sampling_masks(make_world: MakeWorld) -> None:
-    """The loss of a token has the gradient of its restricted log-probability. Logits outside its
-    mask have no effect.
-    """
+    """Logits outside the mask of a token have no effect."""
     world = make_world()
     restrict(world)
     sample = world.rollout(step=1, prompts=4)
@@ -132,10 +127,6 @@ EXPERTS_OF_TWO = {
 def test_actor_trains_with_experts_recorded_in_generation(
     turns: bool, make_world: MakeWorld
 ) -> None:
-    """If the weights are equal, nothing differs.
-
-    If the routers differ, the recorded experts still count.
-    """
     world = make_world()
     world.actor = engine(architecture={**ARCHITECTURE, **EXPERTS_OF_TWO, "vocab_size": 80})
     rollout = {"n": 2, "replay_experts": True}
@@ -173,9 +164,7 @@ def completion(tokens: tuple[int, ...], masks: SampledMasks | None) -> Completio
 
 
 def test_rollout_task_files_keep_sampling_masks(make_world: MakeWorld) -> None:
-    """Covers completions of different length, a message between turns, and an engine without
-    masks.
-    """
+    """Covers a message between turns, and an engine without masks."""
     world = make_world()
     restrict(world)
     turns, other = Completions([2, 3]), Completions([4])
@@ -237,11 +226,7 @@ def _named(*ids: str) -> SequenceSample:
 
 
 def test_only_calls_that_need_records_read_them(make_world: MakeWorld) -> None:
-    """The critic reads no log-probabilities, and a reference has separate experts.
-
-    There are no records without the settings or in evaluations. A custom algorithm gets records
-    only if it requests them.
-    """
+    """The critic reads no log-probabilities, and a reference has separate experts."""
     world = make_world(recompute_logprobs=True, kl={"coef": 0.1})
     config = restricted(world.settings.config)
 

@@ -70,9 +70,7 @@ def test_calls_form_a_graph_and_name_real_interfaces(algorithm: AlgorithmSchema)
 def test_graph_has_only_models_that_the_settings_need(
     options: dict[str, Any], roles: list[str]
 ) -> None:
-    """Only GAE needs a critic, and only a KL coefficient above 0 a reference. Without these models,
-    their calls, keys and metrics are missing too.
-    """
+    """Their calls, keys and metrics are missing too."""
     algorithm = PolicyGradient.model_validate({"batch_size": 8, **options})
     assert [use.role for use in algorithm.roles()] == roles
     calls = {call.name: call for call in algorithm.calls(config())}

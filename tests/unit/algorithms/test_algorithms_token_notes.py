@@ -18,9 +18,7 @@ from tests.unit.algorithms.conftest import MakeWorld
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes. A leading space of a sequence is lost, as with
-    SentencePiece.
-    """
+    """A tokenizer whose tokens are bytes. A sequence loses its leading space."""
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace").removeprefix(" ")

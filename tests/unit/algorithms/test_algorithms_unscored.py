@@ -89,9 +89,7 @@ def test_filters_leave_out_unscored_completions() -> None:
 
 
 def test_evaluations_are_means_over_scored_completions() -> None:
-    """A prompt with an unscored completion has no pass@k. A prompt without any score is
-    in no mean.
-    """
+    """A prompt with an unscored completion has no pass@k."""
     evaluation = Evaluation(dataset=Dataset(type="prompt_answer", path="x"), n=2, pass_score=1.0)
     scores = [1.0, 0.0, None, 1.0, None, None]
     records = score_records("abc", [2, 2, 2], scores, ["x"] * 6, evaluation)

@@ -86,9 +86,7 @@ def names(seen: list[tuple[tuple[str, ...], float]]) -> list[set[str]]:
 
 
 def test_shuffled_minibatches_follow_seed_step_and_epoch() -> None:
-    """Each epoch trains on each item once, in different minibatches. A rank's minibatch is its part
-    of the minibatch of all ranks.
-    """
+    """A rank's minibatch is its part of the minibatch of all ranks."""
     everything = list(range(8))
     options = {"n_minibatches": 3, "n_epochs": 2, "shuffle_minibatches": True}
     whole, _ = updates(everything, **options)
@@ -106,9 +104,7 @@ def test_shuffled_minibatches_follow_seed_step_and_epoch() -> None:
 
 
 def _joined(parts: list[list[set[str]]], whole: list[set[str]]) -> list[set[str]]:
-    """Return the items of all ranks for each update. A rank without items of an update is not
-    called here, because the recorder has no other ranks.
-    """
+    """Return the items of all ranks for each update."""
     found = []
     rest = [list(part) for part in parts]
     for wanted in whole:
@@ -126,37 +122,12 @@ def test_contiguous_minibatches_repeat_in_each_epoch() -> None:
     assert names(seen) == [first, second, first, second]
 
 
-def test_batch_without_unmasked_tokens_makes_no_update(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_batch_without_unmasked_tokens_makes_no_update(caplog: pytest.LogCaptureFixture) -> None:
     """The log has the reason, and the next step continues."""
     seen, means = updates([])
     assert (seen, means) == ([], {"updates": 0.0, "skipped": 0.0})
     assert "step 1 makes no update of the actor" in caplog.text
     assert "mask_truncated" in caplog.text
-
-
-def weights(world: Any) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in world.actor._shards.local().values()]
-
-
-def test_actor_is_not_trained_during_critic_warmup(make_world: MakeWorld) -> None:
-    """In these steps, the actor's weights and schedule stay constant, the critic trains, and
-    metrics are complete.
-    """
-    world = make_world(critic_warmup_steps=2)
-    before = weights(world)
-    for step in (1, 2):
-        sample = world.rollout(step)
-        stats = world.train_actor(sample, step, kl_coef=0.1)
-        assert world.train_critic(sample, step, kl_coef=0.1)["critic_updates"] == 2.0
-        assert (stats["actor_updates"], stats["early_stop"]) == (0.0, 0.0)
-        assert {"actor/loss", "entropy", "mismatch/kl", "kl"} <= set(stats)
-    assert world.actor.steps == 0
-    assert all(map(torch.equal, before, weights(world)))
-    stats = world.train_actor(world.rollout(3), 3, kl_coef=0.1)
-    assert (stats["actor_updates"], world.actor.steps) == (2.0, 2)
-    assert not all(map(torch.equal, before, weights(world)))
 
 
 def test_host_waits_do_not_grow_with_all_options(make_world: MakeWorld) -> None:

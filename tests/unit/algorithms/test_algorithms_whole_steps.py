@@ -255,9 +255,7 @@ def differences(found: dict[str, float], wanted: dict[str, float]) -> dict[str, 
 def check_order(
     case: Case, minibatches: Sequence[Sequence[Prompt]], *, stopped: bool = False
 ) -> None:
-    """Check that an epoch trains on each prompt once, in minibatches with equal numbers of prompts.
-    Prompts without a token in the loss are left out.
-    """
+    """Check that an epoch trains on each prompt once, in even minibatches."""
     trained = [
         prompt.name
         for prompt in case.batch.prompts
