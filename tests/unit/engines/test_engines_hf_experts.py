@@ -96,9 +96,7 @@ def test_recorded_experts_are_those_that_processed_the_tokens(family: str) -> No
 @pytest.mark.parametrize("recompute", ["off", "full"])
 @pytest.mark.parametrize("family", ROUTED)
 def test_training_computes_with_recorded_experts(family: str, recompute: str) -> None:
-    """Other weights than those in training selected the recorded experts. Sequences without a
-    record use the current router.
-    """
+    """Other weights selected the recorded experts."""
     options: dict[str, Any] = {"architecture": ROUTED[family], "implementation": "hf"}
     trained = engine(**options, gradient_checkpointing=recompute, max_tokens_per_microbatch=64)
     model: Any = trained._shards.decoder

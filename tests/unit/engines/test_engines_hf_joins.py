@@ -65,9 +65,6 @@ async def steps(count: int) -> None:
 def test_joining_requests_have_the_same_completions_as_alone(
     family: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shorter prompts join the cache. After a longer prompt, or if the cache is mostly padding, the
-    batch is prefilled again.
-    """
     monkeypatch.setitem(CHECK_TOKENS, "cpu", every)
     model = model_of(family)
     long = GenerationOptions(max_new_tokens=60)

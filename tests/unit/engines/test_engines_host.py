@@ -63,19 +63,13 @@ def test_pinned_buffer_has_its_size_and_is_unpinned_before_unmapping(
     assert view.tolist() == [7] * 8
 
 
-def test_error_about_unpinnable_memory_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_error_about_unpinnable_memory_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Cudart(code=2))
     with pytest.raises(MemoryError, match=r"1\.5 GiB .*CUDA error 2.*cluster\.mem_per_worker"):
         HostBuffer(3 << 29, locked=True)
 
 
 def test_host_copies_share_one_buffer_of_their_total_size() -> None:
-    """All copies are in one allocation without rounding.
-
-    They equal the tensors and do not change.
-    """
     tensors = state()
     copies = HostCopies().copy(tensors)
     storages = {

@@ -126,22 +126,6 @@ def test_moments_and_step_number_suffice_to_resume(kind: str) -> None:
             assert torch.equal(straight.moments[moment][name], resumed.moments[moment][name])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_step_changes_every_moment(kind: str) -> None:
-    """Each optimizer has one or more moments per parameter that every step changes, and does not
-    change gradients.
-    """
-    weights = random(0)
-    optimizer = made(options_of(kind), weights)
-    assert tuple(optimizer.moments) == optimizer.options.moments
-    [found] = gradients(range(1))
-    optimizer.step(weights, found)
-    assert all(torch.equal(found[name], random(100)[name]) for name in SHAPES)
-    for moment, values in optimizer.moments.items():
-        assert {name: tuple(value.shape) for name, value in values.items()} == SHAPES
-        assert all(value.count_nonzero() == value.numel() for value in values.values()), moment
-
-
 def test_every_torch_optimizer_is_supported_or_rejected() -> None:
     known = {
         name.lower()

@@ -52,9 +52,6 @@ def test_short_prefixes_are_not_shared() -> None:
 
 
 def test_each_sequence_has_at_least_one_token_after_its_prefix() -> None:
-    """Covers equal sequences, a sequence that is a prefix of the next one, and a prompt without a
-    completion.
-    """
     rows = sample([A, A], [[*A, 1], [*A, 1, 2]])
     (prefix,) = shared_prefixes(rows)
     assert prefix == SharedPrefix(0, 4, 29)

@@ -43,9 +43,7 @@ OPTIONS = GenerationOptions(
 
 
 def expected_mask(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], Tensor]:
-    """Return the tokens that top-k and top-p keep for logits [V], computed by sorting, and the
-    log-probabilities [V] restricted to them.
-    """
+    """Return the tokens that top-k and top-p keep, and their log-probabilities [V]."""
     scaled = logits / OPTIONS.temperature
     scaled[list(banned)] = -torch.inf
     assert OPTIONS.top_k is not None
@@ -135,9 +133,7 @@ def test_training_computes_the_sampling_distribution_of_generation(implementatio
 def test_completions_with_a_shared_prefix_keep_their_own_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Equal sequences are computed once. Their sampling masks may still differ, for example after a
-    weight update between them.
-    """
+    """Equal sequences are computed once, but a weight update may change their masks."""
     ids = torch.randint(4, 50, (24,), generator=torch.Generator().manual_seed(2))
     batch = SequenceSample.grouped([[24, 24]], ["a"], {"input_ids": ids.repeat(2)})
     masks = SampledMasks()
@@ -266,9 +262,7 @@ def test_requests_get_the_experts_that_processed_each_token(limits: Limits) -> N
 
 
 def test_experts_are_recorded_from_the_first_request_that_needs_them() -> None:
-    """Cached tokens of earlier requests are prefilled again, and these requests keep their
-    samples.
-    """
+    """Cached tokens of earlier requests are prefilled again."""
     decoder, text = decoder_of("mixtral-windows"), tuple(range(4, 24))
     plain = GenerationOptions(max_new_tokens=12)
     batch = ContinuousBatch(decoder, Limits(page_tokens=4), context=None)
@@ -308,9 +302,6 @@ def routed(seed: int = 4) -> SequenceSample:
 
 
 def test_whole_batches_replay_their_recorded_experts() -> None:
-    """Recorded experts that the same weights chose change nothing. Other recorded experts change
-    the outputs.
-    """
     model = experts_engine()
     options = GenerationOptions(max_new_tokens=9, temperature=0.7, experts=True)
     output = generated(model, sample("prompt_ids"), options, seed=1, step=2, keys=torch.arange(6))
@@ -329,9 +320,6 @@ def test_whole_batches_replay_their_recorded_experts() -> None:
 
 
 def test_replayed_experts_match_tokens_in_micro_batches_and_recomputation() -> None:
-    """Each sequence uses its own experts in any micro-batch, and the recomputation in the backward
-    pass uses the same experts.
-    """
     batch = routed()
     alone = [experts_engine().forward(batch.take([n]))["logp"] for n in range(batch.bs)]
     steps = []

@@ -30,9 +30,7 @@ from tests.unit.engines.test_engines_waits import engine, sample
 def test_stop_strings_end_completions_of_a_whole_batch(
     implementation: str, every: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training engine passes its tokenizer on. On a GPU, transformers' models sample some
-    additional tokens before the host reads them.
-    """
+    """On a GPU, some additional tokens are sampled before the host reads them."""
     monkeypatch.setitem(CHECK_TOKENS, "cpu", every)
     model, batch = engine(implementation=implementation), sample("prompt_ids")
     keys = torch.arange(4 * len(batch.ids))

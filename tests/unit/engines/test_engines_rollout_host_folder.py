@@ -32,10 +32,7 @@ time.sleep(600)
 def test_leftovers_of_a_killed_process_are_removed_by_the_next(
     tmp_path: Path, start: Callable[[Path], HostFolder | None]
 ) -> None:
-    """A folder stays while its process lives.
-
-    After a kill it goes with the next start, or once its parent cleans up.
-    """
+    """A folder stays while its process lives."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None

@@ -6,8 +6,9 @@ import asyncio
 import selectors
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from threading import Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -23,15 +24,9 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.instances import (
-    BLOCK,
-    MOST_ATTEMPTS,
-    Instances,
-    PrefixIndex,
-)
+from slurmrl.rollouts.generation.instances import BLOCK, MOST_ATTEMPTS, Instances, PrefixIndex
 from slurmrl.rollouts.generation.server_instance import Patience
 
-T = TypeVar("T")
 PATIENCE = Patience(start_s=20.0, silence_s=5.0, probe_s=2.0)
 AT_ONCE = 6
 
@@ -59,15 +54,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.selector.now
 
 
-def run(main: Callable[[], Awaitable[T]]) -> T:
-    """Run in virtual time, for a day of it at most."""
+def in_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test in virtual time, for a day of it at most."""
 
-    async def bounded() -> T:
-        async with asyncio.timeout(86400):
-            return await main()
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(86400):
+                await test(*arguments, **named)
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(bounded())
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(bounded())
+
+    return run
 
 
 State = Literal["up", "hung", "dead"]
@@ -229,263 +228,196 @@ EVENTS = st.lists(
 
 @settings(max_examples=60)
 @given(events=EVENTS, count=st.integers(1, 3))
-def test_each_request_is_answered_once_with_current_or_later_weights(
+@in_virtual_time
+async def test_each_request_is_answered_once_with_current_or_later_weights(
     events: list[Event], count: int
 ) -> None:
     """This holds for any behavior of instances that return in the end."""
-
-    async def main() -> None:
-        servers = [FakeServer() for _ in range(count)]
-        instances = await serving(servers, wait_s=10000.0)
-        futures: list[asyncio.Future[tuple[Completion, ...]]] = []
-        oldest: list[int] = []  # the minimum version of each request
-        aborted: set[int] = set()
-        updates, latest = [], 1
-        for event in events:
-            await asyncio.sleep(event.after_s)
-            match event.what:
-                case "submit":
-                    prompt = (event.number,) * (16 + 16 * (event.number % 3))
-                    sent = request(f"r{len(futures)}", prompt, keys=1 + event.number % 4)
-                    oldest.append(int(instances.version or 0))
-                    futures.append(instances.submit(sent))
-                case "abort" | "cancel" if futures:
-                    chosen = event.number % len(futures)
-                    aborted.add(chosen)
-                    if event.what == "abort":
-                        instances.abort(f"r{chosen}")
-                    else:
-                        futures[chosen].cancel()
-                case "update":
-                    await asyncio.gather(*updates)  # a trainer sends versions one after the other
-                    latest += 1
-                    version = WeightVersion(name=str(latest))
-                    updates = [asyncio.create_task(instances.update_weights(version))]
-                case "up" | "hung" | "dead" as state:
-                    servers[event.number % count].state = state
-        for server in servers:
-            server.state = "up"
-        await asyncio.gather(*updates)
-        for index, future in enumerate(futures):
-            if future.cancelled():
-                assert index in aborted
-                continue
-            results = await future
-            if ABORTED in results:
-                assert index in aborted
-                continue
-            assert [result.tokens for result in results] == [(key,) for key in range(len(results))]
-            (version,) = {version for result in results for version in result.versions}
-            assert oldest[index] <= int(version) <= latest
-        await asyncio.sleep(0.01)  # the request after an answer
-        assert all(server.most <= AT_ONCE + 3 for server in servers)
-        assert [(each.sequences, each.load) for each in instances._instances] == [(0, 0)] * count
-        await instances.close()
-
-    run(main)
+    servers = [FakeServer() for _ in range(count)]
+    instances = await serving(servers, wait_s=10000.0)
+    futures: list[asyncio.Future[tuple[Completion, ...]]] = []
+    oldest: list[int] = []  # the minimum version of each request
+    aborted: set[int] = set()
+    updates, latest = [], 1
+    for event in events:
+        await asyncio.sleep(event.after_s)
+        match event.what:
+            case "submit":
+                prompt = (event.number,) * (16 + 16 * (event.number % 3))
+                sent = request(f"r{len(futures)}", prompt, keys=1 + event.number % 4)
+                oldest.append(int(instances.version or 0))
+                futures.append(instances.submit(sent))
+            case "abort" | "cancel" if futures:
+                chosen = event.number % len(futures)
+                aborted.add(chosen)
+                if event.what == "abort":
+                    instances.abort(f"r{chosen}")
+                else:
+                    futures[chosen].cancel()
+            case "update":
+                await asyncio.gather(*updates)  # a trainer sends versions one after the other
+                latest += 1
+                version = WeightVersion(name=str(latest))
+                updates = [asyncio.create_task(instances.update_weights(version))]
+            case "up" | "hung" | "dead" as state:
+                servers[event.number % count].state = state
+    for server in servers:
+        server.state = "up"
+    await asyncio.gather(*updates)
+    for index, future in enumerate(futures):
+        if future.cancelled():
+            assert index in aborted
+            continue
+        results = await future
+        if ABORTED in results:
+            assert index in aborted
+            continue
+        assert [result.tokens for result in results] == [(key,) for key in range(len(results))]
+        (version,) = {version for result in results for version in result.versions}
+        assert oldest[index] <= int(version) <= latest
+    await asyncio.sleep(0.01)  # the request after an answer
+    assert all(server.most <= AT_ONCE + 3 for server in servers)
+    assert [(each.sequences, each.load) for each in instances._instances] == [(0, 0)] * count
+    await instances.close()
 
 
-def test_lost_instance_loses_only_its_own_requests() -> None:
+@in_virtual_time
+async def test_lost_instance_loses_only_its_own_requests() -> None:
     """The other instance serves these requests, and serves its own requests once."""
-
-    async def main() -> None:
-        servers = [FakeServer(), FakeServer()]
-        instances = await serving(servers)
-        sent = [request(f"r{index}", (index,) * 32) for index in range(8)]
-        futures = [instances.submit(each) for each in sent]
-        await asyncio.sleep(0.5)
-        lost = set(servers[0].served)
-        servers[0].state = "hung"
-        assert len(await asyncio.gather(*futures)) == 8
-        assert len(lost) == 4
-        assert sorted(servers[1].served) == sorted(each.request_id for each in sent)
-        assert asyncio.get_running_loop().time() < 30
-        await instances.close()
-
-    run(main)
+    servers = [FakeServer(), FakeServer()]
+    instances = await serving(servers)
+    sent = [request(f"r{index}", (index,) * 32) for index in range(8)]
+    futures = [instances.submit(each) for each in sent]
+    await asyncio.sleep(0.5)
+    lost = set(servers[0].served)
+    servers[0].state = "hung"
+    assert len(await asyncio.gather(*futures)) == 8
+    assert len(lost) == 4
+    assert sorted(servers[1].served) == sorted(each.request_id for each in sent)
+    assert asyncio.get_running_loop().time() < 30
+    await instances.close()
 
 
-def test_returning_instance_gets_newest_version_before_requests() -> None:
-    async def main() -> None:
-        servers = [FakeServer(), FakeServer()]
-        instances = await serving(servers)
-        lost = servers[0].engine
-        servers[0].state = "dead"
-        await asyncio.sleep(60)
-        await instances.update_weights(WeightVersion(name="2"))
-        servers[0].state = "up"
-        servers[1].state = "dead"
-        (result,) = await instances.submit(request("r"))
-        assert (result.versions, servers[0].served) == (("2",), ["r"])
-        assert servers[0].engine is not lost
-        await instances.close()
-
-    run(main)
+@in_virtual_time
+async def test_update_does_not_wait_forever_for_a_hanging_instance() -> None:
+    servers = [FakeServer(), FakeServer()]
+    instances = await serving(servers)
+    servers[0].state = "hung"
+    begin = asyncio.get_running_loop().time()
+    await instances.update_weights(WeightVersion(name="2"))
+    assert asyncio.get_running_loop().time() - begin <= PATIENCE.silence_s + PATIENCE.start_s
+    (result,) = await instances.submit(request("r"))
+    assert result.versions == ("2",)
+    await instances.close()
 
 
-@pytest.mark.parametrize("after_s", [0.5, 1.1, 1.4, 1.6])
-def test_instance_gets_a_version_published_during_its_preparation(after_s: float) -> None:
-    """The version arrives while the instance connects, while it loads the previous version, and
-    just after that.
-    """
-
-    async def main() -> None:
-        server = FakeServer()
-        instances = instances_of([server])
-        updates = [asyncio.create_task(instances.update_weights(WeightVersion(name="1")))]
-        await asyncio.sleep(after_s)
-        await instances.update_weights(WeightVersion(name="2"))
-        (result,) = await instances.submit(request("r"))
+@in_virtual_time
+async def test_version_rejected_by_one_instance_is_served_by_the_others() -> None:
+    """It serves again when it can load."""
+    servers = [FakeServer(), FakeServer()]
+    instances = await serving(servers)
+    servers[0].blind = True
+    await instances.update_weights(WeightVersion(name="2"))
+    for name in ("a", "b", "c"):
+        (result,) = await instances.submit(request(name))
         assert result.versions == ("2",)
-        await asyncio.gather(*updates)
-        await instances.close()
-
-    run(main)
-
-
-def test_update_does_not_wait_forever_for_a_hanging_instance() -> None:
-    async def main() -> None:
-        servers = [FakeServer(), FakeServer()]
-        instances = await serving(servers)
-        servers[0].state = "hung"
-        begin = asyncio.get_running_loop().time()
-        await instances.update_weights(WeightVersion(name="2"))
-        assert asyncio.get_running_loop().time() - begin <= PATIENCE.silence_s + PATIENCE.start_s
-        (result,) = await instances.submit(request("r"))
-        assert result.versions == ("2",)
-        await instances.close()
-
-    run(main)
+    assert servers[0].served == []
+    servers[0].blind = False
+    await asyncio.sleep(60.0)
+    assert instances._instances[0].version == "2"
+    servers[0].blind = servers[1].blind = True
+    with pytest.raises(UsageError, match="no such folder"):
+        await instances.update_weights(WeightVersion(name="3"))
+    await instances.close()
 
 
-def test_version_rejected_by_one_instance_is_served_by_the_others() -> None:
-    """A server with a full disk does not stop a run with other servers. It serves again when it can
-    load.
-    """
-
-    async def main() -> None:
-        servers = [FakeServer(), FakeServer()]
-        instances = await serving(servers)
-        servers[0].blind = True
-        await instances.update_weights(WeightVersion(name="2"))
-        for name in ("a", "b", "c"):
-            (result,) = await instances.submit(request(name))
-            assert result.versions == ("2",)
-        assert servers[0].served == []
-        servers[0].blind = False
-        await asyncio.sleep(60.0)
-        assert instances._instances[0].version == "2"
-        servers[0].blind = servers[1].blind = True
-        with pytest.raises(UsageError, match="no such folder"):
-            await instances.update_weights(WeightVersion(name="3"))
-        await instances.close()
-
-    run(main)
+@in_virtual_time
+async def test_start_waits_for_servers_that_come_later() -> None:
+    server = FakeServer()
+    server.refusing = RunFailedError("connection refused")
+    instances = instances_of([server], wait_s=300.0)
+    start = asyncio.ensure_future(instances.start())
+    await asyncio.sleep(120.0)
+    assert not start.done()
+    server.refusing = None
+    await start
+    await instances.close()
 
 
-def test_start_waits_for_servers_that_come_later() -> None:
-    async def main() -> None:
-        server = FakeServer()
-        server.refusing = RunFailedError("connection refused")
-        instances = instances_of([server], wait_s=300.0)
-        start = asyncio.ensure_future(instances.start())
-        await asyncio.sleep(120.0)
-        assert not start.done()
-        server.refusing = None
-        await start
-        await instances.close()
-
-    run(main)
-
-
-def test_request_that_fails_on_every_instance_fails() -> None:
+@in_virtual_time
+async def test_request_that_fails_on_every_instance_fails() -> None:
     """After each failure, the instance must pass a health check before the next request."""
-
-    async def main() -> None:
-        server = FakeServer()
-        instances = await serving([server])
-        server.failing = RunFailedError("internal error")
-        with pytest.raises(RunFailedError, match="internal error"):
-            await instances.submit(request("r"))
-        assert len(server.served) == MOST_ATTEMPTS
-        server.failing = UsageError("prompt too long")
-        with pytest.raises(UsageError, match="prompt too long"):
-            await instances.submit(request("r"))
-        assert len(server.served) == MOST_ATTEMPTS + 1
-        await instances.close()
-
-    run(main)
+    server = FakeServer()
+    instances = await serving([server])
+    server.failing = RunFailedError("internal error")
+    with pytest.raises(RunFailedError, match="internal error"):
+        await instances.submit(request("r"))
+    assert len(server.served) == MOST_ATTEMPTS
+    server.failing = UsageError("prompt too long")
+    with pytest.raises(UsageError, match="prompt too long"):
+        await instances.submit(request("r"))
+    assert len(server.served) == MOST_ATTEMPTS + 1
+    await instances.close()
 
 
-def test_requests_wait_a_limited_time_for_an_instance() -> None:
-    async def main() -> None:
-        server = FakeServer()
-        instances = await serving([server], wait_s=100.0)
-        server.state = "dead"
-        begin = asyncio.get_running_loop().time()
-        message = "no instance could be used for 100 s: server 0: connection refused"
-        with pytest.raises(RunFailedError, match=message):
-            await instances.submit(request("r"))
-        assert 99 <= asyncio.get_running_loop().time() - begin <= 130
-        with pytest.raises(RunFailedError, match="server 0: connection refused"):
-            await instances.health()
-        await instances.close()
-
-    run(main)
+@in_virtual_time
+async def test_requests_wait_a_limited_time_for_an_instance() -> None:
+    server = FakeServer()
+    instances = await serving([server], wait_s=100.0)
+    server.state = "dead"
+    begin = asyncio.get_running_loop().time()
+    message = "no instance could be used for 100 s: server 0: connection refused"
+    with pytest.raises(RunFailedError, match=message):
+        await instances.submit(request("r"))
+    assert 99 <= asyncio.get_running_loop().time() - begin <= 130
+    with pytest.raises(RunFailedError, match="server 0: connection refused"):
+        await instances.health()
+    await instances.close()
 
 
 @pytest.mark.parametrize("kind", [UsageError, RunFailedError])
-def test_failed_start_reports_the_reason(kind: type[SlurmrlError]) -> None:
+@in_virtual_time
+async def test_failed_start_reports_the_reason(kind: type[SlurmrlError]) -> None:
     """The engine does not wait for an unusable server, even if another one works."""
-
-    async def main() -> None:
-        servers = [FakeServer(), FakeServer()]
-        servers[1].refusing = kind("wrong flags")
-        if kind is RunFailedError:
-            servers[0].refusing = kind("wrong flags")
-        instances = instances_of(servers, wait_s=5.0)
-        with pytest.raises(kind, match="wrong flags"):
-            await instances.start()
-
-    run(main)
+    servers = [FakeServer(), FakeServer()]
+    servers[1].refusing = kind("wrong flags")
+    if kind is RunFailedError:
+        servers[0].refusing = kind("wrong flags")
+    instances = instances_of(servers, wait_s=5.0)
+    with pytest.raises(kind, match="wrong flags"):
+        await instances.start()
 
 
-def test_requests_go_to_the_instance_with_their_prefix_unless_it_is_busy() -> None:
-    async def main() -> None:
-        servers = [FakeServer(), FakeServer()]
-        instances = await serving(servers)
-        turn = (5,) * 64
-        await instances.submit(request("first", turn))
-        home = servers[0] if servers[0].served else servers[1]
-        other = servers[1] if home is servers[0] else servers[0]
-        for number in range(5):
-            await instances.submit(request(f"filler{number}", (9, number) * 32))
-            (result,) = await instances.submit(request(f"turn{number}", turn))
-            turn += (*result.tokens, *(number,) * 40)
-        assert {"turn0", "turn1", "turn2", "turn3", "turn4"} <= set(home.served)
-        burst = [instances.submit(request(f"burst{number}", turn)) for number in range(4)]
-        await asyncio.gather(*burst)
-        assert {name for name in other.served if name.startswith("burst")}
-        await instances.close()
-
-    run(main)
+@in_virtual_time
+async def test_requests_go_to_the_instance_with_their_prefix_unless_it_is_busy() -> None:
+    servers = [FakeServer(), FakeServer()]
+    instances = await serving(servers)
+    turn = (5,) * 64
+    await instances.submit(request("first", turn))
+    home = servers[0] if servers[0].served else servers[1]
+    other = servers[1] if home is servers[0] else servers[0]
+    for number in range(5):
+        await instances.submit(request(f"filler{number}", (9, number) * 32))
+        (result,) = await instances.submit(request(f"turn{number}", turn))
+        turn += (*result.tokens, *(number,) * 40)
+    assert {"turn0", "turn1", "turn2", "turn3", "turn4"} <= set(home.served)
+    burst = [instances.submit(request(f"burst{number}", turn)) for number in range(4)]
+    await asyncio.gather(*burst)
+    assert {name for name in other.served if name.startswith("burst")}
+    await instances.close()
 
 
-def test_urgent_requests_are_sent_first() -> None:
-    async def main() -> None:
-        server = FakeServer()
-        instances = await serving([server])
-        futures = []
-        for number, priority in enumerate([0] * 6 + [2, 1, 0, -1]):
-            each = request(f"r{number}")
-            futures.append(
-                instances.submit(GenerationRequest(**{**vars(each), "priority": priority}))
-            )
-        await asyncio.gather(*futures)
-        assert server.served[6:] == ["r9", "r8", "r7", "r6"]
-        await instances.close()
-
-    run(main)
+@in_virtual_time
+async def test_urgent_requests_are_sent_first() -> None:
+    server = FakeServer()
+    instances = await serving([server])
+    futures = []
+    for number, priority in enumerate([0] * 6 + [2, 1, 0, -1]):
+        each = request(f"r{number}")
+        futures.append(instances.submit(GenerationRequest(**{**vars(each), "priority": priority})))
+    await asyncio.gather(*futures)
+    assert server.served[6:] == ["r9", "r8", "r7", "r6"]
+    await instances.close()
 
 
 def test_prefixes_match_in_whole_blocks_and_expire() -> None:

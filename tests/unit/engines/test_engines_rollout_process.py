@@ -93,9 +93,6 @@ def wait_for_ends(pids: dict[str, int]) -> None:
 
 
 def test_close_ends_every_process_of_a_server_including_daemons(tmp_path: Path) -> None:
-    """Closing ends all processes that the server started, and frees its shared memory. The log is
-    private.
-    """
     process = start(tmp_path)
     pids = family(tmp_path)
     assert shared_memory(pids).exists()
@@ -107,9 +104,6 @@ def test_close_ends_every_process_of_a_server_including_daemons(tmp_path: Path) 
 
 @pytest.mark.parametrize("killed", ["owner", "server"])
 def test_no_server_process_outlives_a_kill(tmp_path: Path, killed: str) -> None:
-    """After a kill of the owner or the server, no process and no shared memory of the server
-    remain.
-    """
     with (tmp_path / "owner.log").open("wb") as output:
         owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stderr=output)
     try:
@@ -124,10 +118,7 @@ def test_no_server_process_outlives_a_kill(tmp_path: Path, killed: str) -> None:
 
 @pytest.mark.parametrize("killed", ["nothing", "server", "everything"])
 def test_only_shared_memory_of_the_server_is_removed(tmp_path: Path, killed: str) -> None:
-    """The next process that makes a folder on the host also removes folders of killed servers.
-
-    Other files stay.
-    """
+    """A new folder on the host also removes folders of killed servers."""
     folder, temporary = HostFolder(tmp_path), "tmp"
     (folder.path / temporary).mkdir()
     other = Path(f"/dev/shm/sglang_loads_{os.getpid()}_other.shm")

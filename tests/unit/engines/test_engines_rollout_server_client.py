@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -98,11 +99,15 @@ def request(name: str = "r", keys: int = 1, prompt: int = 4) -> GenerationReques
     )
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(main, 60)
+def within_a_minute(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(test(*arguments, **named), 60)
 
-    asyncio.run(bounded())
+        asyncio.run(bounded())
+
+    return run
 
 
 async def settle() -> None:
@@ -117,180 +122,147 @@ async def ready(dialect: ScriptedDialect, **options: int) -> ServerClient:
     return engine
 
 
-def test_tokens_of_unknown_weights_are_rejected() -> None:
-    """The versions of tokens show that a server was restarted, or that another run has updated it.
-    `health` then fails, so that the server gets the weights again.
-    """
-
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        future = engine.submit(request())
-        await settle()
-        made = replace(completion(), versions=("1.1", "default", "default"))
-        dialect.draws["r-0-0"].set_result(made)
-        with pytest.raises(RunFailedError, match=r"sampled with weights default.* not installed"):
-            await future
+@within_a_minute
+async def test_tokens_of_unknown_weights_are_rejected() -> None:
+    """`health` then fails, so that the server gets the weights again."""
+    dialect = ScriptedDialect()
+    engine = await ready(dialect)
+    future = engine.submit(request())
+    await settle()
+    made = replace(completion(), versions=("1.1", "default", "default"))
+    dialect.draws["r-0-0"].set_result(made)
+    with pytest.raises(RunFailedError, match=r"sampled with weights default.* not installed"):
+        await future
+    await engine.health()
+    dialect.held = "default"
+    with pytest.raises(RunFailedError, match=r"holds version default instead of 1\.1"):
         await engine.health()
-        dialect.held = "default"
-        with pytest.raises(RunFailedError, match=r"holds version default instead of 1\.1"):
-            await engine.health()
-
-    run(main())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_tokens_without_a_probability_are_rejected(value: float) -> None:
+@within_a_minute
+async def test_tokens_without_a_probability_are_rejected(value: float) -> None:
     """With such tokens, training would skip every step."""
-
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        future = engine.submit(request())
-        await settle()
-        dialect.draws["r-0-0"].set_result(replace(completion(), logprobs=(-1.0, value, -1.0)))
-        with pytest.raises(RunFailedError, match=r"not finite numbers; have the weights diverged"):
-            await future
-
-    run(main())
-
-
-def test_sleeping_server_wakes_before_it_gets_weights() -> None:
-    """Until then the server has no version.
-
-    Requests wait, and its health does not depend on a version.
-    """
-
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        await engine.sleep()
-        assert engine.version is None
-        dialect.held = "lost"
-        await engine.health()
-        future = engine.submit(request())
-        await settle()
-        assert dialect.draws == {}
-        await engine.update_weights(WeightVersion(name="2.1"))
-        await engine.update_weights(WeightVersion(name="3.1"))
-        loads = ["pause", "load 2.1", "resume", "pause", "load 3.1", "resume"]
-        calls = [call for call in dialect.calls if not call.startswith("draw")]
-        assert calls == ["sleep", "health", "wake", *loads]
-        await settle()
-        dialect.draws["r-0-0"].set_result(replace(completion(), versions=("3.1",) * 3))
+    dialect = ScriptedDialect()
+    engine = await ready(dialect)
+    future = engine.submit(request())
+    await settle()
+    dialect.draws["r-0-0"].set_result(replace(completion(), logprobs=(-1.0, value, -1.0)))
+    with pytest.raises(RunFailedError, match=r"not finite numbers; have the weights diverged"):
         await future
 
-    run(main())
+
+@within_a_minute
+async def test_sleeping_server_wakes_before_it_gets_weights() -> None:
+    dialect = ScriptedDialect()
+    engine = await ready(dialect)
+    await engine.sleep()
+    assert engine.version is None
+    dialect.held = "lost"
+    await engine.health()
+    future = engine.submit(request())
+    await settle()
+    assert dialect.draws == {}
+    await engine.update_weights(WeightVersion(name="2.1"))
+    await engine.update_weights(WeightVersion(name="3.1"))
+    loads = ["pause", "load 2.1", "resume", "pause", "load 3.1", "resume"]
+    calls = [call for call in dialect.calls if not call.startswith("draw")]
+    assert calls == ["sleep", "health", "wake", *loads]
+    await settle()
+    dialect.draws["r-0-0"].set_result(replace(completion(), versions=("3.1",) * 3))
+    await future
 
 
-def test_requests_wait_for_the_first_version_and_are_limited_in_number() -> None:
-    """No token is sampled before a version was loaded. Afterwards, at most ``concurrency``
-    completions are requested at a time, and each is answered once, in the order of its keys.
-    """
-
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ServerClient.connect(dialect, concurrency=5)
-        futures = [engine.submit(request(f"r{index}", keys=4)) for index in range(10)]
+@within_a_minute
+async def test_requests_wait_for_the_first_version_and_are_limited_in_number() -> None:
+    dialect = ScriptedDialect()
+    engine = await ServerClient.connect(dialect, concurrency=5)
+    futures = [engine.submit(request(f"r{index}", keys=4)) for index in range(10)]
+    await settle()
+    assert (dialect.calls, engine.version) == ([], None)
+    await engine.update_weights(WeightVersion(name="1.1"))
+    tokens: dict[str, int] = {}
+    while not all(future.done() for future in futures):
         await settle()
-        assert (dialect.calls, engine.version) == ([], None)
-        await engine.update_weights(WeightVersion(name="1.1"))
-        tokens: dict[str, int] = {}
-        while not all(future.done() for future in futures):
-            await settle()
-            name, future = list(dialect.draws.items())[-1]
-            tokens[name] = len(tokens) + 1
-            future.set_result(completion(tokens=tokens[name]))
-            await settle()
-        assert dialect.most == 5
-        for index, future in enumerate(futures):
-            expected = [tokens[f"r{index}-{index}-{key}"] for key in range(4)]
-            assert [len(result.tokens) for result in future.result()] == expected
-        assert len(set(dialect.seeds.values())) == 4  # each key has a separate random stream
-        assert all(0 <= seed < 2**63 for seed in dialect.seeds.values())
-
-    run(main())
-
-
-def test_abort_returns_sampled_tokens_even_if_it_overtakes_the_request() -> None:
-    async def main() -> None:
-        dialect = ScriptedDialect(deaf=3)
-        engine = await ready(dialect, concurrency=2)
-        future = engine.submit(request(keys=4))
+        name, future = list(dialect.draws.items())[-1]
+        tokens[name] = len(tokens) + 1
+        future.set_result(completion(tokens=tokens[name]))
         await settle()
-        dialect.draws["r-0-0"].set_result(completion("stop"))
-        engine.abort("r")
-        engine.abort("r")
-        engine.abort("unknown")
-        results = await future
-        assert [result.finish for result in results] == ["stop", "aborted", "aborted", "aborted"]
-        assert [len(result.tokens) for result in results] == [3, 2, 0, 0]
-        assert "draw r-0-3" not in dialect.calls  # it was aborted before it was sent
-
-    run(main())
+    assert dialect.most == 5
+    for index, future in enumerate(futures):
+        expected = [tokens[f"r{index}-{index}-{key}"] for key in range(4)]
+        assert [len(result.tokens) for result in future.result()] == expected
+    assert len(set(dialect.seeds.values())) == 4  # each key has a separate random stream
+    assert all(0 <= seed < 2**63 for seed in dialect.seeds.values())
 
 
-def test_completion_aborted_by_the_server_is_an_error() -> None:
+@within_a_minute
+async def test_abort_returns_sampled_tokens_even_if_it_overtakes_the_request() -> None:
+    dialect = ScriptedDialect(deaf=3)
+    engine = await ready(dialect, concurrency=2)
+    future = engine.submit(request(keys=4))
+    await settle()
+    dialect.draws["r-0-0"].set_result(completion("stop"))
+    engine.abort("r")
+    engine.abort("r")
+    engine.abort("unknown")
+    results = await future
+    assert [result.finish for result in results] == ["stop", "aborted", "aborted", "aborted"]
+    assert [len(result.tokens) for result in results] == [3, 2, 0, 0]
+    assert "draw r-0-3" not in dialect.calls  # it was aborted before it was sent
+
+
+@within_a_minute
+async def test_completion_aborted_by_the_server_is_an_error() -> None:
     """A server that shuts down returns partial completions, which must not count as complete."""
-
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        future = engine.submit(request())
-        await settle()
-        dialect.draws["r-0-0"].set_result(completion("aborted"))
-        with pytest.raises(RunFailedError, match="aborted the request"):
-            await future
-
-    run(main())
+    dialect = ScriptedDialect()
+    engine = await ready(dialect)
+    future = engine.submit(request())
+    await settle()
+    dialect.draws["r-0-0"].set_result(completion("aborted"))
+    with pytest.raises(RunFailedError, match="aborted the request"):
+        await future
 
 
-def test_paused_engine_stays_paused_after_an_update() -> None:
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        await engine.pause()
-        await engine.update_weights(WeightVersion(name="2.1"))
-        assert dialect.calls == ["pause", "pause", "load 2.1"]
-        await engine.resume()
-        await engine.update_weights(WeightVersion(name="3.1"))
-        assert dialect.calls[3:] == ["resume", "pause", "load 3.1", "resume"]
-        assert engine.version == "3.1"
-
-    run(main())
+@within_a_minute
+async def test_paused_engine_stays_paused_after_an_update() -> None:
+    dialect = ScriptedDialect()
+    engine = await ready(dialect)
+    await engine.pause()
+    await engine.update_weights(WeightVersion(name="2.1"))
+    assert dialect.calls == ["pause", "pause", "load 2.1"]
+    await engine.resume()
+    await engine.update_weights(WeightVersion(name="3.1"))
+    assert dialect.calls[3:] == ["resume", "pause", "load 3.1", "resume"]
+    assert engine.version == "3.1"
 
 
-def test_no_request_is_sent_after_a_failed_update() -> None:
+@within_a_minute
+async def test_no_request_is_sent_after_a_failed_update() -> None:
     """The server's weights may be a mixture."""
-
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        with pytest.raises(RunFailedError, match="no such weights"):
-            await engine.update_weights(WeightVersion(name="broken"))
-        future = engine.submit(request())
-        await settle()
-        assert engine.version is None
-        assert "draw r-0-0" not in dialect.calls
-        await engine.close()
-        with pytest.raises(RunFailedError, match="closed"):
-            await future
-        with pytest.raises(RunFailedError, match="closed"):
-            await engine.submit(request())
-
-    run(main())
+    dialect = ScriptedDialect()
+    engine = await ready(dialect)
+    with pytest.raises(RunFailedError, match="no such weights"):
+        await engine.update_weights(WeightVersion(name="broken"))
+    future = engine.submit(request())
+    await settle()
+    assert engine.version is None
+    assert "draw r-0-0" not in dialect.calls
+    await engine.close()
+    with pytest.raises(RunFailedError, match="closed"):
+        await future
+    with pytest.raises(RunFailedError, match="closed"):
+        await engine.submit(request())
 
 
-def test_cancelled_future_ends_its_requests() -> None:
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        future = engine.submit(request(keys=2))
-        await settle()
-        assert len(dialect.draws) == 2
-        future.cancel()
-        await settle()
-        assert dialect.draws == {}
-        engine.submit(request()).cancel()  # its name can be reused
-
-    run(main())
+@within_a_minute
+async def test_cancelled_future_ends_its_requests() -> None:
+    dialect = ScriptedDialect()
+    engine = await ready(dialect)
+    future = engine.submit(request(keys=2))
+    await settle()
+    assert len(dialect.draws) == 2
+    future.cancel()
+    await settle()
+    assert dialect.draws == {}
+    engine.submit(request()).cancel()  # its name can be reused

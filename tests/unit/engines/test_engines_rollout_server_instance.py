@@ -145,9 +145,7 @@ async def never(engine: Instances, dialect: PickyDialect) -> None:
     raise AssertionError("it serves")
 
 
-def test_killed_server_restarts_and_repeats_its_request(
-    tmp_path: Path,
-) -> None:
+def test_killed_server_restarts_and_repeats_its_request(tmp_path: Path) -> None:
     """The next start gets the weights first, and an event says why the first one ended."""
     paths = RunPaths(tmp_path / "run")
     paths.events.mkdir(parents=True)
@@ -174,9 +172,7 @@ def test_killed_server_restarts_and_repeats_its_request(
 
 
 def test_rejected_version_leaves_the_previous_version_in_service(tmp_path: Path) -> None:
-    """The refused load may have replaced some tensors, so the earlier version is loaded again
-    before the server resumes and requests are answered.
-    """
+    """The rejected load may have replaced some tensors."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         dialect.refused = {"2.1"}
@@ -238,9 +234,7 @@ def test_server_that_rejects_its_earlier_version_is_abandoned(tmp_path: Path) ->
 
 
 def test_server_that_hangs_during_an_update_is_restarted(tmp_path: Path) -> None:
-    """The server is restarted when the update has taken as long as a start may take. Until then,
-    silence does not count.
-    """
+    """Until the time of a start has passed, silence does not count."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         (pid,) = await started(tmp_path, 1)
@@ -256,9 +250,7 @@ def test_server_that_hangs_during_an_update_is_restarted(tmp_path: Path) -> None
     within(tmp_path, test, Patience(start_s=2.0, silence_s=0.3, probe_s=0.1))
 
 
-def test_unresponsive_server_is_ended_unless_it_answers_requests(
-    tmp_path: Path,
-) -> None:
+def test_unresponsive_server_is_ended_unless_it_answers_requests(tmp_path: Path) -> None:
     """A server that is too busy to answer probes but answers requests is kept."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
@@ -308,9 +300,6 @@ def test_suspended_process_does_not_mistake_its_server_for_hung(tmp_path: Path) 
 def test_repeated_start_error_is_final_unless_the_host_may_be_faulty(
     tmp_path: Path, error: str, lost: type[Exception], message: str
 ) -> None:
-    """Another host would not help. The message contains the error, and not only the end of the
-    server.
-    """
     code = f"import sys, time\ntime.sleep(0.2)\nraise {error}"
     words = rf"{message}.*exited with code 1\): \w+Error: .*; its log is .*server.l"
 

@@ -166,10 +166,6 @@ def failed(*endings: EndedStart) -> FailedStarts:
 
 
 def test_server_is_abandoned_only_after_a_repeated_error_without_answers() -> None:
-    """The time of a start does not count if it got no request.
-
-    An answer or another error resets the count.
-    """
     same = EndedStart(reason="", error="E", served_s=100.0)
     assert failed(same, same, same).hopeless
     assert not failed(same, same).hopeless

@@ -141,9 +141,7 @@ def test_incomplete_reply_is_not_a_completion(path: tuple[str | int, ...], value
 
 
 def test_paused_server_is_resumed_before_it_is_checked() -> None:
-    """A client that was killed during an update leaves the server paused, and no
-    request would end.
-    """
+    """A client that was killed during an update leaves the server paused."""
     client = ScriptedClient(SERVER)
     assert asyncio.run(VllmDialect(client, model=MODEL).connect()) == 256
     assert client.asked.index("POST /resume") < client.asked.index("POST /inference/v1/generate")

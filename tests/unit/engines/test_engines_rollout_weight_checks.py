@@ -165,9 +165,7 @@ def test_tensor_rank_reads_only_its_part_of_matrices(tmp_path: Path) -> None:
 def test_checksums_of_gpu_parameters_equal_sglang(
     count: int, dtype: torch.dtype, expected: str
 ) -> None:
-    """The expected values come from SGLang's kernel (tests/engines runs it). Covers a part of a
-    word, a tile, and more elements than are computed at a time.
-    """
+    """The expected values come from SGLang's kernel."""
     assert on_gpu((torch.arange(count) % 1000 - 300).to(dtype), CPU) == expected
 
 
@@ -261,9 +259,7 @@ def test_server_with_wrong_weights_is_named(
 def test_parameters_in_another_format_are_compared_only_between_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The parameters changed with the first weights but differ from the files, because a kernel
-    reordered them.
-    """
+    """A kernel may have reordered them."""
     first, second = version(tmp_path), version(tmp_path, "2.1", seed=1)
     checks, dummy = WeightChecks(own=True), report(tensors(6))
     name = f"{LAYER}.mlp.down_proj.weight"
@@ -327,9 +323,7 @@ def test_checksums_are_computed_on_the_cpu_if_the_gpu_is_full(tmp_path: Path) ->
 def test_server_is_checked_after_each_version_or_only_the_first(
     tmp_path: Path, first_only: bool
 ) -> None:
-    """At first, a server that starts without weights also reports the checksums of the weights that
-    it replaces.
-    """
+    """At first, it also reports the checksums of the weights that it replaces."""
     asked = 0
 
     async def ask() -> list[Held]:
@@ -384,9 +378,7 @@ def test_server_without_checksums_is_not_checked(
 def test_server_with_an_output_layer_missing_in_the_files_is_rejected(
     tmp_path: Path, own: bool
 ) -> None:
-    """The server ignores `tie_word_embeddings`, as SGLang does for qwen3_moe, and would keep random
-    values.
-    """
+    """SGLang does so for qwen3_moe, and would keep random values."""
     made = version(tmp_path)
     name = "model.embed_tokens.weight"
     held = {name: "1", "lm_head.weight": "2"}

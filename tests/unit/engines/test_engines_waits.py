@@ -109,9 +109,7 @@ def test_rounds_check_for_ended_sequences_every_few_tokens(
 def test_requests_wait_only_for_tokens_of_an_earlier_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Model calls and sampling are queued without a wait. Tokens are read while the next call runs.
-    Completions equal those of the whole batch. (Products are those of a GPU.)
-    """
+    """Tokens are read while the next call runs."""
     monkeypatch.setattr(inference_module, "packable", lambda weight: False)
     model, batch, keys = engine(), sample("prompt_ids"), torch.arange(len(LENGTHS))
     options = GenerationOptions(max_new_tokens=12, top_k=20, stop_token_ids=(10, 11))
