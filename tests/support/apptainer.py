@@ -45,9 +45,7 @@ def above(pid: int, agent: int) -> list[int]:
 
 
 def _rights() -> list[str]:
-    """Return the options for root, as which Apptainer would request capabilities that some machines
-    do not grant.
-    """
+    """Return the options for root, who would request capabilities otherwise."""
     return ["--no-privs"] if os.geteuid() == 0 else []
 
 

@@ -55,9 +55,7 @@ class CommittedTrial:
         return self.run.paths
 
     def commit(self, step: int, weights: Weights, *, frozen: str | None = None) -> Path:
-        """Commit weights with zero moments, and a file of a critic. ``frozen``: the fingerprint of
-        the weights to which adapters belong.
-        """
+        """Commit weights with zero moments. ``frozen``: the fingerprint of the base model."""
         directory = self.paths.checkpoint(step, 1)
         directory.mkdir()
         files = [*write(directory, "actor", weights, frozen), *write(directory, "critic", weights)]

@@ -66,9 +66,7 @@ class Disturbed:
         return wait_until(f"{what} of {self.name}", look, TIMEOUT_S)
 
     def disturb(self, kind: str) -> str:
-        """Disturb the trial while it trains, and wait until it trains again. Return the observed
-        recovery.
-        """
+        """Disturb the trial while it trains, and return the observed recovery."""
         before = self.step()
         self.folders |= {one.folder for one in servers(self.run)}
         self.forms.allow(before + STEPS_EACH)

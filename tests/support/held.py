@@ -111,9 +111,7 @@ class Hold:
         return {"name": f"{self._code}:{name}", "options": self._options(trial)}
 
     def settings(self, trial: str) -> dict[str, str]:
-        """Return the overrides with which a reward holds ``trial``, including all code in the
-        folder.
-        """
+        """Return the overrides with which a reward holds ``trial``."""
         self._write_code()
         return {
             "code": json.dumps(sorted(map(str, self.site.folder.glob("*.py")))),

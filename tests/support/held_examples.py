@@ -7,13 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.distributed.test_examples import (
-    EXAMPLES,
-    ShortForms,
-    maker,
-    references,
-    settings_of,
-)
+from tests.distributed.test_examples import EXAMPLES, ShortForms, maker, references, settings_of
 from tests.support.held import Hold
 
 PLACES: dict[str, dict[str, Any]] = {

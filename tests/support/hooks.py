@@ -24,9 +24,7 @@ FOLDER = "TEST_FOLDER"
 
 
 def hooked(site: Site, folder: Path, trial: str, module: str, function: str) -> dict[str, str]:
-    """Return settings of ``cluster`` with which the trial's processes call ``function`` (of this
-    repository, ``package:name``) when they import ``module``.
-    """
+    """Return settings with which processes call ``function`` when they import ``module``."""
     hook, variables = folder / f"{trial}.hook", folder / f"{trial}.variables"
     write_hook(hook, module, function)
     code = site.paths(trial.replace(".", "/")).code
@@ -36,9 +34,7 @@ def hooked(site: Site, folder: Path, trial: str, module: str, function: str) -> 
 
 
 def write_hook(hook: Path, module: str, function: str) -> None:
-    """Make a folder with which, in PYTHONPATH, a process calls ``function`` when it imports
-    ``module``.
-    """
+    """Make a folder for PYTHONPATH that calls ``function`` at the import of ``module``."""
     hook.mkdir()
     package, _, name = function.partition(":")
     text = HOOK.format(module=module, package=package, function=name)

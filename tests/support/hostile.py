@@ -393,9 +393,7 @@ READERS: dict[str, Callable[[RunPaths], None]] = {
 
 
 def reader(paths: RunPaths, name: str) -> None:
-    """Read all files that the processes of a run read. Damage must raise one of slurmrl's errors,
-    with a message.
-    """
+    """Read all files that the processes of a run read. Damage must raise our errors."""
     said = "nothing"
     try:
         with bounded():

@@ -122,9 +122,7 @@ class TorchOnCPU(types.ModuleType):
 
 
 def called_by_megatron(depth: int = 2) -> bool:
-    """Return whether the function this many frames above belongs to megatron or
-    TransformerEngine.
-    """
+    """Return whether the function this many frames above belongs to megatron."""
     name = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return name.startswith(("megatron.", "transformer_engine."))
 

@@ -17,9 +17,7 @@ async def once(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
 async def several(
     policy: Policy, item: EpisodeItem, tools: Tools, *, turns: int = 3, message: str = "12"
 ) -> Completions:
-    """An episode with turns of up to 4 tokens and a message between turns. The first turn fails for
-    ids that contain x.
-    """
+    """An episode of several turns. The first turn fails for ids that contain x."""
     if "x" in item.sample_id:
         raise ValueError("x marks the failure")
     completions = Completions(item.prompt)

@@ -88,9 +88,7 @@ class Failing(RewardFunction):
 
 
 def config(folder: Path, reward: str = "Paced", **options: Any) -> dict[str, Any]:
-    """Return settings of PPO on 2 ranks with a reward of this module, which is copied to
-    ``folder``.
-    """
+    """Return settings of PPO on 2 ranks with a reward of this module."""
     (folder / "paced_reward.py").write_text(REWARD)
     given = {"folder": str(folder), "pause_s": 0.5} if reward != "Failing" else {}
     return ppo_config(
@@ -122,9 +120,7 @@ def start(folder: Path, scheduler: str = "slurm", **changes: Any) -> Watched:
 
 
 def after(trial: Watched, disturb: Callable[[], object]) -> str:
-    """Disturb an incarnation after some steps. Return how the next incarnation that trains was
-    started.
-    """
+    """Disturb an incarnation, and return how the next one that trains was started."""
     assert trial.until("some steps", lambda: len(trial.witness.batches(trial.incarnation)) > STEPS)
     before = trial.incarnation
     disturb()

@@ -106,9 +106,7 @@ def random_prompts(folder: Path, family: str, *, videos: bool = False) -> Prompt
 
 
 def show(inner: Any) -> None:
-    """Let the outputs of a new model depend on its images: transformers initializes Gemma 3's
-    projector with zeros.
-    """
+    """Transformers initializes Gemma 3's projector with zeros: replace them."""
     for name, parameter in inner.named_parameters():
         if name.endswith("mm_input_projection_weight"):
             torch.nn.init.normal_(parameter, std=0.3)

@@ -57,10 +57,7 @@ class Batch:
 def completion(
     random: Random, table: Sequence[Sequence[float]], limit: int, *, turns: bool, fails: float = 0.1
 ) -> Completion:
-    """Return a completion, with ``turns`` as several turns with tokens between them.
-
-    A failed episode has only a prompt.
-    """
+    """Return a completion of some turns. A failed episode has only a prompt."""
     read = [True] * random.randint(1, 3)
     if random.random() >= fails:
         read += [turns and random.random() < 0.3 for _ in range(random.randint(0, limit - 1))]

@@ -43,9 +43,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Span:
-    """The steps ``first`` to ``last`` of an incarnation. Its weights of step ``first - 1`` also
-    count.
-    """
+    """Steps of an incarnation. Its weights of step ``first - 1`` also count."""
 
     incarnation: int
     first: int
@@ -198,9 +196,7 @@ class Checker:
     # -- commits -----------------------------------------------------------------------------
 
     def _commits(self) -> Iterator[str]:
-        """Return the states of each item in the commits of the line, compared with the trained
-        items.
-        """
+        """Return the states of each item in the commits of the line."""
         found = []
         for span in self.line:
             for file in self.archive.glob(f"checkpoints/step-*.{span.incarnation}/state.json"):

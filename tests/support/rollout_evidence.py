@@ -87,9 +87,7 @@ def messages(log: Path) -> Iterator[Message]:
 
 
 def _frames(data: bytes) -> Iterator[Message]:
-    """Return the complete frames. A frame has SRL1, a length, the CRC-32 of length and JSON, and
-    the JSON.
-    """
+    """Return the complete frames: SRL1, a length, a CRC-32, and the JSON."""
     start = 0
     while start + 12 <= len(data):
         magic, size, crc = struct.unpack_from("<4sII", data, start)

@@ -63,9 +63,7 @@ def weather(folder: Path, bed: Path, seed: int) -> tuple[list[str], list[str]]:
 
 
 def drawn(seed: int) -> list[str]:
-    """Return the kinds of a seed, counted from 1. Consecutive seeds cover all kinds before one is
-    repeated.
-    """
+    """Return the kinds of a seed. Consecutive seeds cover all kinds first."""
     first = KINDS_AT_A_TIME * (seed - 1)
     places = [divmod(place, len(KINDS)) for place in range(first, first + KINDS_AT_A_TIME)]
     return [random.Random(deck).sample(sorted(KINDS), len(KINDS))[card] for deck, card in places]
@@ -164,9 +162,7 @@ class Storm:
         return len(states) - states.count("joined")
 
     def outage(self) -> None:
-        """Wait for some reads of the directory, without waiting for progress, which may be
-        impossible.
-        """
+        """Wait for some reads of the directory, without waiting for progress."""
         looks = 0
 
         def look() -> bool:
@@ -306,9 +302,7 @@ def disk_full(storm: Storm) -> None:
 
 
 def directory_read_only(storm: Storm) -> None:
-    """Make a directory read-only: files can be neither made nor removed, but existing files can be
-    written.
-    """
+    """Make a directory read-only: existing files can still be written."""
     names = ("checkpoints", "control", "history", "rollouts", "versions")
     folders = [storm.run / name for name in names]
     folders += (storm.run / "rollouts").glob("*/samples")

@@ -54,9 +54,7 @@ def config_of(trial: str, tasks: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def train_adapters(config: dict[str, Any], source: Path, **architecture: Any) -> None:
-    """Let the actor of a trial train adapters of the model in ``source``, which is made if it is
-    not there.
-    """
+    """Let the actor of a trial train adapters of the model in ``source``."""
     if not source.exists():
         random_model(source, {**ARCHITECTURE, **architecture})
     config["actor"] |= {"architecture": None, "path": str(source), "lora": {"rank": 2}}

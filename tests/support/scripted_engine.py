@@ -12,9 +12,7 @@ Answer = Callable[[GenerationRequest], tuple[int, ...]]
 
 
 class ScriptedEngine(RolloutEngine):
-    """An engine that answers each request after ``delay_s`` with the tokens of ``answer``, up to
-    the request's limit.
-    """
+    """An engine that answers each request after ``delay_s`` with tokens of ``answer``."""
 
     def __init__(self, answer: Answer, delay_s: float = 0.0) -> None:
         self._answer, self._delay_s = answer, delay_s

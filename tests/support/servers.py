@@ -63,9 +63,7 @@ def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
 def start_command(
     kind: type[ServerKind], python: str, architecture: Mapping[str, object], folder: Path
 ) -> Sequence[str]:
-    """Return the command of a server without a tokenizer on a CPU. Its model and its socket are in
-    ``folder``.
-    """
+    """Return the command of a server on a CPU, with its model and socket in ``folder``."""
     serving = Serving(
         python=python, arguments=(), tokenizer=None, patience=Patience(), log=folder / "log"
     )

@@ -64,9 +64,7 @@ def mlflow_points(paths: RunPaths, name: str) -> Points:
 
 
 def arrived_points(paths: RunPaths, name: str) -> dict[str, Points]:
-    """Return the points of evaluation trials in the sinks, which have separate places except in
-    MLflow.
-    """
+    """Return the points of evaluation trials in the sinks."""
     from tensorboard.backend.event_processing import event_accumulator as accumulator
 
     events = accumulator.EventAccumulator(

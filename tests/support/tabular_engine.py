@@ -32,9 +32,7 @@ class RankThreads:
         self._slots: list[Tensor] = [torch.empty(0)] * size
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """Return the results in the order of the ranks. If a rank raises an error, the others do
-        not wait for it.
-        """
+        """Return the results in the order of the ranks. An error ends the wait."""
 
         def guarded(rank: int) -> T:
             try:
@@ -127,9 +125,7 @@ class TabularEngine:
         return result
 
     def _microbatches(self, sample: SequenceSample) -> Iterator[SequenceSample]:
-        """Return micro-batches within the budget. A rank without items gets an empty one, so that
-        all ranks have the same statistics.
-        """
+        """Return micro-batches within the budget; an empty one for a rank without items."""
         start, size = 0, 0
         for place, tokens in enumerate(sample.item_lengths("input_ids")):
             if size and size + tokens > self._budget:

@@ -233,9 +233,7 @@ def sft_config(**changes: Any) -> dict[str, Any]:
 
 
 def ppo_config(**changes: Any) -> dict[str, Any]:
-    """Return settings of PPO of a tiny decoder from random weights, with 2 ranks and
-    evaluations.
-    """
+    """Return settings of PPO of a tiny decoder, with 2 ranks and evaluations."""
     sft = sft_config()
     return {
         **sft,
@@ -256,9 +254,7 @@ def ppo_config(**changes: Any) -> dict[str, Any]:
 
 
 def generate_config(**changes: Any) -> dict[str, Any]:
-    """Return settings of sampling from a tiny decoder with random weights: 2 ranks, 3 completions
-    of each prompt.
-    """
+    """Return settings of sampling from a tiny decoder: 2 ranks, 3 completions a prompt."""
     sft = sft_config()
     return {
         **{key: sft[key] for key in ("cluster", "actor", "checkpoint")},

@@ -68,9 +68,7 @@ def single_argument(completion: str) -> float:
 
 
 class Looks:
-    """A class with the methods of a RewardFunction, which share an event loop, but without the base
-    class.
-    """
+    """A class with the methods of a RewardFunction, but without the base class."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale

@@ -71,9 +71,7 @@ def show(scenario: Scenario, folder: Path, seed: int, kill_at: int) -> None:
 
 
 def spread(number: int, count: int) -> int:
-    """Return a number below ``count``. Consecutive indices visit all numbers once, and fewer
-    indices visit them evenly.
-    """
+    """Return a number below ``count``. Consecutive indices visit all numbers once."""
     stride = round(count * 0.618)
     while math.gcd(stride, count) > 1:
         stride += 1

@@ -130,9 +130,7 @@ def successor(folder: Path, me: int, note: Note) -> None:
 
 
 def late_writer(folder: Path, me: int, note: Note) -> None:
-    """Threads of ranks whose master is dead: they continue to write into an uncommitted
-    checkpoint.
-    """
+    """Threads of ranks that continue to write after the end of their master."""
     paths = RunPaths(folder)
     for number in range(4):
         for name in leftovers(folder):

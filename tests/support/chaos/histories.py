@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurmrl.errors import (
-    SlotTakenError,
-    StaleIncarnationError,
-    TrialEndedError,
-    UsageError,
-)
+from slurmrl.errors import SlotTakenError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import begin, end, fold, resume
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
@@ -78,9 +73,7 @@ def _shown(record: Record) -> list[object]:
 
 
 def check_history(folder: Path, events: list[Event]) -> list[Record]:
-    """Check that one sequence has every acknowledged record, and that readers saw
-    prefixes of it.
-    """
+    """Check that one sequence has every acknowledged record, and readers saw prefixes."""
     records = History(folder).read()
     shown = [_shown(record) for record in records]
     won: dict[int, int] = {}
@@ -114,9 +107,7 @@ def check_history(folder: Path, events: list[Event]) -> list[Record]:
 
 
 def check_state(folder: Path, events: list[Event]) -> None:
-    """Check that the history has no record of an incarnation after a newer one began, and none
-    after an end.
-    """
+    """Check that no record follows a newer incarnation or an end."""
     records = check_history(folder, events)
     fold(records)
     ended = False

@@ -29,9 +29,7 @@ class Operation:
 
 
 def operations(events: Sequence[dict[str, Any]], key: str) -> list[Operation]:
-    """Return the operations from events ``call`` (kind, key, argument) and ``return`` (result), in
-    pairs per actor.
-    """
+    """Return the operations from their events, in pairs per actor."""
     found: list[Operation] = []
     open_calls: dict[int, tuple[int, dict[str, Any]]] = {}
     for index, event in enumerate(events):

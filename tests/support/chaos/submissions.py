@@ -88,9 +88,7 @@ class FolderScheduler(SlurmScheduler):
 
 @cache
 def _proposal() -> proposal.Proposal:
-    """Return the checked and planned proposal, which is made only once, because this writes
-    nothing.
-    """
+    """Return the proposal, which is made only once, because this writes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder))
         return proposal.propose(config, [], root=folder, scheduler="local")

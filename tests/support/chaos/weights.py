@@ -100,9 +100,7 @@ def _nothing(folder: Path) -> None:
 
 
 def _check(folder: Path, events: list[Event]) -> None:
-    """Check that versions stay readable until a later full version exists, and that no host has
-    wrong bits.
-    """
+    """Check that versions stay readable, and that no host has wrong bits."""
     versions = _versions(folder)
     for event in events:
         if event["event"] == "wrong":

@@ -35,9 +35,7 @@ class Plan:
 
 
 def draw(seed: int, kills: int, causes: Sequence[str], steps: int) -> list[Plan]:
-    """Return ``kills`` plans in order. Each has its own window of steps, and all causes occur
-    equally often.
-    """
+    """Return ``kills`` plans in order. All causes occur equally often."""
     generator = random.Random(f"slurmrl chaos {seed}")
     order = list(itertools.islice(itertools.cycle(causes), kills))
     generator.shuffle(order)

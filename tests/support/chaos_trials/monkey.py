@@ -109,9 +109,7 @@ class Monkey:
 
 
 def succession(before: str, after: str) -> str:
-    """Return how one incarnation followed another, from the tags of their jobs: id, restart,
-    round.
-    """
+    """Return how one incarnation followed another, from the tags of their jobs."""
     (id_before, *rest_before), (id_after, *rest_after) = before.split("."), after.split(".")
     if id_before != id_after:
         return "next link"

@@ -40,9 +40,7 @@ class Setting:
         return self.kills * STEPS_PER_KILL[self.algorithm] + LAST_STEPS
 
     def config(self) -> dict[str, Any]:
-        """Return a configuration that commits every second step and has enough links and starts for
-        any order of the kills.
-        """
+        """Return a configuration with enough links and starts for any order of the kills."""
         makers = {"sft": sft_config, "ppo": ppo_config, "generate": generate_config}
         make = makers[self.algorithm]
         config = make(
