@@ -142,9 +142,7 @@ def room_of(module: str) -> str:
 
 
 def imports(module: str) -> Iterator[Import]:
-    """Return the imports of a module from slurmrl, including imports in functions and under
-    TYPE_CHECKING.
-    """
+    """Return all imports of a module from slurmrl, also under TYPE_CHECKING."""
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

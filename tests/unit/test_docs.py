@@ -187,9 +187,7 @@ def test_commands_of_each_page_work(page: str, tmp_path: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Prepare a folder with the examples, a stand-in for GSM8K, the scripts, and the commands of an
-    installation.
-    """
+    """Prepare a folder with the examples, data, the scripts and the commands."""
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("data"))
     (folder / "scripts").symlink_to(ROOT / "scripts")
     data = folder / "examples/data/gsm8k"

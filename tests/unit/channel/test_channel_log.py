@@ -70,9 +70,7 @@ def test_error_about_hostile_content_names_the_file(tmp_path: Path) -> None:
 
 
 class Faulty(SystemCalls):
-    """File operations with a disk that is full after some bytes, or a close that reports an error
-    of an earlier write.
-    """
+    """File operations with a full disk, or a close that reports an earlier error."""
 
     def __init__(self) -> None:
         self.room: int | None = None

@@ -137,9 +137,7 @@ def test_checkpoint_reads_a_tensor_without_dimensions(tmp_path: Path) -> None:
 
 
 def test_memory_for_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading needs one block in addition to the target tensor, for tensors of any size
-    and layout.
-    """
+    """Reading needs one block in addition to the target tensor."""
     shape, count = (4096, 512), 4  # 8 MiB
     boxes = [Box((0, 128 * rank), (4096, 128)) for rank in range(count)]
     spec = TensorSpec(shape, "float32")

@@ -91,9 +91,7 @@ def test_all_problems_of_a_checkpoint_are_reported_at_once(checkpoint: Path) -> 
 
 
 def test_check_can_be_limited_to_sizes(checkpoint: Path) -> None:
-    """Only the state's checksum is verified, because the state is small and a master resumes from
-    it.
-    """
+    """The state is small, and a master resumes from it: its checksum is always verified."""
     path = checkpoint / "actor.0.safetensors"
     path.write_bytes(path.read_bytes()[::-1])
     assert verify(checkpoint, checksums=False).step == 7
@@ -131,9 +129,7 @@ def test_directory_in_place_of_a_file_is_damage(checkpoint: Path) -> None:
 def fail_reads(
     patched: pytest.MonkeyPatch, number: int, names: tuple[str, ...] = ("", MANIFEST)
 ) -> None:
-    """Let opening fail for all files except the manifest, or also for the manifest if ``names``
-    contains it.
-    """
+    """Let opening fail for all files; for the manifest only if ``names`` contains it."""
     real = SystemCalls.open
 
     def broken(self: SystemCalls, path: Path, flags: int, mode: int = 0) -> int:
@@ -179,9 +175,7 @@ def test_checkpoint_on_a_missing_mount_is_not_damaged(
 
 
 def test_checkpoint_missing_next_to_others_is_damaged(checkpoint: Path) -> None:
-    """If the directory can be listed and has other checkpoints, the missing one is
-    certainly gone.
-    """
+    """A directory that lists other checkpoints shows that the missing one is gone."""
     (checkpoint.parent / "another").mkdir()
     checkpoint.rename(checkpoint.parent.parent / "elsewhere")
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):

@@ -1,10 +1,15 @@
+"""Values of settings: conditions, templates and time limits."""
+
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Frequency, StopWhen
+from slurmrl.config.schema.data import Template
 from slurmrl.errors import UsageError
 
 
@@ -55,3 +60,79 @@ def test_restored_frequency_is_due_at_the_same_steps() -> None:
     second = Frequency(every_steps=4)
     second.restore(first.state())
     assert [step for step in range(7, 14) if second.check(step, 0, 0.0)] == [8, 12]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("Q: {prompt} ({a hint})", "Q: 1+1? (small {prompt})"),
+        (r"\boxed{{}} {prompt}", r"\boxed{} 1+1?"),
+        ("{{{prompt}}}", "{1+1?}"),
+        ("{{prompt}} {prompt}{prompt}", "{prompt} 1+1?1+1?"),
+    ],
+)
+def test_template_fields_are_filled_and_doubled_braces_become_braces(
+    template: str, text: str
+) -> None:
+    values = {"prompt": "1+1?", "a hint": "small {prompt}"}
+    assert Template.parse(template).fill(values) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a {prompt", "at character 3 .* is not closed"),
+        ("{ {prompt}", "at character 1 .* is not closed"),
+        ("{prompt}} {x", "at character 9 .* was not opened|is not closed"),
+        ("{prompt}}", "at character 9 .* was not opened"),
+        (r"\boxed{} {prompt}", "at character 7 .* enclose no key; write {{ and }}"),
+        ("prompt", "no {key}"),
+        ("{{prompt}}", "no {key}"),
+    ],
+)
+def test_template_with_unmatched_braces_is_rejected(template: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Template.parse(template)
+
+
+@given(st.text())
+def test_any_string_can_be_written_in_a_template(text: str) -> None:
+    doubled = text.replace("{", "{{").replace("}", "}}")
+    assert Template.parse(f"{doubled}{{x}}").fill({"x": text}) == text + text
+
+
+FORMS = {
+    "90": 5400,
+    "2:30": 150,
+    "1:02:03": 3723,
+    "1-2": 93600,
+    "1-2:3": 93780,
+    "2-00:00:01": 172801,
+}
+
+
+@pytest.mark.parametrize(("text", "seconds"), FORMS.items())
+def test_warning_lead_must_be_shorter_than_the_time_limit(text: str, seconds: int) -> None:
+    assert Slurm(time=text, signal_lead_s=seconds - 1).time == text
+    with pytest.raises(ValidationError, match="must be shorter than time"):
+        Slurm(time=text, signal_lead_s=seconds)
+
+
+def test_any_warning_lead_is_allowed_without_a_time_limit() -> None:
+    assert Slurm(time="UNLIMITED", signal_lead_s=10**6).time == "UNLIMITED"
+
+
+@pytest.mark.parametrize(
+    "text", ["99999999999", "71582789", "4294967296", "10001-0", "１０", "1-２", "0-240001:00"]
+)
+def test_limit_that_slurm_would_misread_is_rejected(text: str) -> None:
+    """Slurm reads 71582789 minutes, which 32 bits do not hold in seconds, as one minute."""
+    with pytest.raises(ValidationError, match="must be"):
+        Slurm(time=text)
+    assert Slurm(time="10000-0").time == "10000-0"
+
+
+@pytest.mark.parametrize("text", ["1０G", "１G", "1G\\n"])
+def test_memory_has_only_digits_that_slurm_reads(text: str) -> None:
+    with pytest.raises(ValidationError):
+        Cluster(mem_per_worker=text)

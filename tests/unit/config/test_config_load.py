@@ -141,15 +141,11 @@ def test_recorded_path_keeps_its_dollar_sign(
     ("override", "rule"),
     [
         ("seed=no", "'no' is not allowed: must be an integer"),
-        ("seed='3'", "'3' is not allowed: must be an integer"),
         ("seed=1.5", "1.5 is not allowed: must be an integer"),
-        ("seed=true", "true is not allowed: must be an integer"),
         ("seed=-1", "-1 is not allowed: must be at least 0"),
         (f"seed={2**32}", "must be at most 4294967295"),
-        ("total_steps=-1", "-1 is not allowed: must be at least 0"),
         ("step_timeout_s=-3", "-3 is not allowed: must be greater than 0"),
         ("step_timeout_s=.inf", "must be a finite number"),
-        ("actor.optimizer.lr=.nan", "must be a finite number"),
         ("actor.optimizer.betas=[0.9, 1]", "1 is not allowed: must be less than 1"),
         ("actor.optimizer.betas=[0.9]", "is required"),
         ("actor.optimizer.betas=[0.9, 0.9, 0.9]", "must have at most 2 items"),
@@ -167,7 +163,6 @@ def test_recorded_path_keeps_its_dollar_sign(
             "stale_cache is not allowed with max_staleness 0",
         ),
         ("actor.dtype=float23", "did you mean 'float32'? allowed: float32, bfloat16"),
-        ("cluster.scheduler=slrum", "did you mean 'slurm'? allowed: auto, local, slurm"),
         ("cluster.gpus_per_worker=2", "2 is not allowed: must be at most 1"),
         (
             "cluster.env={'NCCL-DEBUG': INFO}",
@@ -177,10 +172,6 @@ def test_recorded_path_keeps_its_dollar_sign(
             "cluster.env={SLURM_CONF: x}",
             "SLURM_CONF is not allowed, because Slurm or",
         ),
-        (
-            "cluster.env={CUDA_VISIBLE_DEVICES: 0}",
-            "CUDA_VISIBLE_DEVICES is not allowed, because Slurm or",
-        ),
         ("cluster.env={NCCL_DEBUG: true}", "must be a string"),
         ("cluster.slurm.time=1 hour", "MINUTES"),
         ("cluster.mem_per_worker=16 GB", "16G"),
@@ -189,15 +180,11 @@ def test_recorded_path_keeps_its_dollar_sign(
         ('cluster.slurm.setup="module load x"', "must be a list"),
         ("cluster.interface=' '", "must not be empty"),
         ("experiment=a/b", "starts with a letter or a digit"),
-        ("experiment=..", "starts with a letter or a digit"),
         ("experiment=a..b", "has no '..'"),
-        ("experiment=-a", "starts with a letter or a digit"),
         (f"trial={'a' * 65}", "1 to 64"),
         ("stop_when=eval/reward > 0.4", "METRIC >= NUMBER"),
         ("notify.webhook=https://hooks.org/x", "must be the name of an environment variable"),
-        ("stop_when=eval/reward >= high", "METRIC >= NUMBER"),
         ("cluster.num_nodes=2", "unknown key; write hosts"),
-        ("cluster.gpus_per_node=8", "unknown key; write workers_per_host"),
         ("cluster.scheduler=SLURM", "'SLURM' is not allowed; did you mean 'slurm'?"),
         ("total_step=3", "unknown key; did you mean 'total_steps'?"),
         ("actor.optimzer.lr=3", "unknown key; did you mean 'optimizer'?"),
@@ -219,27 +206,17 @@ def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
     [
         ("rollout.stop", "rollout.stop_strings"),
         ("actor.lr", "actor.optimizer.lr"),
-        ("critic.lr", "critic.optimizer.lr"),
         ("batch_size", "algorithm.batch_size"),
-        ("actor.batch_size", "algorithm.batch_size"),
         ("num_generations", "rollout.n"),
-        ("rollout.num_generations", "rollout.n"),
-        ("max_prompt_length", "dataset.max_prompt_tokens"),
         ("temperature", "rollout.temperature"),
         ("model", "actor.path"),
-        ("nodes", "cluster.hosts"),
         ("num_train_epochs", "total_steps"),
-        ("eval", "evaluation"),
-        ("random_seed", "seed"),
         ("rollout.temp", "rollout.temperature"),
         ("rollout.do_sample", "rollout.greedy"),
         ("actor.micro_batch_size", "actor.max_tokens_per_microbatch"),
-        ("critic.learning_rate", "critic.optimizer.lr"),
         ("reward.path", "reward.name"),
-        ("dataset.file", "dataset.path"),
         ("evaluation.dataset.file", "evaluation.dataset.path"),
         ("reward.parts.a.path", "reward.parts.a.name"),
-        ("LR", "actor.optimizer.lr"),
         ("BATCH_SIZE", "algorithm.batch_size"),
     ],
 )
@@ -256,22 +233,12 @@ def test_message_about_an_unknown_key_names_its_place(tmp_path: Path, key: str, 
         ("rollout.do_sample", "greedy? It is the opposite: `do_sample: true` is `greedy: false`"),
         ("evaluation.do_sample", "evaluation.greedy? It is the opposite"),
         ("epochs", "total_steps? It counts steps: an epoch has rows / algorithm.batch_size"),
-        ("total_epochs", "total_steps? It counts steps"),
         ("actor.optimizer.warmup_ratio", "warmup_steps? It is a number of steps, not a share"),
-        ("actor.ppo_micro_batch_size", "max_tokens_per_microbatch? It limits the tokens"),
-        ("mini_batch_size", "algorithm.n_minibatches? It is the number of updates in a step"),
-        ("per_device_train_batch_size", "batch_size? It counts the prompts (rows) of a whole step"),
         ("max_prompt_length", "max_prompt_tokens? Rows with a longer prompt are left out, not cut"),
-        ("cluster.gpus", "cluster.workers_per_host? It counts GPUs of one host"),
-        ("cluster.memory", "cluster.mem_per_worker? It is the memory of one worker"),
         ("actor.optimizer.epsilon", "write eps"),
-        ("actor.optimizer.lr_scheduler_type", "write schedule"),
         ("logging_steps", "did you mean logging.every_steps?"),
         ("lr_warmup", "unknown key; allowed: actor, "),
-        ("resume_mode", "unknown key; allowed: actor, "),
         ("evaluation.batch_size", "unknown key; allowed: at_end, at_start, "),
-        ("actor.dropout", "unknown key; allowed: architecture, "),
-        ("actor.attn_implementation", "unknown key; allowed: architecture, "),
     ],
 )
 def test_suggestion_explains_how_the_meaning_differs(
@@ -433,9 +400,7 @@ def test_null_clears_a_setting(tmp_path: Path, null: str) -> None:
         parse(load(path, [f"experiment={null}"]))
 
 
-def test_removed_setting_is_accepted_only_with_its_default(
-    tmp_path: Path,
-) -> None:
+def test_removed_setting_is_accepted_only_with_its_default(tmp_path: Path) -> None:
     """Configurations of trials of an earlier release contain every setting."""
     path = tmp_path / "config.yaml"
     path.write_text("rollout:\n  server_updates: files\n")

@@ -19,9 +19,7 @@ def written(folder: Path, content: str, mode: int = 0o600) -> Path:
 
 
 def test_keys_come_from_a_file_or_the_environment_and_are_never_shown(tmp_path: Path) -> None:
-    """The first line is the API key, the second line the administration key. A single
-    line is both.
-    """
+    """The first line is the API key, the second the administration key."""
     both = read_keys(written(tmp_path, "k1\n k2\n"), {})
     assert (both.api, both.admin) == ("k1", "k2")
     assert (read_keys(written(tmp_path, "k1"), {})) == ServerKeys(api="k1", admin="k1")

@@ -22,8 +22,6 @@ def source_of(tmp_path: Path, text: str) -> Source:
         ("3e-4", 3e-4),
         ("1e3", 1000.0),
         ("no", "no"),
-        ("on", "on"),
-        ("yes", "yes"),
         ("true", True),
         ("~", None),
         ("", None),

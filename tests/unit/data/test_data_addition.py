@@ -53,10 +53,6 @@ def test_held_out_sums_are_not_in_training_data_in_either_order() -> None:
 
 
 def test_scored_answers_become_pairs_and_labels(tmp_path: Path) -> None:
-    """A prompt whose answers are all right or all wrong has no pair. Truncated answers and answers
-    without a score are left out. Results without rewards are rejected.
-    """
-
     def row(name: str, *answers: tuple[str, float | None, bool]) -> dict[str, Any]:
         keys = ("text", "reward", "finished")
         given = [dict(zip(keys, answer, strict=True)) for answer in answers]

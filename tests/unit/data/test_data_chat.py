@@ -106,9 +106,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_assistant_turns_including_end_token_are_targets(site: Site) -> None:
-    """The tokens equal the result of the tokenizer's own chat template. A system prompt
-    is context.
-    """
+    """The tokens equal the result of the tokenizer's own chat template."""
     sample = site.sample({"messages": TURNS}, system_prompt="Be kind")
     assert site.marked(sample) == (
         "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
@@ -144,9 +142,7 @@ def test_rows_without_tools_get_the_tools_of_the_dataset(
     ids=["strings", "both", "parts"],
 )
 def test_text_parts_reach_every_template(site: Site, template: str, text: str) -> None:
-    """A template without support for parts would print the list or omit it, so it gets a string.
-    Templates with support get the parts.
-    """
+    """A template without support for parts gets a string."""
     site.template(template)
     parts = [{"type": "text", "text": " Hi,"}, {"type": "text", "text": " you"}]
     turns = [{"role": "user", "content": parts}]
@@ -319,10 +315,6 @@ def test_answers_of_a_pair_may_be_lists_of_messages(site: Site, row: dict[str, A
 
 
 def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site: Site) -> None:
-    """In a prompt, these turns are context.
-
-    In an answer of several turns, the user's turns are context.
-    """
     history, later = [USER, SAID, THEN], [GOOD, THEN, GOOD]
     pair = {"chosen": [*history, *later], "rejected": [*history, BAD]}
     chosen, rejected = site.all_marked(site.sample(pair, type="preference", chat_template=True))

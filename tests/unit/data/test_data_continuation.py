@@ -31,9 +31,7 @@ COLONS = (
 
 
 def llama(kind: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer like Llama's, with byte tokens and ``▁`` for spaces. ``kind``: the places
-    where it adds a space.
-    """
+    """Return a tokenizer like Llama's. ``kind``: the places where it adds a space."""
     parts = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     parts += [chr(code) for code in range(33, 127)] + ["▁"]
     merges = [("a", "n"), ("an", "d"), ("▁", "an"), ("▁an", "d"), ("▁", "a"), ("i", "s")]

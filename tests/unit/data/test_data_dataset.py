@@ -108,9 +108,7 @@ def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
         ("1\ud800", "is not valid text: \\ud800 at character 2 is a lone surrogate"),
     ],
 )
-@pytest.mark.parametrize(
-    ("kind", "key"), [("prompt", "prompt"), ("prompt", "answer"), ("prompt_answer", "answer")]
-)
+@pytest.mark.parametrize(("kind", "key"), [("prompt", "prompt"), ("prompt_answer", "answer")])
 def test_value_that_is_no_string_is_rejected_with_line_and_key(
     tmp_path: Path, kind: str, key: str, value: Any, found: str
 ) -> None:

@@ -143,7 +143,8 @@ def test_unusable_image_is_a_problem_of_its_row(
     (folder / "text.txt").write_text("no image")
     (folder / "lfs.png").write_text("version https://git-lfs.github.com/spec/v1")
     Image.new("RGB", (40, 30)).save(folder / "wide.png")
-    Image.new("1", (14_000, 14_000)).save(folder / "vast.png")
+    if "vast.png" in str(row):  # it takes long
+        Image.new("1", (14_000, 14_000)).save(folder / "vast.png")
     noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), np.uint8)
     Image.fromarray(noise).save(folder / "heavy.png")
     whole = (folder / "b.png").read_bytes()
@@ -172,9 +173,7 @@ def test_unusable_image_is_a_problem_of_its_row(
 def test_temporary_read_error_of_an_image_is_no_problem_of_its_row(
     folder: Path, place: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job reads the image again, perhaps on another host. A problem of a row would
-    end the trial.
-    """
+    """A job reads the image again, perhaps on another host."""
 
     def fail(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))

@@ -63,9 +63,7 @@ REAL = {"id": "c", "prompt": "1+1=", "pos_answers": ["2", "2"], "neg_answers": [
 
 
 def test_pairs_of_a_prompt_stay_in_one_item(tmp_path: Path) -> None:
-    """All sequences of a row form one item, in the order chosen, rejected. Covers each spelling of
-    the keys.
-    """
+    """Covers each spelling of the keys."""
     made = make("preference", tmp_path, PAIR, PAIRS, REAL)
     assert texts(made, 1, 0, 2) == [
         [("2+2=", f"{answer}<eos>") for answer in ("4", "5", "04", "6")],

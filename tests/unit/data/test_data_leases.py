@@ -23,13 +23,7 @@ from slurmrl.data.leases import (
     SampleLedger,
     oldest_step,
 )
-from slurmrl.data.ledger import (
-    LeasedItems,
-    Ledger,
-    LedgerRecord,
-    StepRun,
-    StoredGroup,
-)
+from slurmrl.data.ledger import LeasedItems, Ledger, LedgerRecord, StepRun, StoredGroup
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.run.history.state import Lineage
@@ -306,9 +300,7 @@ TestAccount = Account.TestCase
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_rollouts_run_ahead_by_at_most_the_allowed_staleness(
-    max_staleness: int,
-) -> None:
+def test_rollouts_run_ahead_by_at_most_the_allowed_staleness(max_staleness: int) -> None:
     """Tasks that take as many items as allowed finish each step's samples with weights within the
     bound, and none is dropped. With staleness 0, a step begins when the previous one has ended.
     """

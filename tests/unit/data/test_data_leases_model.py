@@ -240,9 +240,7 @@ def train(master: Master, max_staleness: int) -> Master | None:
 
 @cache
 def check(text: str, weights: Weights, queued: tuple[int, ...]) -> None:
-    """Check that this master, and a successor with only its record, train or drop each item
-    once.
-    """
+    """Check that this master and a successor train or drop each item once."""
     trained = [int(one.partition("x")[0]) for one in weights]
     assert len(set(trained)) == len(trained), f"an item is trained twice: {weights}"
     record = read(text)
@@ -292,9 +290,7 @@ def run(max_staleness: int) -> Iterator[State]:
 
 
 def explore(actions: int, max_staleness: int = 1) -> int:
-    """Visit and count all states that a run can reach with this many more actions. Raises
-    AssertionError or CorruptFileError.
-    """
+    """Visit and count all states that a run can reach with this many more actions."""
     seen = set(run(max_staleness))
     level = set(seen)
     for _ in range(actions):

@@ -117,9 +117,6 @@ def test_commit_size_does_not_grow_with_the_trial() -> None:
 @pytest.mark.parametrize("end", ["train", "drop", "give_back"])
 @pytest.mark.parametrize("items", [[0], [2], [1, 1], [1, 9]])
 def test_ledger_item_can_be_ended_only_once(end: str, items: list[int]) -> None:
-    """An item that is already trained, still queued or named twice is rejected, and nothing
-    changes.
-    """
     ledger = Ledger()
     ledger.take(3, 1)
     ledger.train([0], 1)

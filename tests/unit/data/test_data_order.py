@@ -95,9 +95,7 @@ def test_batches_are_balanced_and_come_longest_first() -> None:
 
 @pytest.mark.parametrize(("size", "batch"), [(10, 4), (7, 10), (9, 3), (11, 1), (5, 7)])
 def test_batches_across_an_epoch_boundary_stay_whole(size: int, batch: int) -> None:
-    """If an epoch begins within a batch, its first items complete this batch. Only whole batches
-    are sorted.
-    """
+    """Its first items complete the batch before it. Only whole batches are sorted."""
     lengths = [float(i) for i in range(size)]
     begun = 0
     for _epoch in range(5):

@@ -8,12 +8,7 @@ from itertools import accumulate, pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.data.order import (
-    balanced_partition,
-    even_partition,
-    even_sizes,
-    row_microbatches,
-)
+from slurmrl.data.order import balanced_partition, even_partition, even_sizes, row_microbatches
 from slurmrl.tensors.bins import best_fit
 
 

@@ -40,13 +40,7 @@ class Site:
     def write(self, rows: list[dict[str, Any]]) -> None:
         self.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def prepare(
-        self,
-        incarnation: int = 1,
-        *,
-        calls: SystemCalls = REAL,
-        **settings: Any,
-    ) -> Path:
+    def prepare(self, incarnation: int = 1, *, calls: SystemCalls = REAL, **settings: Any) -> Path:
         config = Dataset(**{"type": "prompt", "path": str(self.file), **settings})
         site = self
 
@@ -113,9 +107,7 @@ def test_settings_that_change_tokens_lead_to_other_files(site: Site, change: str
     assert site.names() == [second.name], "the old files are removed"
 
 
-def test_touched_file_or_new_shuffle_seed_does_not_tokenize_again(
-    site: Site,
-) -> None:
+def test_touched_file_or_new_shuffle_seed_does_not_tokenize_again(site: Site) -> None:
     first = site.prepare(1)
     tokenized = site.texts
     os.utime(site.file)

@@ -196,9 +196,7 @@ def test_generation_stops_at_the_tokens_that_end_a_turn_in_every_template(
 def test_generation_stops_at_the_token_that_ends_tool_calls(
     tokenizer: Any, template: str, stops: tuple[str, ...]
 ) -> None:
-    """Tool calls may end with another token than answers. A token that closes a call does not end a
-    turn.
-    """
+    """A token that closes a call does not end a turn."""
     tokenizer.chat_template = template
     config = Dataset(type="messages", path="rows.jsonl")
     assert ChatTemplate(config, tokenizer).stops == stops

@@ -212,10 +212,11 @@ def test_unusable_video_is_a_problem_of_its_row(
     av = pytest.importorskip("av")
     (folder / "text.txt").write_text("no video")
     draw(folder / "big.png", 1, (48, 16))
-    write_video(folder / "whole.mp4", frames=40, rate=10)
-    whole = (folder / "whole.mp4").read_bytes()
-    write_video(folder / "cut.mp4", frames=40, rate=10, damaged=True)
-    assert len((folder / "cut.mp4").read_bytes()) == len(whole)
+    if "cut.mp4" in str(row):
+        write_video(folder / "whole.mp4", frames=40, rate=10)
+        write_video(folder / "cut.mp4", frames=40, rate=10, damaged=True)
+        sizes = {(folder / name).stat().st_size for name in ("whole.mp4", "cut.mp4")}
+        assert len(sizes) == 1
     with av.open(str(folder / "sound.wav"), "w") as sound:
         sound.add_stream("pcm_s16le", rate=8000)
         sound.start_encoding()

@@ -1,8 +1,11 @@
+"""Columns and sparklines."""
+
 from __future__ import annotations
 
 import pytest
 
 from slurmrl.display import terminal
+from slurmrl.display.terminal import sparkline
 
 ROWS = [("A", "WORDS"), ("long cell", "one two three four five six seven eight nine ten")]
 
@@ -40,3 +43,19 @@ def test_column_head_without_text_is_printed_without_trailing_spaces(width: int 
 
 def test_pipe_has_no_width(capsys: pytest.CaptureFixture[str]) -> None:
     assert terminal.width() is None
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [
+        ([0.0, 7.0], 10, "▁█"),
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 10, "▁▂▃▄▅▆▇█"),
+        ([0.0, 0.0, 0.0, 7.0, 7.0, 7.0, 7.0], 2, "▁█"),
+        ([2.0, 2.0, 2.0], 2, "▅▅"),
+        ([-3.0], 10, "▅"),
+    ],
+)
+def test_sparkline_has_one_bar_per_value_or_range(
+    values: list[float], width: int, bars: str
+) -> None:
+    assert sparkline(values, width) == bars

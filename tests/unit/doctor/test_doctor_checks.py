@@ -218,9 +218,7 @@ def test_torch_too_new_for_the_driver_fails_with_a_suitable_build(
     assert cuda in found.measured
 
 
-def test_build_advised_for_a_cpu_torch_fits_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_build_advised_for_a_cpu_torch_fits_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, CPU_BUILD, "535.54.03")
     assert "--torch cu126" in machine.torch_on_gpus().advice
 

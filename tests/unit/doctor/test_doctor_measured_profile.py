@@ -190,9 +190,7 @@ def test_known_gpu_keeps_the_vendors_peak() -> None:
 
 
 def test_measured_profile_has_no_negative_numbers_despite_noise() -> None:
-    """In the measurements, long sequences are faster than short ones, and many rows faster than
-    few.
-    """
+    """Long sequences are faster than short ones here, and many rows faster than few."""
     noisy = points(TRUE)
     for point in noisy:
         if point.get("length") == 1024 or point.get("rows") == 16:

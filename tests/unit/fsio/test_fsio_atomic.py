@@ -18,9 +18,7 @@ from tests.support.faulty import Faulty
 
 
 class Scripted(SystemCalls):
-    """File operations that raise an error at chosen calls of one method, before or after its
-    effect.
-    """
+    """File operations that fail at chosen calls, before or after their effect."""
 
     def __init__(self, method: str, error: int, *, times: int = 1, done: bool = False) -> None:
         self.method, self.error, self.times, self.done = method, error, times, done
@@ -230,9 +228,7 @@ def test_temporaries_are_skipped_by_listing_and_removed_by_sweep(tmp_path: Path)
 
 
 class SweptBefore(SystemCalls):
-    """File operations in which another process empties the directory just before the first link or
-    rename.
-    """
+    """File operations in which another process empties the directory before a link."""
 
     swept = 0
 
@@ -325,9 +321,6 @@ def test_reading_a_file_takes_four_operations(tmp_path: Path) -> None:
 
 
 def test_file_written_in_parts_is_old_or_new_after_any_error(tmp_path: Path) -> None:
-    """Covers an error of each operation, before or after its effect, and of the parts
-    themselves.
-    """
     path = tmp_path / "file"
     sound = Faulty()
     atomic.replace_by_parts(path, (b"old",), calls=sound)

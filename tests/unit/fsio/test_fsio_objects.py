@@ -1,15 +1,20 @@
-"""Dataclasses as JSON objects, which readers check."""
+"""Reading objects, lines and free space."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 
-from slurmrl.errors import CorruptFileError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.fsio import calls, documents
+from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.documents import COUNT, from_json, to_json
 
 
@@ -80,3 +85,46 @@ def test_type_without_json_representation_is_rejected() -> None:
 
     with pytest.raises(TypeError, match="no JSON form of"):
         from_json(Odd, {"value": 1}, "here")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_whole_lines_are_read_from_both_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(documents, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(documents, "LINE_BYTES", 20)
+    path = tmp_path / "a"
+    path.write_bytes(b"one\n\n" + b"x" * 5000 + b"\ntwo\ntor")
+    with documents.opened(path) as file:
+        assert [line for line in file.forward() if len(line) < 100] == [b"one", b"", b"two"]
+        assert file.offset == file.size - 3
+        found = [(at, line) for at, line in file.backward() if len(line) < 100]
+        assert found == [(5006, b"two"), (4, b""), (0, b"one")]
+        assert next(file.backward(5000))[1] == b"two"
+        assert b"".join(file.forward(5006, torn=True)) == b"twotor"
+        assert file.offset == file.size
+
+
+def test_fifo_and_directory_raise_instead_of_hanging(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path, what in ((tmp_path / "fifo", "a FIFO"), (tmp_path, "a directory")):
+        with pytest.raises(CorruptFileError, match=what), documents.opened(path):
+            pass
+
+
+class Quota(SystemCalls):
+    def pwrite(self, descriptor: int, data: bytes | memoryview, offset: int) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def test_space_is_checked_by_free_bytes_and_a_trial_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls.require_space(tmp_path)
+    calls.require_space(tmp_path / "not" / "yet")
+    with pytest.raises(EnvironmentFailure, match=r"EDQUOT.*nothing was submitted"):
+        calls.require_space(tmp_path, calls=Quota())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(calls, "free_bytes", lambda directory: 5 << 20)
+    with pytest.raises(EnvironmentFailure, match=r"is full: 5 MiB are free.*nothing was submitted"):
+        calls.require_space(tmp_path / "not" / "yet")

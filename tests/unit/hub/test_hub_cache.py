@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.config.hub import (
-    HubCache,
-    HubKind,
-    damage,
-    is_plain,
-    list_file,
-    of_folder,
-    parse,
-)
+from slurmrl.config.hub import HubCache, HubKind, damage, is_plain, list_file, of_folder, parse
 from slurmrl.data.records import read_records
 from slurmrl.errors import UnreachableHubError, UsageError
 from tests.support.hub import Hub
@@ -140,10 +132,7 @@ def test_interrupted_download_is_not_used_and_is_resumed(hub: Hub, cache: HubCac
 def test_cached_commit_with_lost_files_is_downloaded_again(
     hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same commit is downloaded again, even after the branch has moved.
-
-    Without a network, the next call retries.
-    """
+    """The branch may have moved. Without a network, the next call retries."""
     commit = hub.commit("datasets/org/sums", {"train.jsonl": LINES * 50, "test.jsonl": LINES})
     folder = cache.fetch(parse("hf://datasets/org/sums", HubKind.DATASET))
     hub.commit("datasets/org/sums", {"train.jsonl": LINES})

@@ -1,7 +1,8 @@
-"""Boxes of any layout are assembled from any other layout, with real data."""
+"""Sources of layouts and holders of their tensors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -18,8 +19,10 @@ from slurmrl.tensors.layout import (
     TensorSpec,
     chunk,
     flat_range,
+    relative_storage,
     row_major,
     sources,
+    storage_of,
     view,
 )
 
@@ -137,3 +140,35 @@ def test_view_beyond_its_storage_is_rejected() -> None:
     with pytest.raises(LayoutError, match="exceeds"):
         view(np.zeros(6), -1, (1,), (2,))
     assert view(np.arange(6), 0, (3, 1), (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+NAMES = st.text("ab./", max_size=6)
+
+
+@given(NAMES, NAMES)
+def test_storage_is_identified_by_its_relative_name(name: str, storage: str) -> None:
+    assert storage_of(name, relative_storage(name, storage)) == storage
+
+
+@pytest.mark.parametrize("moment", ["exp_avg/", "exp_avg_sq/"])
+def test_layers_moments_and_replicas_share_layout_entries(moment: str) -> None:
+    """A layout is as large as its distinct holders, not as ranks times tensors."""
+    names = [prefix + f"layer.{n}" for n in range(3) for prefix in ("", moment)]
+    half = [
+        [
+            Shard.contiguous(name, Box((2 * part,), (2,)), storage_of(name, "flat"), 5)
+            for name in names
+        ]
+        for part in range(2)
+    ]
+    layout = Layout.of({name: TensorSpec((4,), "float32") for name in names}, half * 3)
+    layout.check()
+    (holders,) = {*layout.holders.values()}
+    assert [part.ranks for part in holders.parts] == [(0, 2, 4), (1, 3, 5)]
+    assert layout.ranks == 6
+    restored = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert restored.tensors == layout.tensors
+    assert len({*restored.holders.values()}) == 1
+    assert [*restored.all_shards()] == [*layout.all_shards()]
+    for rank in range(6):
+        assert [*layout.held_by(rank)] == half[rank % 2]

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -232,19 +228,14 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
     ("changes", "message"),
     [
         ({"n_group": 3}, "n_group 3 does not divide 128 experts into groups of 2 or more"),
-        ({"n_group": 128}, "n_group 128 does not divide 128 experts into groups of 2 or more"),
         ({"n_group": 4, "topk_group": 5}, "topk_group is 5, but n_group is 4"),
         ({"n_group": 32}, "num_experts_per_tok is 8, but topk_group 1 leaves only 4 experts"),
-        ({"n_group": 0.5}, "n_group is 0.5, must be an integer"),
         ({"topk_group": -1}, "topk_group is -1, must be at least 1"),
         ({"n_shared_experts": -1}, "n_shared_experts is negative"),
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor rotates 3 dims of a head"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, must be above 0"),
         ({"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor is 'x'"),
         ({"routed_scaling_factor": True}, "routed_scaling_factor is True, must be a number"),
         ({**MLA, "kv_lora_rank": 0}, "kv_lora_rank is 0, must be at least 1"),
-        ({**MLA, "v_head_dim": None}, "v_head_dim is None, must be at least 1"),
-        ({**MLA, "q_lora_rank": -1}, "q_lora_rank is -1, must be at least 1"),
         ({**MLA, "qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
         ({**MLA, "head_dim": 12}, "head_dim is 12, but the sizes of the heads imply 64"),
         ({**MLA, "qk_head_dim": 12}, "qk_head_dim is 12, but the sizes of the heads imply 192"),
@@ -259,7 +250,6 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
             "mlp_layer_types must list dense or sparse for each of 1 layers",
         ),
         ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit is 0, must be above 0"),
-        ({"model_type": "gpt_oss", "swiglu_alpha": "x"}, "swiglu_alpha is 'x', must be a number"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             "dequantize the model with transformers (for MXFP4: Mxfp4Config(dequantize=True))",
@@ -269,18 +259,6 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
             "layer_types must be a list of full_attention or sliding_attention",
         ),
         ({"routed_scaling_factor": None}, "routed_scaling_factor is null, must be a number"),
-        ({"num_experts_per_tok": None}, "num_experts_per_tok is null, must be a number"),
-        ({"moe_intermediate_size": None}, "moe_intermediate_size is null, must be a number"),
-        (
-            {
-                "model_type": "mixtral",
-                "output_router_logits": True,
-                "router_aux_loss_coef": None,
-            },
-            "router_aux_loss_coef is null, must be a number",
-        ),
-        ({"model_type": "gpt_oss", "swiglu_alpha": None}, "swiglu_alpha is null, must be a number"),
-        ({"model_type": "gpt_oss", "swiglu_limit": None}, "swiglu_limit is null, must be a number"),
     ],
 )
 def test_config_with_impossible_expert_settings_is_rejected(

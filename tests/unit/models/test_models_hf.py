@@ -209,9 +209,7 @@ print((own_bytes() - before) / size)
 
 
 def test_model_is_never_in_memory_twice(tmp_path: Path) -> None:
-    """A process that reads and writes a model needs little more memory than one copy of it. (Pages
-    of mapped files do not count.)
-    """
+    """Pages of mapped files do not count."""
     changes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 2}
     decoder = small_decoder("mixtral", **changes, num_local_experts=8)
     size = 4 * sum(p.numel() for p in decoder.parameters())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_config import TABLE, HFConfig, length_limit
+from slurmrl.models.hf_loading import tensor_specs
 from slurmrl.models.hf_model import HFModel
 from slurmrl.rollouts.generation.base import GenerationOptions
+from tests.support.families import tiny
 from tests.support.generated import generate
 
 ORIGINAL = 16
@@ -193,3 +199,38 @@ def test_length_limit_comes_from_the_text_models_rotation() -> None:
     assert length_limit({"model_type": "x", "text_config": text}) == (ORIGINAL, "longrope")
     assert length_limit({"model_type": "x", "vision_config": text}) is None
     assert length_limit({**SMALL, "text_config": ALIKE["yarn"], "rope_scaling": None}) is None
+
+
+def test_shapes_are_known_even_if_the_config_has_an_infinite_number(tmp_path: Path) -> None:
+    AutoConfig.for_model(**tiny("nemotron_h")).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    shapes, _ = tensor_specs(HFConfig.from_hf(values), "lm")
+    assert "inner.model.layers.0.mixer.A_log" in shapes
+
+
+def test_generation_is_unchanged_if_the_cache_argument_is_renamed() -> None:
+    config = HFConfig.from_hf(tiny("llama"))
+    model = HFModel(config, "lm", source=None, seed=3, dtype=torch.float32)
+    ids, ends = torch.arange(1, 9), torch.tensor([0, 3, 8], dtype=torch.int32)
+    options = GenerationOptions(max_new_tokens=6, stop_token_ids=())
+    asked: dict[str, Any] = {"seed": 1, "step": 2, "keys": torch.arange(2)}
+    wanted = generate(model, ids, ends, options, **asked)
+    whole, used = model.inner.forward, []
+
+    def forward(**arguments: Any) -> Any:
+        cache = arguments.pop("cache", None)
+        used.append(cache is not None)
+        return whole(past_key_values=cache, **arguments)
+
+    names = inspect.signature(whole).parameters.values()
+    renamed = [
+        each.replace(name="cache") if each.name == "past_key_values" else each for each in names
+    ]
+    forward.__signature__ = inspect.Signature(renamed)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.inner, "forward", forward)
+        found = generate(model, ids, ends, options, **asked)
+    assert all(used)
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.logprobs, wanted.logprobs)

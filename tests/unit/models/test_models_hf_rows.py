@@ -82,9 +82,7 @@ def test_logprobs_do_not_depend_on_the_batch(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["jamba", "lfm2", "falcon_h1", "qwen3_next", "llama", "qwen3_moe"])
 def test_new_weights_show_which_families_mix_sequences(name: str, dtype: torch.dtype) -> None:
-    """In new models, sequences of a row hardly affect each other until training makes weights
-    larger.
-    """
+    """Sequences of a row hardly affect each other until training makes weights larger."""
     model = built(tiny(name, initializer_range=0.02), dtype)
     assert model.rows == ("packed" if name in APART else "single")
 

@@ -59,9 +59,7 @@ def blocks() -> tuple[list[SparseMLP], Balance]:
 
 
 def balanced(parts: Sequence[slice]) -> list[Tensor]:
-    """Gradients of the loss alone, computed in these micro-batches: of the blocks' inputs and of
-    their routers.
-    """
+    """Return the gradients of the loss alone by the blocks' inputs and routers."""
     made, balance = blocks()
     inputs = tokens()
     balance.begin(torch.device("cpu"))
@@ -109,9 +107,7 @@ def test_balance_loss_does_not_depend_on_micro_batches(cuts: list[int]) -> None:
 
 
 def test_recorded_experts_equal_a_loop_over_tokens() -> None:
-    """Compares values and gradients of the router's weights of these experts. For tokens without a
-    record, the router chooses.
-    """
+    """For tokens without a record, the router chooses."""
     block = blocks()[0][0]
     block.balance = None
     generator = torch.Generator().manual_seed(4)

@@ -21,9 +21,7 @@ print(*(str(operator) for operator in _operators(ATTENTION) | _operators(PRODUCT
 
 
 def test_attention_kernel_results_are_kept_from_the_first_call() -> None:
-    """Results of packed attention kernels are kept in the first call too, whose import registers
-    the kernels.
-    """
+    """Their import registers the kernels."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )

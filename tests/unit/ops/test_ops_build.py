@@ -134,10 +134,7 @@ def lines(log: Path) -> list[str]:
 def test_concurrent_builds_on_one_host_survive_a_killed_builder(
     made: Recipe, cache: Path, host: Path, tmp_path: Path
 ) -> None:
-    """32 processes request the library at once.
-
-    The one that builds it is killed; exactly one other builds it, and all get the complete library.
-    """
+    """Exactly one other process builds the library."""
     began, done, go = tmp_path / "began", tmp_path / "done", tmp_path / "go"
     content = os.urandom(1 << 20)
 
@@ -389,9 +386,6 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
 
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
 def test_cpu_loops_pass_sanitizers(made: Recipe) -> None:
-    """The CPU kernels pass the address and undefined-behavior sanitizers, in a program without
-    torch.
-    """
     sources = ["tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp", "cpu/products.cpp"]
     flags = ["-O1", "-ffp-contract=off", "-pthread"]
     said = run_program(ROOT / "cuda", sources, flags, made)
@@ -399,9 +393,7 @@ def test_cpu_loops_pass_sanitizers(made: Recipe) -> None:
 
 
 def without_launch_syntax(source: Path) -> str:
-    """Translate the launches ``kernel<<<grid>>>(arguments)`` of a .cu file into C++; return the new
-    file's name.
-    """
+    """Translate the launches ``kernel<<<grid>>>(arguments)`` of a .cu file into C++."""
     text, launches = re.subn(
         r"(\w+)<<<(.*?)>>>\(",
         r"emulated::Grid(\2).run([](auto... given) { \1(given...); }, ",

@@ -52,9 +52,7 @@ def test_gated_gradients_equal_autograd(activation: str) -> None:
 
 
 def test_gated_block_keeps_two_activations_of_its_inner_size() -> None:
-    """The block keeps the gate and the other factor, but neither the activated gate nor the
-    product.
-    """
+    """It keeps neither the activated gate nor the product."""
     architecture = {
         "model_type": "llama",
         "vocab_size": 8,

@@ -115,9 +115,7 @@ class LogitsAtProducts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_of_a_chunk_are_freed_before_the_next_chunk(
-    dtype: torch.dtype,
-) -> None:
+def test_logits_of_a_chunk_are_freed_before_the_next_chunk(dtype: torch.dtype) -> None:
     hidden, weight, targets = random_inputs(dtype)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
     with LogitsAtProducts((10, VOCABULARY)) as seen:

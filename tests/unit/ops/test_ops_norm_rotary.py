@@ -1,3 +1,5 @@
+"""Norms, rotations, experts and low-rank products against torch."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.tensors.ops.elementwise import rms_norm, rotate
+from slurmrl.tensors.ops.products import Dropout, grouped_linear, low_rank_linear
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (5, 3, 8), (0, 16), (1, 1, 2)])
@@ -65,3 +68,69 @@ def test_rotation_equals_complex_multiplication() -> None:
     exact = torch.cat((turned.real, turned.imag), -1)
     (expected,) = torch.autograd.grad((exact * mix).sum(), x)
     assert torch.allclose(ours, expected)
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 2), (0, 0, 7), (1, 1, 1), (0, 0, 0)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "dtype"),
+    [(8, 12, torch.float32), (5, 7, torch.float32), (8, 12, torch.float64)],
+    ids=["kernel", "loop", "no kernel"],
+)
+def test_each_token_is_multiplied_with_its_experts_matrix(
+    counts: tuple[int, ...], inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(counts)
+    x = torch.randn(tokens, inputs, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, outputs, inputs, generator=generator, dtype=dtype, requires_grad=True)
+    mix = torch.randn(tokens, outputs, generator=generator, dtype=dtype)
+    out = grouped_linear(x, weight, torch.tensor(counts))
+    (out * mix).sum().backward()
+    expert = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    wide, matrices = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = torch.einsum("ti,toi->to", wide, matrices[expert])
+    (exact * mix).sum().backward()
+    for ours, expected in ((out, exact), (x.grad, wide.grad), (weight.grad, matrices.grad)):
+        assert ours is not None
+        assert expected is not None
+        assert torch.allclose(ours.double(), expected, atol=1e-5)
+
+
+def drawn(tokens: int, first: int = 0, rate: float = 0.3) -> Dropout:
+    keys = torch.arange(tokens) * 977 + 3
+    return Dropout(keys, salt=5, rate=rate, first=first)
+
+
+def test_low_rank_gradients_equal_plain_products() -> None:
+    """Also covers finite differences, and dropout, whose mask the backward pass recomputes."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((7, 10), (3, 10), (6, 3))
+    )
+    dropout = drawn(7)
+    mask = dropout(torch.ones(7, 10, dtype=torch.float64))
+    assert 0 < int((mask == 0).sum()) < mask.numel()
+    for use, plain in ((None, x), (dropout, x * mask)):
+        expected = 0.7 * (plain @ a.t() @ b.t())
+        torch.testing.assert_close(low_rank_linear(x, a, b, 0.7, use), expected)
+        assert torch.autograd.gradcheck(low_rank_linear, (x, a, b, 0.7, use))
+
+
+def test_dropout_drops_at_its_rate_and_keeps_the_mean() -> None:
+    found = drawn(4000)(torch.ones(4000, 50))
+    assert abs(float((found == 0).float().mean()) - 0.3) < 0.005
+    assert abs(float(found.mean()) - 1.0) < 0.01
+    assert found.unique().tolist() == [0.0, float(torch.tensor(65536 / (65536 - 19661)))]
+
+
+def test_dropout_depends_only_on_token_and_column() -> None:
+    whole = drawn(9)(torch.ones(9, 30))
+    for begin, end in ((0, 7), (5, 14), (14, 30)):
+        part = drawn(9, first=begin)(torch.ones(9, end - begin))
+        assert torch.equal(part, whole[:, begin:end])
+    order = torch.tensor([4, 0, 8])
+    some = Dropout(drawn(9).keys[order], salt=5, rate=0.3)(torch.ones(3, 30))
+    assert torch.equal(some, whole[order])
+    other = Dropout(drawn(9).keys, salt=6, rate=0.3)(torch.ones(9, 30))
+    assert not torch.equal(other, whole)

@@ -77,9 +77,7 @@ def test_paged_attention_equals_float64(
     launched: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Covers single tokens of many rows together with chunks of prompts. Rows of 300 cells are
-    split if the GPU has more processors than the call has programs.
-    """
+    """Covers single tokens of many rows together with chunks of prompts."""
     lengths, rows = list(LENGTHS), list(range(len(LENGTHS)))
     for first, count in CHUNKS if chunked else ():
         rows += [max(rows) + 1] * count

@@ -80,9 +80,7 @@ def test_prefix_attention_equals_attention_over_whole_sequences(
 
 
 def test_scores_of_very_different_size_are_merged() -> None:
-    """The normalizer of one part overflows exp() in float32, or is negligible next to the other
-    part's.
-    """
+    """The normalizer of one part overflows exp() in float32, or is negligible."""
     for factor in (300.0, -300.0):
         q, k, v = (x.detach() for x in inputs(2, torch.float32))
         start, length = packing().prefixes[0].start, packing().prefixes[0].length

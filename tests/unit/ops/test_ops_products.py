@@ -17,10 +17,7 @@ from slurmrl.tensors.ops.products import PackedMatrix, add_product, linear, pack
 def test_packed_matrix_multiplies_like_the_original(
     rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
-    """Covers bias and an added tensor, which stays unchanged.
-
-    Strides, other rows and threads change no bit.
-    """
+    """Strides, other rows and threads change no bit."""
     draw = torch.Generator().manual_seed(rows)
     weight = torch.randn(outputs, inputs, generator=draw)
     added = torch.randn(outputs, generator=draw) if bias else None

@@ -136,9 +136,7 @@ def test_interval_ends_sample_possible_tokens() -> None:
 
 
 def test_kept_tokens_are_recorded_as_sampling_mask() -> None:
-    """The mask is in ascending order. Of equally likely tokens, those with lower ids are kept up to
-    the limit of top-k.
-    """
+    """Of equally likely tokens, those with lower ids are kept."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0, 4.0, 0.0]])
     options = {"record": True, "masked": True}
     drawn = sample(logits, uniforms(2), top_k=3, **options)

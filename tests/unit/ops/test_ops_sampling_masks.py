@@ -21,9 +21,7 @@ CU_SEQLENS = torch.tensor([0, 9, 10, 37], dtype=torch.int32)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, SamplingMasks]:
-    """Return inputs in which every third token, and the first of each sequence, was sampled from
-    all tokens.
-    """
+    """Return inputs in which every third token was sampled from all tokens."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)

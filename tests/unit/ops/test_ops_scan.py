@@ -155,9 +155,7 @@ def test_error_of_returns_names_the_argument(arguments: Any, message: str) -> No
 
 
 def test_inputs_of_16_bits_are_summed_in_32() -> None:
-    """bfloat16 inputs are summed in float32: each step, 1 + 2^-7, is exact in bfloat16, but the sum
-    of 300 of them is not.
-    """
+    """Each step, 1 + 2^-7, is exact in bfloat16, but the sum of 300 of them is not."""
     steps = 300
     one = torch.full((steps,), 1 + 2**-7, dtype=torch.bfloat16)
     wanted = one.float().flip(0).cumsum(0).flip(0)

@@ -58,18 +58,14 @@ def test_gpu_unusable_for_torch_is_a_host_failure_with_the_reason(
     assert device.describe_gpu() == "GPU GPU-1234"
 
 
-def test_cpu_build_of_torch_is_a_user_error_for_gpu_workers(
-    cuda: pytest.MonkeyPatch,
-) -> None:
+def test_cpu_build_of_torch_is_a_user_error_for_gpu_workers(cuda: pytest.MonkeyPatch) -> None:
     """Every host uses the environment of the submission, so another start would fail too."""
     cuda.setattr(torch.backends.cuda, "is_built", lambda: False)
     with pytest.raises(UsageError, match=r"for CPUs only.*--torch cuda"):
         device.choose(1)
 
 
-def test_workers_without_gpus_use_only_the_cpu(
-    cuda: pytest.MonkeyPatch,
-) -> None:
+def test_workers_without_gpus_use_only_the_cpu(cuda: pytest.MonkeyPatch) -> None:
     cuda.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("init", "set_device"):
         cuda.setattr(torch.cuda, name, lambda *_: reject(AssertionError("a GPU was touched")))

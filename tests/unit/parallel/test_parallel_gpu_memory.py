@@ -82,9 +82,7 @@ def test_shared_gpu_is_used_without_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     assert Card(monkeypatch, lambda now: 37).wait(exclusive=False) == device.WAIT_S
 
 
-def test_gpu_with_host_memory_is_used_without_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_with_host_memory_is_used_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Card(monkeypatch, lambda now: 37, integrated=1).wait() == 0
 
 

@@ -129,9 +129,7 @@ def test_first_and_newest_samples_are_kept_and_long_texts_cut(tmp_path: Path) ->
     assert found.rows[0]["completion"].endswith("x … 5 more characters")
 
 
-def test_evaluation_samples_follow_training_samples_and_take_at_most_half(
-    tmp_path: Path,
-) -> None:
+def test_evaluation_samples_follow_training_samples_and_take_at_most_half(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     for step in range(1, 13):
         write_samples(run, step, {"prompt": "p", "completion": "trained"})

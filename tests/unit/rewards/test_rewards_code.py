@@ -75,9 +75,7 @@ def judge(reward: CodeReward, row: dict[str, Any], programs: Sequence[str]) -> l
 def test_every_form_of_tests_scores_right_and_wrong_programs(
     make: Make, row: dict[str, Any], right: str, wrong: str
 ) -> None:
-    """A right program scores 1. A wrong or empty program, and one that ends before its tests, score
-    0.
-    """
+    """A program that ends before its tests scores 0."""
     reward = make()
     assert reward.check_rows([row]) == [""]
     ends = "import os; os._exit(0)"
@@ -119,9 +117,6 @@ ESCAPES = {
 
 @pytest.mark.parametrize("namespaces", ["auto", "off"])
 def test_programs_do_not_affect_each_other(make: Make, namespaces: str) -> None:
-    """Only the first program is right. Each other program scores 0, ends in time, and leaves no
-    process and no file. The sandbox still works afterwards.
-    """
     programs = dict(ESCAPES)
     if namespaces == "off":  # what only namespaces prevent; the user's processes would be killed
         del programs["kills everybody"], programs["files"]
@@ -448,9 +443,7 @@ def test_sandbox_runs_in_a_container(make: Make, tmp_path: Path) -> None:
 
 
 def test_sandbox_runs_in_a_real_apptainer(make: Make, tmp_path: Path) -> None:
-    """Programs are judged in a container of Apptainer, where root has no privileges and cannot set
-    the users of a namespace.
-    """
+    """Root has no privileges there and cannot set the users of a namespace."""
     settings = apptainer.cluster(tmp_path, "--containall")
     reward = make(container=settings["container"], python=sys.executable)
     assert judge(reward, {"tests": SUM}, [ADDS, "print(3)"]) == [1.0, 0.0]
@@ -458,9 +451,6 @@ def test_sandbox_runs_in_a_real_apptainer(make: Make, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be without its privileges")
 def test_sandbox_runs_as_root_without_privileges(make: Make) -> None:
-    """If a user namespace can be made but not used, programs run without namespaces, and the
-    sandbox reports this.
-    """
     reward = make(container="setpriv --inh-caps=-all --bounding-set=-all", python=sys.executable)
     assert judge(reward, {"tests": SUM}, [ADDS, "print(3)"]) == [1.0, 0.0]
     assert not any(isolated(reward).values())

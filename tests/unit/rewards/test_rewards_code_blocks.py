@@ -98,10 +98,7 @@ MAIN = "python\nimport sys\ndef main():\n    print(sum(map(int, sys.stdin.read()
 def test_program_is_the_block_that_defines_the_tested_names(
     row: dict[str, Any], blocks: Sequence[str], chosen: int
 ) -> None:
-    """Blocks that define these names, or read and print, count.
-
-    Of equal blocks, the last one is used.
-    """
+    """Blocks that read and print count too. Of equal blocks, the last one is used."""
     program = program_of(fenced(*blocks), cases_of(row, row["tests"]))
     assert program == blocks[chosen].partition("\n")[2]
 

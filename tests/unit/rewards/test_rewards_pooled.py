@@ -59,9 +59,6 @@ FAILURES = {
 def test_failure_affects_only_its_own_completion(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others get their scores; a failed one gets `unjudged_score`, is counted, and is logged
-    with its row and the reason.
-    """
     monkeypatch.setattr(weighted, "MOST_LOGGED", 100)
     reward = make(memory_mib=2048, unjudged_score=-1.0)
     with caplog.at_level(logging.WARNING):
@@ -131,9 +128,7 @@ def test_reward_that_always_fails_on_single_completions_is_an_error(make: Make) 
 
 
 def test_each_batch_has_its_own_time_limit(make: Make) -> None:
-    """Each completion may take a minute, so hanging completions could take half an hour
-    together.
-    """
+    """Hanging completions could take half an hour together."""
     reward = make(batch_timeout_s=3.0)
     assert judge(reward, ["a", *["sleep"] * 30]) == [1.0] + [None] * 30
     assert reward.stats()["reward_unjudged"] == (30.0, 31.0)

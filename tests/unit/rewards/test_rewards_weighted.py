@@ -73,9 +73,6 @@ def test_single_reward_has_no_part_metrics(reward: Make) -> None:
 
 
 def test_row_selects_the_reward_parts_that_score_it(reward: Make) -> None:
-    """Each row selects the parts that score it. A row without a part is rejected, at submission and
-    in a run.
-    """
     parts = {
         "first": {"name": "exact_match", "where": {"source": "one"}},
         "second": {**LENGTHS, "where": {"source": ["two", "three"]}},

@@ -9,12 +9,7 @@ import pytest
 
 from slurmrl.errors import UsageError
 from slurmrl.models.families import STRAY
-from slurmrl.rollouts.generation.image_requests import (
-    GRID,
-    PIXELS,
-    ServedPrompt,
-    placeholders_of,
-)
+from slurmrl.rollouts.generation.image_requests import GRID, PIXELS, ServedPrompt, placeholders_of
 from slurmrl.tensors.pictures import PictureInputs, path_of, write
 
 TOKEN = 9

@@ -147,9 +147,7 @@ def test_metrics_survive_sample_files(tokenizer: Any) -> None:
 
 
 def test_sampled_tokens_are_kept_if_their_text_tokenizes_differently(tokenizer: Any) -> None:
-    """The policy samples ``a`` and ``b``, which the tokenizer would encode as ``ab``. The next
-    request and the result keep the two sampled ids, with the template's ids around the message.
-    """
+    """The policy samples ``a`` and ``b``, which the tokenizer would encode as ``ab``."""
     engine = ScriptedEngine(say(4, 5, STOP))
     (outcome,) = run(rounds(2), engine, tokenizer, items(1, (2, 4, 1, 3)), chat=True)
     assert tokenizer("ab", add_special_tokens=False).input_ids == [6]
@@ -262,10 +260,7 @@ WAYS = (
 def test_turn_rewards_must_be_finite(
     value: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The sum must be finite too (-3e38 twice), because rewards are float32.
-
-    The log names the problem.
-    """
+    """The sum must be finite too, because rewards are float32."""
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         completions = Completions(item.prompt)
@@ -285,10 +280,6 @@ def test_turn_rewards_must_be_finite(
 def test_failed_episode_does_not_affect_others(
     how: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other episodes are complete and in order. The failed one has only its prompt, and the log
-    names the sample and the reason.
-    """
-
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         if item.row["number"] == 1:
             return await failing(policy, item, how)  # type: ignore[no-any-return]
@@ -329,9 +320,7 @@ def test_episode_time_excludes_waiting_for_the_engine(tokenizer: Any) -> None:
     assert outcome.turns == 3
 
 
-def test_concurrency_is_limited_and_results_keep_their_order(
-    tokenizer: Any,
-) -> None:
+def test_concurrency_is_limited_and_results_keep_their_order(tokenizer: Any) -> None:
     order: list[int] = []
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
@@ -359,9 +348,7 @@ class Echo(Environment):
 
 
 def test_environment_answers_and_rewards_turns(tokenizer: Any) -> None:
-    """Rewards are at the last tokens of their turns. The last message is left out. Later turns have
-    priority over episodes that have not begun.
-    """
+    """Later turns have priority over episodes that have not begun."""
     texts = iter([(4, STOP), (4, 5, STOP), (7, STOP)])
     engine = ScriptedEngine(lambda _: next(texts))
     (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1))
@@ -384,9 +371,7 @@ def test_truncated_turn_is_not_shown_to_the_environment(tokenizer: Any) -> None:
 
 
 def test_branches_of_an_episode_sample_different_turns(tokenizer: Any) -> None:
-    """Branches of an episode do not repeat each other, and the first one is the sample's own
-    stream.
-    """
+    """The first branch is the sample's own stream."""
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         both = [Completions(item.prompt) for _ in range(2)]

@@ -257,9 +257,7 @@ def test_writer_recreates_a_removed_sample_directory(tmp_path: Path) -> None:
 
 
 def test_writer_does_not_recreate_a_removed_attempt_directory(tmp_path: Path) -> None:
-    """If the directory is gone, the master has declared the attempt lost, and the agent ends the
-    task.
-    """
+    """The master has declared the attempt lost, and the agent ends the task."""
     folder = tmp_path / "attempt" / "samples"
     writer = SampleWriter(folder)
     shutil.rmtree(folder.parent)

@@ -103,9 +103,7 @@ def test_exception_of_a_tool_is_its_result() -> None:
 
 
 def test_blocking_tool_does_not_stop_other_tools() -> None:
-    """A blocking function runs in a thread, so the event loop continues. A cancelled call is not
-    awaited.
-    """
+    """A cancelled call is not awaited."""
     released = []
 
     def blocking() -> str:
@@ -219,9 +217,7 @@ def test_guessing_game_answers_lower_or_higher() -> None:
 
 
 def test_programs_run_concurrently_in_sandboxes() -> None:
-    """Covers output, errors and time limits. Sandboxes serve several event loops, and end with the
-    tool.
-    """
+    """Sandboxes serve several event loops, and end with the tool."""
     tool = PythonTool(timeout_s=60.0, processes=2)
     tools = Tools({"python": tool})
 

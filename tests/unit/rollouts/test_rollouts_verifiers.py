@@ -35,9 +35,7 @@ def test_unsupported_verifiers_version_is_rejected(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return an environment that says "ab" until the policy says "ok", and gives
-    rewards for turns.
-    """
+    """Return an environment that says "ab" until the policy says "ok"."""
     vf = pytest.importorskip("verifiers", reason="verifiers is not installed here")
     if not hasattr(vf, "load_environment"):
         pytest.skip("this version of verifiers has no load_environment")

@@ -58,9 +58,6 @@ print(json.dumps(["skipped", skipped.status, skipped.failed, "", ""]))
 
 
 def test_failing_or_hanging_section_does_not_stop_others(tmp_path: Path) -> None:
-    """A detached process of a section does not outlive the section. A hanging section is killed
-    after its stacks are printed.
-    """
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(ROOT / "scripts"), str(tmp_path)],
         capture_output=True,
@@ -157,9 +154,7 @@ def test_exit_status_reports_failed_sections(tmp_path: Path, status: int) -> Non
 def test_sections_name_existing_programs_and_fit_into_nine_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Covers programs, their options, and tests. Otherwise a wrong name would be noticed only on
-    the GPU machine.
-    """
+    """Otherwise a wrong name would be noticed only on the GPU machine."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     sections = runpy.run_path(str(TEST_GPU))["sections"](sys.executable, "nvcc", "sanitizer")
     assert sum(section.seconds for section in sections) <= 9 * 60

@@ -201,9 +201,7 @@ def test_release_lists_all_open_points_at_once(repository: Repository) -> None:
         assert said in done.stderr
 
 
-def test_release_needs_results_of_all_lanes_for_the_commit(
-    repository: Repository,
-) -> None:
+def test_release_needs_results_of_all_lanes_for_the_commit(repository: Repository) -> None:
     head = repository.git("rev-parse", "HEAD")
     file = repository.root / "build/other.xml"
 

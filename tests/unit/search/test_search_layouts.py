@@ -177,9 +177,7 @@ def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
 
 
 def test_tasks_may_take_a_third_of_the_gpus(config: Path) -> None:
-    """Batch size and heads are powers of two. No number of eighths of 24 GPUs above 3 is a power of
-    two.
-    """
+    """No number of eighths of 24 GPUs above 3 is a power of two."""
     tasks = ("algorithm.name=grpo", "rollout.tasks={}", "rollout.backend=vllm:d4")
     sizes = {parse(one.backends["actor"]).world_size for one in answers(config, *tasks, gpus=(24,))}
     assert sizes <= {8, 16}
@@ -273,9 +271,7 @@ def test_combinations_are_sorted_by_their_sums(lists: list[list[int]]) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=2, max_size=3))
-def test_combinations_with_tasks_are_sorted_by_the_larger_sum(
-    lists: list[list[int]],
-) -> None:
+def test_combinations_with_tasks_are_sorted_by_the_larger_sum(lists: list[list[int]]) -> None:
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
     rows[0] = [replace(one, name=ROLLOUTS) for one in rows[0]]
     found = [

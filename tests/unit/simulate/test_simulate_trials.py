@@ -100,9 +100,7 @@ def test_simulated_time_is_exact_without_disturbances(
 def test_slurm_may_signal_a_job_30_s_early(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
-    """In jobs of 3 minutes, 90 s of steps fit before the latest possible signal, and 60 s before
-    the earliest.
-    """
+    """90 s of steps fit before the latest possible signal, and 60 s before the earliest."""
     given = ("--step-seconds=1", "--start-seconds=30", "--commit-seconds=0", "--steps=85")
     limit = ("cluster.slurm.time=00:03:00", "cluster.slurm.signal_lead_s=60")
     found = simulated(capsys, config, *given, *limit, "--runs=100")
@@ -280,9 +278,7 @@ def test_simulated_trial_ends_by_the_rules_of_a_real_trial(
 
 
 def costs(config: Path, *, staleness: int = 1, groups_per_s: float = 1.0) -> TrialCosts:
-    """Return the costs of 200 steps of 1 s with 16 groups, and of two tasks that make
-    ``groups_per_s`` groups each.
-    """
+    """Return the costs of 200 steps of 1 s with 16 groups, and of two tasks."""
     settings = load_settings(config, (), scheduler="slurm", planning=True)
     longest = LongestCompletion(LengthDistribution(50.0, 100), 8)
     tasks = TaskCosts(
@@ -462,9 +458,7 @@ def test_gpus_follow_the_number_of_tasks_in_the_trainers_job(
 def test_rollout_tasks_start_in_the_given_seconds(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
-    """Tasks are fast, and the first step needs their first group, so the trainers wait for their
-    start.
-    """
+    """The first step needs the first group of the tasks, which are fast."""
     layout = ("rollout.backend=native:d4", "rollout.tasks={}", "--groups-per-hour=1e9")
     given = ("--step-seconds=1", "--restart-seconds=1", "--commit-seconds=0", "--write-rate=1e6")
     common = (*layout, *given, "--steps=10", "--runs=1")

@@ -39,9 +39,7 @@ FORMS = boxes(torch.float32)
 def test_interval_operators_copy_the_same_elements_as_torch(
     form: str, source: torch.dtype, target: torch.dtype
 ) -> None:
-    """The copies have every converted element of the box and change no other. A moving average
-    equals the one computed in float64.
-    """
+    """They change no other element."""
     made = BoxCopies(CPU, kernels=True)
     view = boxes(source)[form]
     packed = made.packed(view, target)
@@ -79,9 +77,7 @@ def test_layers_of_a_model_share_intervals(monkeypatch: pytest.MonkeyPatch) -> N
     ids=["short runs", "transposed", "integers"],
 )
 def test_torch_copies_irregular_boxes(view: Tensor) -> None:
-    """torch also copies boxes of integers, and boxes with short runs, whose intervals would be as
-    large as the elements.
-    """
+    """Also covers boxes with short runs, whose intervals would be as large as the elements."""
     made = BoxCopies(CPU, kernels=True)
     assert made.packed(view, view.dtype) is None
     for eta in (1.0, 0.5):

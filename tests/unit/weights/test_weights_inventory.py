@@ -79,9 +79,6 @@ class Meanwhile:
 
 
 def test_versions_removed_during_the_check_are_not_damage(tmp_path: Path) -> None:
-    """The versions are removed before any operation of the check. Remaining versions
-    are reported.
-    """
     published(tmp_path / "all", 6, whole_every=2)
     for number in count():
         versions = tmp_path / str(number)

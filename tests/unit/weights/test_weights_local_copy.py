@@ -179,9 +179,7 @@ def test_damaged_copy_is_rebuilt(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "copy")
 
 
-def test_damage_after_verification_is_detected_on_use(
-    tmp_path: Path,
-) -> None:
+def test_damage_after_verification_is_detected_on_use(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 3)
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
     flip(copy.advance(version(2)).file)
@@ -259,9 +257,6 @@ def test_advance_without_a_published_version_is_an_error(tmp_path: Path) -> None
 def test_local_copy_survives_errors_at_any_operation(
     times: int, error: int, tmp_path: Path
 ) -> None:
-    """The copy has the old version or the new one, or raises an error. It works again
-    afterwards.
-    """
     bits = published(tmp_path / "versions", 3)
     LocalCopy(tmp_path / "old", tmp_path / "versions").advance(version(2))
     sound = Faulty()
