@@ -108,14 +108,15 @@ class ActorStep:
             self.stats["early_stop"] = float(self.stopped and not self.warms_up)
 
     def _kl(self) -> Stats:
+        written = [each for each in self.reference.completions() if each.written]
         logs = [
             self.reference.old(each)[t] - each.reference[t]
-            for each in self.reference.completions()
+            for each in written
             for t in each.written
         ]
         return {
             "kl": fmean(logs),
-            "kl_sequence": sum(logs) / self.stats["completions"],
+            "kl_sequence": sum(logs) / len(written),
             "kl_coef": self.reference.kl_coef,
         }
 

@@ -63,15 +63,12 @@ class ActorInterface(Interface):
         estimates = estimate(sample, context, engine.all_reduce_sum)
         mean, std = moments(estimates.advantages, engine.all_reduce_sum)
         stats = {"advantages_mean": mean, "advantages_std": std}
-        completions = len(sample.tensor("rewards"))
+        count = torch.tensor(len(sample.tensor("rewards")), dtype=torch.float64)
+        stats["completions"] = float(engine.all_reduce_sum(count.to(engine.context.device)))
         if estimates.kl is not None:
-            stats |= _kl_stats(estimates.kl, completions, engine.all_reduce_sum)
+            answered = len(estimates.responses.answered)
+            stats |= _kl_stats(estimates.kl, answered, engine.all_reduce_sum)
             stats["kl_coef"] = context.scalars["kl_coef"]
-        else:
-            own = torch.tensor(
-                float(completions), dtype=torch.float64, device=engine.context.device
-            )
-            stats["completions"] = float(engine.all_reduce_sum(own))
         advantages = estimates.advantages
         if ppo.normalize_advantages:
             advantages = whiten(advantages, mean, std)
@@ -136,18 +133,14 @@ def _logprobs(
 
 
 def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
-    """Return the number of completions and the KL of the sampling policy to the reference.
+    """Return the KL of the sampling policy to the reference, in nats.
 
-    ``kl`` is a mean over tokens, ``kl_sequence`` a mean over completions, both in nats.
+    ``kl`` is a mean over tokens, ``kl_sequence`` a mean over the ``sequences`` with these tokens.
     """
     kl = kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])
     total, tokens, completions = all_reduce_sum(torch.cat([kl.sum().reshape(1), sizes])).tolist()
-    return {
-        "kl": total / max(tokens, 1.0),
-        "kl_sequence": total / max(completions, 1.0),
-        "completions": completions,
-    }
+    return {"kl": total / max(tokens, 1.0), "kl_sequence": total / max(completions, 1.0)}
 
 
 def update_actor(

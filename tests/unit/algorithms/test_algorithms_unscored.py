@@ -66,6 +66,18 @@ def test_step_stays_finite_with_unscored_completions(name: str) -> None:
     assert all(table.isfinite().all() for table in tables)
 
 
+def test_kl_per_completion_ignores_unscored_completions() -> None:
+    """Otherwise, a reward that often fails would lower the KL that `kl.kind: adaptive` sees."""
+    case = Case.draw("grpo", 1)
+    sample = case.batch.sample
+    rewards = sample.tensor("rewards")
+    rewards[1::2] = nan
+    written = (~sample.tensor("prompt_mask")).split(sample.cu_seqlens("input_ids").diff().tolist())
+    lengths = [int(each.sum()) for each in written[::2] if each.any()]
+    stats = case.run()[0].stats
+    assert stats["kl_sequence"] * len(lengths) == pytest.approx(stats["kl"] * sum(lengths))
+
+
 def test_filters_leave_out_unscored_completions() -> None:
     """A prompt whose other scores are equal has no gradient."""
     rewards = [1.0, nan, 1.0, 0.0, nan, 1.0, 0.0, nan, nan]
