@@ -53,6 +53,6 @@ def simpo_loss(outputs, batch, options):
 
     logp = answer_logprobs(outputs["logp"], batch)
     chosen, rejected = split_pairs(logp / answer_lengths(batch).to(logp))
-    weights = pair_weights(batch, logp)  # an item may have several pairs
+    weights = pair_weights(batch, logp)  # a row may have several pairs
     loss = -logsigmoid(options.beta * (chosen - rejected) - options.gamma)
     return (weights * loss).sum(), {"accuracy": (weights * (chosen > rejected)).sum()}

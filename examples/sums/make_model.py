@@ -46,7 +46,7 @@ def unpack(packages: Path) -> Path:
 
 def convert(source: Path, target: Path) -> None:
     """Write the model and its tokenizer as transformers reads them."""
-    os.environ["TQDM_DISABLE"] = "1"  # transformers shows its progress even if told not to
+    os.environ["TQDM_DISABLE"] = "1"  # transformers shows progress bars even if they are disabled
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -103,7 +103,7 @@ def measure(rounds: int, trials: int) -> dict[str, dict[str, Spread]]:
         make_trials(root / "bare", trials, kept=False)
         timed = commands(root, trials)
         for command in timed.values():
-            run(command)  # writes byte code and warms the page cache
+            run(command)  # write byte code and warm the page cache
         times: dict[str, list[Times]] = {name: [] for name in timed}
         for _ in range(rounds):
             for name, command in timed.items():

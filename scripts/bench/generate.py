@@ -75,7 +75,7 @@ def native(case: Case) -> Run:
         engine = NativeRollout(decoder, version="0.1")
         results = await asyncio.gather(*map(engine.submit, requests(case)))
         new = [len(completion.tokens) for result in results for completion in result]
-        # The engine also reads every sampled token except the last of each completion.
+        # The engine also processes every sampled token except the last token of each completion.
         return Made(sum(new), engine.read - sum(new) + len(new))
 
     return lambda case: asyncio.run(run(case))
@@ -154,7 +154,7 @@ def continuous(case: Case) -> Run:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = reference(case)
-    # by default it reserves nine tenths of the machine's memory
+    # the server's default is nine tenths of the machine's memory
     cache = ContinuousBatchingConfig(page_size=256, num_blocks=1024, max_batch_tokens=2048)
     settings = GenerationConfig(
         max_new_tokens=LIMIT, do_sample=True, top_k=0, eos_token_id=stops(case), pad_token_id=0

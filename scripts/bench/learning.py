@@ -123,8 +123,8 @@ ANSWERS = Entry(
 )
 """Four answers of the start model to each of 3,072 problems."""
 
-# The start model gets 0.62 right. The standard error of a mean over three seeds of 512 answers each
-# is 0.012, so 0.7 is far outside of chance. So is 0.75 for pairs, of which 0.5 are right by chance.
+# The start model's accuracy is 0.62. The standard error of a mean over three seeds of 512 answers
+# each is 0.012, so 0.7 cannot be chance. Nor can 0.75 on pairs, where chance gives 0.5.
 TABLE = (
     policy("grpo"),
     policy("rloo", "rollout.n=4", "algorithm.batch_size=256", "algorithm.n_minibatches=1"),

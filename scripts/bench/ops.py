@@ -180,9 +180,7 @@ def seconds(calls: list[Callable[[], object]], rounds: int) -> Spread:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [
-            call() for call in calls
-        ]  # keep outputs so that they do not share a place in a cache
+        kept = [call() for call in calls]  # keep outputs, so that each uses other memory
     found = []
     for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

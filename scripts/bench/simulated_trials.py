@@ -173,7 +173,7 @@ class Losses:
         used = {node_of(pid) for pid in processes(run)["agent"]} or names
         self.down.add(name)
         kill_node(self.bed, run, name)
-        if name in used:  # else it was a spare
+        if name in used:  # else the host was a spare
             self.times.append(time.time())
         self.repairs.append(threading.Thread(target=self._repair, args=(name,)))
         self.repairs[-1].start()

@@ -42,5 +42,5 @@ def remove(directory: Path, nodes: list[str]) -> None:
         return
     for node in nodes:
         for group, _, _ in os.walk(GROUPS / f"slurm_{node}", topdown=False):
-            with contextlib.suppress(OSError):  # jobs of another bed are in it
+            with contextlib.suppress(OSError):  # another test bed's jobs use it
                 os.rmdir(group)

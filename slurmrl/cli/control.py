@@ -147,7 +147,7 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     from slurmrl.desk import trial_jobs, trials
 
     folder = trials.root_folder(root)
-    # Find all trials first: if a name is wrong, no trial may stop.
+    # Find all trials before stopping any: a wrong name must have no effect.
     chosen = {name: trials.find(folder, name) for name in names}
     jobs = {name: trial_jobs.stop(paths) for name, paths in chosen.items()}
     for name, paths in chosen.items():
@@ -250,7 +250,7 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
     from slurmrl.run.history.slots import Kind
 
     folder = trials.root_folder(root)
-    # Find all trials first, so that a wrong name ends none.
+    # Find all trials before ending any: a wrong name must have no effect.
     chosen = {name: trials.find(folder, name) for name in names}
     for name, paths in chosen.items():
         steps = uncommitted(paths)

@@ -211,7 +211,7 @@ class TrialFollower:
         try:
             self._tasks = self._query(self._jobs.ids)
         except EnvironmentFailure as error:
-            problem = str(error)  # the tasks of the last answer remain valid until the next one
+            problem = str(error)  # keep the tasks of the last answer
         self._status = assemble(read(self._paths), self._tasks, problem=problem)
         self._view.update(self._status)
         return Seen.END if self._is_over(self._status["state"]) else Seen.NEWS

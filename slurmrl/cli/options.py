@@ -128,7 +128,7 @@ def complete_trials(
     try:
         return completion_items(names(root_folder(ctx.params.get("root")), typed), typed)
     except (OSError, SlurmrlError):
-        return []  # a message would appear in the middle of the user's command line
+        return []  # a message would break the command line that the user is typing
 
 
 def complete_profiles(

@@ -219,7 +219,7 @@ def consequences(old: Config, new: Config) -> list[str]:
     Return no lines if the layout is the same.
     """
     changed = changes(old, new, LAYOUT)
-    if new.rollout.tasks is not None:  # Rollout tasks do not belong to the trainers' layout.
+    if new.rollout.tasks is not None:  # The trainers' layout excludes rollout tasks.
         changed = [change for change in changed if not change.key.startswith("rollout.")]
     if not changed:
         return []

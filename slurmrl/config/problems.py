@@ -309,7 +309,7 @@ def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | 
     section: type[BaseModel] | None = schema
     named = False
     for part in location:
-        if named:  # This part of the location is a section's name of the user's choice.
+        if named:  # This part is a name that the user chose.
             named = False
             continue
         field = section.model_fields.get(str(part)) if section else None

@@ -180,7 +180,7 @@ def compose(text: str, name: str) -> Node | None:
     """Return the node tree of one YAML document; None without content. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # A repeated anchor is harmless.
+            warnings.simplefilter("ignore")  # PyYAML warns about repeated anchors.
             return _composed(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

@@ -193,7 +193,7 @@ def other_form(path: Path) -> str:
     Raises EnvironmentFailure.
     """
     lines = head_of(path).decode("utf-8-sig", errors="replace").lstrip().splitlines()
-    if not lines or re.search("[\0-\b\ufffd]", lines[0]):  # only white space, or no text
+    if not lines or re.search("[\0-\b\ufffd]", lines[0]):  # a blank or binary file
         return ""
     first = lines[0].rstrip()
     if first.startswith(POINTER):

@@ -120,7 +120,7 @@ class JsonLines(RowSource):
                     self.done += len(line)
                     self._digest.update(line)
                     yield line
-                self.size = self.done  # the file may have grown
+                self.size = self.done  # the file may have grown during the read
         except OSError as error:
             raise unreadable(self.path, error) from error
 

@@ -104,7 +104,7 @@ def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | Non
         return ""
     if not part.media_keys or not fingerprint.startswith(present[:HALF]):
         return part.path
-    # Without the list of images, only the run can compare them, after it has prepared the data.
+    # Without a list of images, only the run can compare images, after it has prepared the data.
     return "" if images is None else f"{what} {sources.changed_image()} of {part.path}"
 
 

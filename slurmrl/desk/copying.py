@@ -131,7 +131,7 @@ def _below(
 
 def copy_package(target: Path) -> None:
     """Copy this package into a new folder, durably. Raises EnvironmentFailure."""
-    if (FOLDER / ARCHIVE).exists():  # this process runs the copy of a trial
+    if (FOLDER / ARCHIVE).exists():  # this process runs a trial's copy
         copy(FOLDER, target)
         return
     contents = _contents(FOLDER)
@@ -210,7 +210,7 @@ def _packed(contents: Mapping[str, bytes]) -> bytes:
         for name, content in contents.items():
             entries = {name: content}
             if name.endswith(".py"):
-                with suppress(SyntaxError):  # the process that imports the module reports it
+                with suppress(SyntaxError):  # the import will report the error
                     entries[f"{name}c"] = _bytecode(name, content)
             for entry, data in entries.items():
                 file.writestr(ZipInfo(entry), data, ZIP_DEFLATED, compresslevel=1)

@@ -198,7 +198,7 @@ class _Derived:
     def take(self, old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
         value, section = value_at(self.source.values, old), value_at(self.values, new[:-1])
         if value is None or not isinstance(section, dict):
-            return  # the check of the values will report a value in place of a section
+            return  # the check of the values will report that this is no section
         if isinstance(value, dict):
             value = {key: each for key, each in value.items() if key not in without}
         section[str(new[-1])] = value

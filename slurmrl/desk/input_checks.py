@@ -489,7 +489,7 @@ def _of_call(call: Call) -> Iterator[str]:
     if getattr(interface, method) is getattr(Interface, method):
         yield f"{what} does not define {method}()"
         return
-    resolve(call.interface)()  # ranks construct it like this; a wrong constructor raises here
+    resolve(call.interface)()  # ranks call the constructor in this way; let it raise now
 
 
 def _is_class_of(kind: object, base: type) -> bool:

@@ -150,7 +150,7 @@ def propose(
     Raises ConfigError with all problems.
     """
     if inputs.is_archive(config):
-        from slurmrl.desk.unpacking import unpack  # a submission without a bundle does not need it
+        from slurmrl.desk.unpacking import unpack  # only bundles need this module
 
         config = unpack(config, trials.root_folder(root))
     chosen = trials.chosen_root(root)

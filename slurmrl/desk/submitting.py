@@ -169,7 +169,7 @@ def _outlook(proposal: Proposal) -> Outlook:
     Raises UsageError for a trial with jobs, another configuration or another version of slurmrl.
     """
     check_owner(proposal.paths)
-    newest = newest_submitted(proposal.paths)  # read first to notice another submission
+    newest = newest_submitted(proposal.paths)  # first, to notice a later submission
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     settings = proposal.settings
@@ -384,6 +384,6 @@ def undo_submission(paths: RunPaths, number: int, before: Before | None) -> None
     for path, content in before.files.items():
         atomic.replace(path, content)
     if before.end is not None:
-        with suppress(TrialEndedError):  # the user has cancelled the trial in between
+        with suppress(TrialEndedError):  # the user has cancelled the trial since then
             end(History(paths.history), before.end.kind, before.end.data)
     shutil.rmtree(paths.submission(number), ignore_errors=True)

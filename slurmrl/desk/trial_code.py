@@ -60,7 +60,7 @@ def take_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> None:
         return
     copy = _build(paths, code, record)
     try:
-        os.rename(copy, paths.code)  # this replaces the trial's empty folder
+        os.rename(copy, paths.code)  # replaces the trial's empty folder
     except OSError:
         shutil.rmtree(copy)
         if _is_empty(paths.code):
@@ -386,7 +386,7 @@ def _files(top: Path, name: str) -> Iterator[Path]:
     parts = name.split(".")[1:]
     yield from _python(folder / "__init__.py")
     if not parts and not (folder / "__init__.py").is_file():
-        yield from sorted(folder.glob("*.py"))  # a folder without __init__: any module may be used
+        yield from sorted(folder.glob("*.py"))  # without __init__, any module may be used
     for part in parts:
         yield from _python(folder / f"{part}.py")
         folder = folder / part

@@ -88,12 +88,12 @@ def unpack(path: Path, root: Path) -> Path:
             _extract(archive, members, manifest, part, path)
             _publish(part, folder)
         except (OSError, EnvironmentFailure):
-            if not folder.exists():  # else another process was faster
+            if not folder.exists():  # else another process has unpacked it
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
         _check_unpacked(folder, manifest)
-    for left in bundles.glob(f".part-{digest}-*"):  # killed processes may have left some
+    for left in bundles.glob(f".part-{digest}-*"):  # leftovers of killed processes
         shutil.rmtree(left, ignore_errors=True)
     logger.info("unpacked %s into %s", path, folder)
     return folder / CONFIG

@@ -50,7 +50,7 @@ TOKENS = "input_ids"
 
 def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
     """Return equally spaced elements of each tensor, at most about ``most`` in all."""
-    # An even step could select only some columns of the matrices.
+    # The step must be odd: an even step could select only some columns of the matrices.
     every = sum(each.numel() for each in tensors) // most | 1
     return [each.detach().reshape(-1)[::every] for each in tensors]
 

@@ -372,5 +372,5 @@ class HFRollout(SplitRollout):
         read_weights(self._model, folder)
 
     def _check_own(self) -> None:
-        # A task that cannot generate must fail at its start, before it asks for prompts.
+        # If the model cannot generate, fail now, before the task asks for prompts.
         self._model.require_generation()

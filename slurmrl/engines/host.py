@@ -70,7 +70,7 @@ class HostBuffer:
         if locked:
             address = self.bytes.data_ptr()
             _lock(address, len(memory))
-            # As an argument, the memory is unmapped only after it has been unlocked.
+            # The finalizer's reference keeps the memory mapped until it is unlocked.
             weakref.finalize(self, _unlock, address, memory).atexit = False
 
 
@@ -272,7 +272,7 @@ def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]
     tensor. Tensors on few ranks are assigned first, and large ones before small ones.
     """
 
-    @lru_cache(maxsize=1024)  # layers have equal holders
+    @lru_cache(maxsize=1024)  # many layers have the same holders
     def holding(holders: Holders, box: Box) -> frozenset[int]:
         parts = (part for part in holders.parts if part.box.intersect(box))
         return frozenset(rank for part in parts for rank in part.ranks)

@@ -309,7 +309,7 @@ def _plain(value: Any) -> Any:
     """Return a value with dataclasses converted to JSON objects."""
     if is_dataclass(value) and not isinstance(value, type):
         return to_json(value)
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):  # Items have one type.
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):  # All items have its type.
         return [_plain(item) for item in value]
     return value
 
@@ -336,12 +336,12 @@ def _form(hint: Any) -> _Form:
         return _Form(_SCALARS[hint], lambda value: value)
     if is_dataclass(hint) and isinstance(hint, type):
         return _Form(table(_accepted(hint), _required(hint)), partial(_read, hint))
-    if origin in (Union, UnionType):  # The other type is None, which counts as missing.
+    if origin in (Union, UnionType):  # A missing field means None.
         return _form(next(option for option in arguments if option is not type(None)))
     if origin is tuple and arguments[-1] is Ellipsis:
         item = _form(arguments[0])
         return _Form(list_of(item.accepted), lambda values: tuple(map(item.read, values)))
-    if origin is tuple:  # The items are scalars.
+    if origin is tuple:  # a fixed number of scalars
         return _Form(items(*(_form(argument).accepted for argument in arguments)), tuple)
     if origin is Mapping:
         content = _form(arguments[1])

@@ -437,7 +437,7 @@ def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
         return None
     step, dense = full.get("decoder_sparse_step") or 1, full.get("mlp_only_layers") or ()
     first, inner = int(full.get("first_k_dense_replace") or 0), int(full[names.inner])
-    if names.typed:  # transformers ignores first_k_dense_replace then.
+    if names.typed:  # transformers then ignores first_k_dense_replace.
         types, first = full.get("mlp_layer_types") or ["dense"], 0
         dense = [n for n, kind in enumerate(types) if kind == "dense"]
     sparse = (n for n in range(first, layers) if n not in dense and (n + 1) % step == 0)

@@ -301,7 +301,7 @@ class Decoder(PackedModel):
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        weight = self.score.weight  # It is float32 even if other parameters are bfloat16.
+        weight = self.score.weight  # float32 even in bfloat16 models
         values = wide_linear(features.to(weight.dtype), weight).squeeze(-1)
         if self.split.whole:
             return values

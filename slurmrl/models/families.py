@@ -92,7 +92,7 @@ GEMMA = Family(
     o_bias="attention_bias",
     norm_offset=True,
     scaled_embedding=True,
-    meanings={("hidden_act", "gelu"): "gelu_pytorch_tanh"},  # transformers does the same.
+    meanings={("hidden_act", "gelu"): "gelu_pytorch_tanh"},  # as in transformers
     defaults={
         **COMMON_DEFAULTS,
         "hidden_act": "gelu_pytorch_tanh",

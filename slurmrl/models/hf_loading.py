@@ -113,7 +113,7 @@ def make_model(
             stated = {**_stated(config), **more}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **stated))
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # This leaves GPU generators unchanged.
+                torch.default_generator.manual_seed(seed)  # keeps GPU generators
                 model = task.from_config(settings, dtype=dtype)
             fresh = True
     except UsageError:
@@ -184,7 +184,7 @@ def _require_finite(model: PreTrainedModel, source: Path) -> None:
         if is_finite(values) or (name not in parameters and not values.isnan().any()):
             continue
         known = open_folder(source).specs()
-        # Files may name a parameter otherwise or stack it: then check all tensors.
+        # If files use another name or stack the parameter, check all tensors.
         names = [name] if name in known else sorted(known)
         raise UsageError(
             not_finite(source, names)

@@ -160,7 +160,7 @@ class HFModel(PackedModel):
         """
         recomputes = self._recomputes and step is None
         if self.inner.training != recomputes:
-            # Only in training mode, layers recompute and ignore a cache. There is no dropout.
+            # Layers recompute, and ignore a cache, only in training mode. There is no dropout.
             self.inner.train(recomputes)
         if step is not None:
             return self.inner(**step)

@@ -119,7 +119,7 @@ class HFSession:
         self._offsets = self._offsets[rows]
         if self._routers is not None:
             self._experts = [torch.cat(self._experts, dim=1)[rows]]
-        # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
+        # Not `batch_select_indices`: convolutions and linear attention lack it or select only half.
         self._cache.reorder_cache(cast(torch.LongTensor, rows))
 
     def join(self, other: HFSession) -> None:
@@ -176,7 +176,7 @@ class HFSession:
             name = type(self._inner).__name__
             raise UsageError(f"{name} cannot generate: its forward() takes no cache")
         if "cache_params" in self._parameters and ids.shape[1] == 1:
-            del arguments["attention_mask"]  # Mamba would mistake its last column for this token.
+            del arguments["attention_mask"]  # Mamba would read only its last column.
         step = {name: value for name, value in arguments.items() if name in self._parameters}
         if self._routers is None:
             output = self._model(ids, ids, 0, step)

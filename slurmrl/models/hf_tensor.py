@@ -204,7 +204,7 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
     blocks: set[str] = set()
     for name, module, style in found:
         if isinstance(module, nn.Parameter):
-            parameters, linear = [MODULE + name], style == COLUMNS  # These are sinks of heads.
+            parameters, linear = [MODULE + name], style == COLUMNS  # attention sinks
         else:
             own = dict(module.named_parameters(recurse=False))
             parameters = [f"{MODULE}{name}.{each}" for each in own]
@@ -238,7 +238,7 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
     }
     heads = inner.config.get_text_config().to_dict().get("num_attention_heads")
     for each in sorted(between - of_parts):
-        # A rank would combine all values of such a module with the heads that it has.
+        # Such a module is not split: a rank would apply all its values to only the rank's heads.
         if len(whole[each]) > 1 or whole[each][0] == heads:
             raise UsageError(
                 f"{kind} models cannot be split over tensor ranks with "
@@ -354,7 +354,7 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
         if value.is_floating_point():
             return whole_to_partial(value, tensor.group)
         own = value - tensor.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)  # Experts skip index ``count``.
+        return torch.where((own >= 0) & (own < count), own, count)  # ``count``: no own expert
 
     def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return tuple(map(localized, given)), {n: localized(value) for n, value in named.items()}

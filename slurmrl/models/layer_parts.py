@@ -127,7 +127,7 @@ class RotaryTable:
         """Return cos and sin for positions [T] as ``dtype``; computed in float32 or wider."""
         if self._frequencies.dtype != wide(dtype):
             self._frequencies, _ = frequencies(self._rope, self._head_dim, wide(dtype))
-        self._frequencies = self._frequencies.to(positions.device)  # This copies only once.
+        self._frequencies = self._frequencies.to(positions.device)  # copies only once
         angles = (positions.to(wide(dtype))[:, None] * self._frequencies)[:, None, :]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
@@ -178,7 +178,7 @@ def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # This avoids a division by zero.
+        high += 0.001  # avoid a division by zero
     pairs = torch.arange(head_dim // 2, dtype=base.dtype, device="cpu")
     keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
     return (1 - keep) / (rope.factor * base) + keep / base
@@ -405,7 +405,7 @@ def arranged(pieces: Pieces, max_len: int) -> Arrangement:
     starts, stops = pieces.cu_seqlens[:-1].long(), pieces.cu_seqlens[1:].long()
     prefixes = pieces.prefixes
     rests = (prefixes >= 0).nonzero().squeeze(1)
-    firsts = starts.index_add(0, rests, torch.ones_like(rests))  # A suffix repeats one token.
+    firsts = starts.index_add(0, rests, torch.ones_like(rests))  # skip a suffix's repeated token
     lengths = stops - firsts
     by_length = lengths.argsort(stable=True)
     cu_sorted = F.pad(lengths[by_length].cumsum(0), (1, 0))

@@ -168,7 +168,7 @@ def _opened_file(path: Path) -> TensorFile:
     - CorruptFileError, for example for a truncated file;
     - UsageError for a file without weights.
     """
-    with inputs.opened(path):  # This raises separate exceptions for a missing file and a folder.
+    with inputs.opened(path):  # raises different errors for a missing file and for a folder
         inputs.check_file(path)
     return TensorFile(path)
 
@@ -274,7 +274,7 @@ def _opened(
     elif origin.lora is None:
         storage = file_form(values, "hf", head)[1]
     else:
-        storage = stored  # Adapters are merged into the folder's own tensors.
+        storage = stored  # Adapters are merged into the base model's tensors.
     if origin.lora is None:
         return trained, storage
     if origin.base is None or not Path(origin.base).is_dir():

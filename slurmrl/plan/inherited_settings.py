@@ -108,7 +108,7 @@ def _with_pass_score(config: Config) -> Config:
     if evaluation is None or evaluation.pass_score is not None:
         return config
     update: dict[str, Any] = {"pass_score": config.default_pass_score}
-    if evaluation.suites:  # The rewards of suites, and thus their pass scores, may differ.
+    if evaluation.suites:  # Each suite has its own pass score, because its reward may differ.
         evaluations = config.evaluations
         update = {
             "suites": {

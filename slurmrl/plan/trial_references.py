@@ -162,7 +162,7 @@ class TrialResolver:
                 "a model that is trained starts from one; export the checkpoint first: slurmrl "
                 f"export {reference.name} --step {step}{exports.form}"
             )
-        # The newest checkpoint may have been deleted by now, so search it again.
+        # The newest checkpoint may have been deleted by now, so look it up again.
         newest = reference.step == LAST
         return None if self._planning else _pinned(text, paths, None if newest else step)
 
@@ -325,7 +325,7 @@ def _find(experiment: str, folder: Path) -> Path | None:
         try:
             found = read(path).values.get("experiment")
         except UsageError:
-            continue  # The file is no configuration.
+            continue  # The file is not a configuration.
         if found == experiment:
             return path
     return None

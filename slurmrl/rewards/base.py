@@ -148,12 +148,12 @@ def shown(value: Any) -> str:
     """Return the beginning of a value's ``repr``, for a message."""
     try:
         return repr(value)[:SHOWN_CHARACTERS]
-    except ValueError:  # Python does not print integers with thousands of digits
+    except ValueError:  # Python prints no integers with thousands of digits
         return f"{type(value).__name__} of thousands of digits"
 
 
 def _values(reward: str, returned: Any, count: int) -> list[Any]:
-    shape = getattr(returned, "shape", None)  # tensors and arrays have one
+    shape = getattr(returned, "shape", None)  # None except for tensors and arrays
     if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | set):
         if shape is None:
             return list(returned)

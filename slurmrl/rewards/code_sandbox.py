@@ -42,7 +42,7 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 CAPABILITY_VERSION = 0x20080522
 PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
 """Possible mount points for the private folder; the first one that works is used."""
-SHARED_MEMORY = "/dev/shm"  # multiprocessing has its semaphores here
+SHARED_MEMORY = "/dev/shm"  # multiprocessing creates its semaphores here
 VARIABLES = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -92,7 +92,7 @@ class Sandbox:
             _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of credentials clears it
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # again, because new credentials reset it
         child = os.fork()
         if child:
             os.close(0)
@@ -328,14 +328,14 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
     if kind == "script":
         try:
             _execute_text(program, "main.py", space)
-        finally:  # as the interpreter does when it exits, even by sys.exit()
+        finally:  # as at the exit of an interpreter, even after sys.exit()
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             _flush(space)
         return 0
     names = dict(vars(builtins))
     _execute_text(program, "main.py", space)
-    vars(builtins).update(names)  # tests need their own AssertionError
+    vars(builtins).update(names)  # the program may have replaced some, such as AssertionError
     if kind == "check":
         _run_tests(case["check"], module)
         answer = None
@@ -361,7 +361,7 @@ def _run_tests(code: str, module: types.ModuleType) -> None:
     sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
         for name in [name for name in sys.modules if name.partition(".")[0] == "unittest"]:
-            del sys.modules[name]  # the program may have changed it
+            del sys.modules[name]  # the program may have changed the module
         _check_unittest()
     _execute_text(code, "tests.py", module.__dict__)
 
@@ -377,7 +377,7 @@ def _check_unittest() -> None:
         raise AssertionError(f"tests failed: {result}")
 
     def returning(program: Any) -> None:
-        program.exit = False  # no process would remain to report the result
+        program.exit = False  # the process must remain to report the result
         main(program)
 
     unittest.TextTestRunner.run = checked  # type: ignore
@@ -385,7 +385,7 @@ def _check_unittest() -> None:
 
 
 def _execute_text(text: str, name: str, space: dict[str, Any]) -> None:
-    exec(compile(text, name, "exec", dont_inherit=True), space)  # without this file's __future__
+    exec(compile(text, name, "exec", dont_inherit=True), space)  # without our __future__ imports
 
 
 def _result(
@@ -479,7 +479,7 @@ def main(settings: dict[str, Any]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    preamble()  # imported once for all programs
+    preamble()  # import modules once for all programs
     methods = vars(context)["_concrete_contexts"]  # a spawned process could not import the program
     methods.update(dict.fromkeys(methods, methods["fork"]))
     vars(vars(context)["_default_context"]).update(_default_context=methods["fork"])

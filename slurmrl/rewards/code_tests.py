@@ -251,7 +251,7 @@ def _decorators(node: Definition) -> list[str]:
 
 def _check_parameters(node: Function, name: str, own: int) -> None:
     decorators = _decorators(node)
-    if any("patch" in decorator for decorator in decorators):  # the decorator provides arguments
+    if any("patch" in decorator for decorator in decorators):  # patch() passes arguments
         return
     own = 0 if "staticmethod" in decorators else own
     arguments = node.args

@@ -149,7 +149,7 @@ class MathReward(RewardFunction):
         text = SPACES.sub(" ", str(text)).strip()
         answer = marked_answer(text, self._marker)
         if answer is None and len(text) > self._tail and (box := boxed(text)):
-            text = rf"\boxed{{{box}}}"  # the box may come before the tail that is searched
+            text = rf"\boxed{{{box}}}"  # the box may be before the searched tail
         return tail(text if answer is None else answer, self._tail), answer is not None
 
 

@@ -240,7 +240,7 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
     others = {number(each, plain=True) for each in counted(content)}
     others = {RESIDUE.sub(r"\1", text), *others} - {text, ""}
     references = [reference, *(read(other) for other in others)]
-    # A set equals a relation: (2, oo) and x > 2.
+    # Let a set equal a relation: (2, oo) and x > 2.
     options: dict[str, Any] = {"timeout_seconds": None, "allow_set_relation_comp": True}
     return any(verify(one, other, **options) for one in references for other in answers)
 

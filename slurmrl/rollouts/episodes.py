@@ -166,7 +166,7 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._settings.concurrency, len(items))):
-                    waiting.begin()  # ends when the first episode has begun
+                    waiting.begin()  # until the worker's first episode begins
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -119,14 +119,14 @@ class SampleWriter:
         return tuple(stored)
 
     def _write(self, path: Path, data: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a file may be left over
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # truncate a leftover file
         try:
             with opened(path, flags, self._calls) as descriptor:
                 make_private(descriptor, self._calls)
                 pwrite_all(descriptor, data, 0, self._calls)
                 self._calls.fsync(descriptor)
         except OSError as error:
-            discard(path, self._calls)  # free space on a full disk
+            discard(path, self._calls)  # free its space on a full disk
             if isinstance(error, FileNotFoundError):
                 self._make_folder_again()
             raise explain(error, "write", path) from error

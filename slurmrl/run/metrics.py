@@ -307,7 +307,7 @@ def _evaluations_of(
                 found.append(_Evaluation(step, written, _estimates(head)))
         except (OSError, CorruptFileError, EnvironmentFailure):
             continue  # the evaluation has not finished or has no metrics
-    found.sort(key=lambda each: each[:2])  # of two results for one step, the later one counts
+    found.sort(key=lambda each: each[:2])  # a step's later result wins
     return [
         {"step": step} | {name: value for each in same for name, value in each.metrics.items()}
         for step, same in groupby(found, key=lambda each: each.step)

@@ -100,7 +100,7 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
     """
     from submitit.slurm.slurm import _make_sbatch_string  # The import takes 0.2 s.
 
-    unset: Any = None  # None removes a default of submitit.
+    unset: Any = None  # None overrides submitit's default.
     # The supervisor unblocks SIGUSR2, but other commands do not.
     prefix = "" if group.command else "$slurmrl_block "
     return _make_sbatch_string(
@@ -162,7 +162,7 @@ def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str
         "array": _array(group),
         "chdir": str(request.run.run),
         "cpus-per-task": str(group.workers_per_host * group.cpus_per_worker),
-        "export": "ALL",  # All variables of sbatch, which SlurmClient restricts.
+        "export": "ALL",  # all of the few variables that SlurmClient gives sbatch
         "job-name": request.job_name(group.name),
         "nodes": "1" if group.elastic else str(group.hosts + spares),
         "ntasks-per-node": "1",

@@ -205,7 +205,7 @@ def continue_after(
         if goes_on is Continue.NONE:
             return "nothing follows this job (continue: none)"
         if extend and goes_on is Continue.CHAIN:
-            # The link may be too short for `Upkeep`, or may have committed only at its end.
+            # `Upkeep` extends nothing if the link was short or committed only at its end.
             try:
                 top_up(link, scheduler, by=link.element)
             except (EnvironmentFailure, CorruptFileError, UsageError) as error:
@@ -370,7 +370,7 @@ class Upkeep:
             try:
                 if stop_requested_by(link.run, link.submission):
                     return
-                remove_orphaned(link.run, name)  # The trainers are back: they run in this job.
+                remove_orphaned(link.run, name)  # no orphans: the trainers run in this job
                 change = group.keep(wanted_tasks(link.run, name, planned))
             except SlurmrlError as error:
                 logger.info("group %s is unchanged: %s", name, error)

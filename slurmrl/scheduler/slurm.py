@@ -200,7 +200,7 @@ class SlurmScheduler(Scheduler):
         try:
             found = self._find({name: None})
         except SchedulerError:
-            raise error from None  # Without an answer of Slurm, the job may exist.
+            raise error from None  # Slurm does not answer, so the job may exist.
         if name not in found:
             if parse.NO_JOB_ID in str(error):  # sbatch has ended, so no job can appear later.
                 text = str(error).replace(parse.NO_JOB_ID, "sbatch submitted no job but printed")
@@ -276,7 +276,7 @@ class EndedElements:
             logger.info("sacct is not called again: %s", error)
             answer = None
         self._there = answer is not None
-        # An element's separate row has more details than its cancelled array's row: let it win.
+        # Prefer an element's own row, which has more details, to its cancelled array's row.
         for row in sorted(answer or (), key=lambda row: len(row.elements), reverse=True):
             if not states.interpret(row.raw).state.active:  # squeue shows the active elements.
                 for element in row.elements:

@@ -261,7 +261,7 @@ def parts_of(
     engines = sorted({*training, _engine(start.config.actor.backend)})
     for name in placed_models(start):
         if name == ROLLOUTS and not scheme.generation:
-            continue  # Only evaluations use this model.
+            continue  # Only evaluations generate.
         if name == ROLLOUTS:
             count = scheme.gpus - scheme.trainers or scheme.gpus
             parts.append(ModelPart(name, count, [scheme.generation], generates=False))
@@ -394,7 +394,7 @@ def _answer(
     models = {one.name: one.model for one in chosen if one.name != ROLLOUTS}
     actor = models["actor"]
     for use in uses_of(config, checked.algorithm):
-        if uses_base(config, use.role):  # The role is the actor without adapters: copy its layout.
+        if uses_base(config, use.role):  # an actor without adapters: copy the actor's layout
             same = {name: getattr(actor, name) for name in OWN}
             models[use.role] = config.model(use.role).model_copy(update=same)
     config = config.with_models(models)

@@ -171,7 +171,7 @@ def _jobs(path: Path, header: Sequence[str], lines: Sequence[str]) -> Iterator[T
             raise UsageError(f"{path}:{number}: has {len(cells)} columns, the header {len(header)}")
         row = dict(zip(header, cells, strict=True))
         if "." in row.get("JobID", ""):
-            continue  # This line is a step of a job.
+            continue  # The line describes a job step.
         where = f"{path}:{number}"
         start = _time(row["Start"], where, "Start")
         queued = _time(row["Submit"], where, "Submit")

@@ -105,7 +105,7 @@ class TaskPool:
         self.ledger = SampleLedger(1, Lineage({1: None}))
         self._leases = self._make_leases(Lineage({1: None}))
         self.limit_s = math.inf if costs.slurm.time is None else time_limit_s(costs.slurm.time)
-        if not costs.inside:  # In the trainers' job, tasks are lost with the trainers' hosts.
+        if not costs.inside:  # Tasks in the trainers' job are lost only with the trainers' hosts.
             for first in range(0, simulated, self._per_host):
                 self._plan_loss(first)
 

@@ -207,7 +207,7 @@ class TrialRun:
             queued, links, restart = queued - 1, links + 1, 0
         if self._pool is not None:
             self._pool.finish(self._now)
-            if not self._pool.costs.inside:  # In the trainers' job, `costs.gpus` has these GPUs.
+            if not self._pool.costs.inside:  # else `costs.gpus` counts these GPUs
                 gpu_s += self._pool.gpu_s
             dropped = self._pool.dropped.items()
             self._events.update({f"dropped groups ({why})": count for why, count in dropped})

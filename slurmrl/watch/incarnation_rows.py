@@ -147,7 +147,7 @@ def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
     if not running or not job_id:
-        return True  # without a known job, assume that it is the running one
+        return True  # the job is unknown: assume that it runs
     return job_id in running and is_start_of(running[job_id], _tag(traces))
 
 

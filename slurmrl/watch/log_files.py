@@ -273,8 +273,8 @@ class OutputReader:
             with documents.opened(rotated(path)) as file:
                 before = part(file.first(HEAD_BYTES))
                 if before.number >= now:
-                    return  # during a rotation, the file itself still has all lines
-                start = 0  # after several rotations, the part's head counts the lost bytes
+                    return  # during a rotation, the current file still has all lines
+                start = 0  # after several rotations, the new file's head counts the lost bytes
                 if before.number == read:
                     start = (
                         before.head_bytes + offset - before.skipped if before.skipped else offset
@@ -346,7 +346,7 @@ class _Tail:
                 self._found += self._open * self._wanted.takes(line)
                 self._open, later = 0, offset
                 enough = self._found
-            else:  # end the search if very many lines have no start of an entry before them
+            else:  # stop after very many lines without the start of an entry
                 enough = self._found + self._open - SEARCHED if self._wanted.all else 0
             if self._last is not None and enough >= self._last:
                 return offset

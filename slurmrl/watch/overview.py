@@ -221,7 +221,7 @@ def _query(
             if isinstance(error, SchedulerError):
                 raise
             if not _may_run(snapshot, number):
-                continue  # the status only lacks the cause of an earlier end
+                continue  # only the cause of an earlier end will be missing
             if isinstance(error, CorruptFileError):
                 found[snapshot.trial].damage = error
             else:
@@ -281,7 +281,7 @@ def keep_overview(paths: RunPaths) -> None:
     try:
         if recent(paths.history, exports=False).end is None or read_overview(paths) is not None:
             return
-        made_from = _made_from(paths)  # before `read`: a newer record makes the file stale
+        made_from = _made_from(paths)  # before `read`, so that a newer record makes the file stale
         trial = read(paths)
         if trial.state.end is not None:
             status = assemble(trial, [])

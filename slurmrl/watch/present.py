@@ -118,7 +118,7 @@ def _age_s(start: str, now: float) -> float | None:
 
 def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, Any] | None:
     waiting = [task for task in tasks if task.state is JobState.PENDING]
-    if not waiting:  # the trial is being submitted
+    if not waiting:  # sbatch has not queued the job yet
         return None
     task = min(waiting, key=lambda one: one.element)
     submission = snapshot.submission

@@ -162,7 +162,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     try:
         groups = read_groups(paths)
     except CorruptFileError:
-        groups = ()  # only tables of tasks need the plan
+        groups = ()  # only the tables of tasks need the plan
     names = NameStore(paths.names)
     said = _said(names, state.incarnation)
     attempts = _attempts(names, groups)

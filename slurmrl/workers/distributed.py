@@ -81,7 +81,7 @@ def join(
     """
     if interface := start.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # Without "=", NCCL uses the name as a prefix.
+        # Without "=", NCCL uses all interfaces whose names begin with this name.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     store = RunStore(directory, start.world_size, timeout)
     dist.init_process_group(
@@ -91,7 +91,7 @@ def join(
         world_size=start.world_size,
         timeout=timeout,
     )
-    # Keep the Python object of the store: torch references only its C++ part, which needs it.
+    # Keep the store's Python object: torch references only the C++ part, which needs the object.
     weakref.finalize(dist.group.WORLD, id, store)
     return store
 

@@ -181,7 +181,7 @@ class Measures:
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         }
-        if ranks.size == 2:  # Measure a message in each direction.
+        if ranks.size == 2:  # Measure one message in each direction.
             calls = (dist.send, dist.recv) if ranks.rank == 0 else (dist.recv, dist.send)
             actions["send"] = lambda: [call(whole, ranks.peer, group=group) for call in calls]
         return actions

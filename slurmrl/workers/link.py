@@ -311,7 +311,7 @@ class LeaderLock:
             left = Left.UNKNOWN
             if holder is not None:
                 if holder.start == self._mine.start:
-                    return None  # An earlier call added the turn, although it raised an error.
+                    return None  # An earlier call added the turn, then failed.
                 departure = self._left(holder)
                 if departure is None:
                     return holder
@@ -339,7 +339,7 @@ class LeaderLock:
         if holder.job == self._mine.job:
             return Left.PUT_BACK  # Slurm has requeued the holder: this job is its next start.
         if is_another(self._paths, holder.run):
-            return Left.ENDED  # The holder runs the directory from which this one was copied.
+            return Left.ENDED  # The holder runs the original of this copied directory.
         try:
             now = self._scheduler.client.row_of(holder.element)
         except SchedulerError as error:
@@ -351,7 +351,7 @@ class LeaderLock:
             return Left.PUT_BACK
         if now.raw != "RUNNING":
             return Left.ENDED
-        # After the loss of its batch host, a job with spares still runs without a batch process.
+        # A job with spares that lost its batch host still runs, but without a batch process.
         return None if holder.host in now.hosts else Left.PUT_BACK
 
     def _beats(self, holder: Turn) -> bool:

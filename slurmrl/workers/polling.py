@@ -91,7 +91,7 @@ class Presence:
         reason = (
             f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
-        # An empty host: no host is the cause, so later jobs exclude none.
+        # No host is the cause: leave `host` empty, so that later jobs exclude none.
         raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
     def sleep(self, seconds: float) -> None:

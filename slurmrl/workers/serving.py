@@ -54,7 +54,7 @@ def running_servers(settings: Settings, paths: RunPaths) -> Running:
     rollout = settings.config.rollout
     weights = paths.weights
     keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
-    if rollout.server_weights is not None:  # Several trials may use the folder: add a unique name.
+    if rollout.server_weights is not None:  # Trials may share the folder: add a unique name.
         weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
     return Running(
         addresses=tuple(map(Address, rollout.servers)),

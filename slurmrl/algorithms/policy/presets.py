@@ -68,7 +68,7 @@ PRESETS: Final[dict[str, Preset]] = {
             **GROUP_NORMALIZED,
             **NO_KL,  # section 3.1: beta 0
             "advantage_std": "none",  # section 3.2: no division by the standard deviation
-            "aggregation": "constant",  # section 3.2: nor by the length of the output
+            "aggregation": "constant",  # section 3.2: no division by the output's length
             "n_minibatches": 1,
         },
         GROUP_SIZE,
@@ -91,7 +91,7 @@ PRESETS: Final[dict[str, Preset]] = {
         {
             **REINFORCE,
             "advantage": "leave_one_out",  # section 3
-            "kl": {"coef": 0.03},  # in the reward, for TL;DR
+            "kl": {"coef": 0.03},  # the KL penalty in the reward, for TL;DR
         },
         4,  # k
     ),
@@ -103,9 +103,9 @@ PRESETS: Final[dict[str, Preset]] = {
         "REINFORCE++ (Hu et al. 2025, arXiv 2501.03262)",
         {
             **PLAIN,
-            "advantage": "none",  # the return from each token on, with the KL penalty in the reward
+            "advantage": "none",  # the returns, whose rewards include the KL penalty
             "normalize_advantages": True,  # over all tokens of the global batch
-            "kl": {"coef": 0.01},  # k1 in the reward; the coefficient is our choice
+            "kl": {"coef": 0.01},  # k1 in the reward; the paper gives no coefficient
         },
     ),
     "gspo": Preset(
@@ -150,7 +150,7 @@ PRESETS: Final[dict[str, Preset]] = {
         {
             **GROUP_NORMALIZED,
             **NO_KL,
-            "advantage_std": "batch",  # the mean of the group, the deviation of the batch
+            "advantage_std": "batch",  # subtract the group's mean, divide by the batch's deviation
             "aggregation": "tokens",
         },
         GROUP_SIZE,

@@ -186,7 +186,7 @@ def _tell(host: ProbeHost, word: str, address: str) -> None:
     try:
         ask(address, host.token, word)
     except OSError:
-        return  # another check has reported the host, whose wait has a limit
+        return  # another check has reported the host, which stops waiting itself
 
 
 def _wait_for_bye(host: ProbeHost, server: Server) -> None:

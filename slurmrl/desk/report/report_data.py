@@ -188,7 +188,7 @@ def smoothed(values: Iterable[float | None], factor: float) -> list[float | None
     for value in values:
         if value is not None:
             weight = factor * weight + (1 - factor)
-            mean += (value - mean) * ((1 - factor) / weight)  # exact for constant values
+            mean += (value - mean) * ((1 - factor) / weight)  # no drift for constants
         found.append(None if value is None else mean)
     return found
 

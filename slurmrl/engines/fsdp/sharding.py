@@ -147,14 +147,14 @@ class Shards:
                     unit.set_reshard_after_forward(again, recurse=False)
 
     def _clear(self) -> None:
-        self.decoder.zero_grad()  # This clears gradients of gathered parameters.
+        self.decoder.zero_grad()  # clears gradients of gathered parameters
         root = cast(FSDPModule, self.decoder)
-        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # The first forward sets this.
-            self._stuck = not hasattr(root, "reset_iter_state")  # Only torch 2.13 and newer has it.
+        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # set by the first forward
+            self._stuck = not hasattr(root, "reset_iter_state")  # new in torch 2.13
             if not self._stuck:
                 root.reset_iter_state()
-            self.decoder.zero_grad()  # This clears gradients of the shards.
-        # reset_iter_state does not discard these gradients, contrary to its documentation.
+            self.decoder.zero_grad()  # clears gradients of the shards
+        # Contrary to its documentation, reset_iter_state keeps unreduced gradients: discard them.
         for unit in self._units():
             group = unit._get_fsdp_state()._fsdp_param_group
             for parameter in group.fsdp_params if group else ():

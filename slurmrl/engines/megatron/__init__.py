@@ -34,15 +34,15 @@ def require() -> None:
     if _missing("megatron.core"):
         install = ENGINES["megatron"].install
         raise UsageError(f"the megatron engine needs megatron-core: {install}")
-    # megatron-core 0.16.1 reads this name of TransformerEngine's matrix product even without
-    # TransformerEngine, and with it routers would compute in TF32, even in float32 models.
+    # With TransformerEngine's matrix product, routers would compute in TF32, even in float32
+    # models. megatron-core 0.16.1 reads this name even without TransformerEngine.
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(utils)["te_general_gemm"] = None
     # Gathers of sequence parallelism need this scratch memory. It is the only global state of
     # megatron that slurmrl sets, and it does not depend on the layout.
     state = importlib.import_module("megatron.core.parallel_state")
     try:
-        vars(state)["torch"].cuda.current_device()  # Tests replace the torch of this module.
+        vars(state)["torch"].cuda.current_device()  # Tests replace `torch` in this module.
     except (AssertionError, RuntimeError) as error:
         raise UsageError(
             f"the megatron engine needs a GPU ({error}); on CPUs use the fsdp backend"

@@ -244,7 +244,7 @@ class PipelineSchedule:
             data_iterator=[iter(range(count)) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=count,
-            seq_length=0,  # Sizes vary and are sent before the tensors.
+            seq_length=0,  # Unused: ranks send sizes before tensors.
             micro_batch_size=1,
             forward_only=not backward,
             p2p_communicator=self._peers,

@@ -132,8 +132,8 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, A
             "recompute_num_layers": 1,
         }
     if recompute == "selective" and transformer_engine:
-        # PyTorch does not see the products inside TransformerEngine's modules, so it cannot keep
-        # the products of attention.
+        # PyTorch cannot keep the matrix products inside TransformerEngine's modules: let megatron
+        # recompute only these modules.
         modules = ["layernorm", "mlp", "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}

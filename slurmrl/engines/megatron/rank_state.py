@@ -86,7 +86,7 @@ class ModelState:
 
     def tensors(self) -> list[Tensor]:
         """Return all weights, updated float32 weights and moments."""
-        # The mappings are not merged: an updated float32 weight has the name of its bfloat16 copy.
+        # Do not merge the mappings: a float32 weight and its bfloat16 copy have the same name.
         return [tensor for tensor, _ in (*self.weights().values(), *self.shards().values())]
 
     def gradients(self) -> list[Tensor]:

@@ -215,7 +215,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
     shape, reason = shape_of(draft.config.actor), draft.lacks(ROLLOUTS, "dense_layers")
     if reason and shape is not None and shape.experts and shape.dense_layers:
         if text_config(known_config(draft.config.actor)).get("first_k_dense_replace"):
-            return  # SGLang reads this field, which DeepSeek's and other families have.
+            return  # SGLang reads this field.
         layers = f"{shape.dense_layers} of {shape.layers} layers of this actor are dense"
         yield draft.reject((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
 
@@ -247,7 +247,7 @@ def _rejected(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Prob
     rollout = draft.config.rollout
     for field in fields:
         default = type(rollout).model_fields[field].get_default(call_default_factory=True)
-        if getattr(rollout, field) != default:  # A resumed trial's file spells out defaults.
+        if getattr(rollout, field) != default:  # A resumed trial writes all defaults.
             yield draft.reject((ROLLOUTS, field), reason)
 
 
@@ -337,7 +337,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
     rollout = draft.config.rollout
     allocation = draft.allocations().get(ROLLOUTS)
     if allocation is None or not BACKENDS[allocation.backend].serves or rollout.servers:
-        return  # Another check rejects the settings.
+        return  # Another check rejects FP8 without servers.
     yield from _twice(draft)
     if rollout.quantization is None:
         if allocation.backend == "sglang":
@@ -352,7 +352,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
     if rollout.kv_cache_dtype is not None:
         reason = " with rollout.quantization: the server would scale the cache for random weights"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
-    # The default is float32 only without GPUs, which another check rejects.
+    # The dtype is float32 by default only without GPUs, and another check rejects FP8 there.
     given, found = last_value(rollout.server_args, DTYPE) is not None, generating(draft.config)
     if found.dtype not in COMPUTES and (given or draft.writes("actor", "dtype")):
         source = f"{SERVER_ARGS} {DTYPE[0]}" if given else "actor.dtype"

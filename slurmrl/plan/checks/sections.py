@@ -162,7 +162,7 @@ def unused_tools(draft: Draft) -> Iterator[Problem]:
 def unused_roles(draft: Draft) -> Iterator[Problem]:
     """Check that a call uses each model that has a section."""
     used = {role for role, _ in draft.models()}
-    for own in draft.config.evaluations.values():  # Evaluations in separate trials count too.
+    for own in draft.config.evaluations.values():  # includes evaluations in separate trials
         used |= {call.role for call in draft.algorithm.evaluation_calls(own) if call.role}
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:
@@ -282,7 +282,7 @@ def graphs(draft: Draft) -> Iterator[Problem]:
     """Check that the calls of the algorithm form a graph, which a new algorithm's may not."""
     config, algorithm = draft.config, draft.algorithm
     if any(conflicts(draft)):
-        return  # The check of conflicts explains them better.
+        return  # The check of conflicts has a better message.
     if config.dataset.kind in algorithm.dataset_types:
         yield from _graph(draft, algorithm.calls(config), config.dataset, ("algorithm",))
     for suite, own in config.evaluations.items():

@@ -406,7 +406,7 @@ def call_flops(
     need no gradients.
     """
     total = lengths.sequences * forward_flops(shape, head, lengths.longest)
-    if method is Method.GENERATE:  # Generation prefills an item's prompt once.
+    if method is Method.GENERATE:  # The samples of an item share one prefill.
         prompt = lengths.longest - lengths.new_tokens
         total -= (lengths.sequences - lengths.sequences // lengths.group) * forward_flops(
             shape, head, prompt

@@ -370,7 +370,7 @@ def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
     """Return the numbers of a profile with their origins; profile ``like`` has missing numbers."""
     like = shipped_file(file.like)
     numbers = {} if like == file else _numbers(like)
-    if file.hardware != file.like:  # Numbers of other hardware are guesses, except the memory.
+    if file.hardware != file.like:  # Numbers of other hardware are guesses. Drop its memory.
         numbers.pop("memory_gib", None)
         numbers = {name: (value, "guessed") for name, (value, _) in numbers.items()}
     return numbers | file.numbers()

@@ -465,7 +465,7 @@ def packed_bytes(job: MemoryDemand) -> float:
     layers = own.dense - (head if job.shape.tied else 2 * head)
     sparse = job.shape.expert_layers or uses_sequence_parallel(model, job.allocation)
     if adapts(job) or (sparse and job.allocation.sizes["tp"] > 1):
-        layers = 0  # short_forward does not copy these layers.
+        layers = 0  # short_forward copies only dense layers.
     return (layers + head) * FLOAT32
 
 

@@ -272,7 +272,7 @@ def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> floa
     if tp > 1:  # Two all-reduces, in which each rank sends and receives every element.
         sent = 4 * own * shape.hidden * job.width * (tp - 1) / tp
         seconds += sent / machine.ring(tp, 1) + 2 * waits * machine.latency(tp, 1)
-    if cp > 1 and not passes_keys(shape, job.allocation):  # Exchange q, k, v and the result.
+    if cp > 1 and not passes_keys(shape, job.allocation):  # Ranks exchange q, k, v and the result.
         sent = 2 * own * (shape.queries + shape.keys) / tp * job.width * (cp - 1) / cp
         seconds += sent / machine.exchange(cp, tp) + 4 * waits * machine.latency(cp, tp)
     if moe and ep > 1:

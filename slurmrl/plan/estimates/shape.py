@@ -236,7 +236,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
     if not (hidden and layers and heads and vocabulary) or layers > MOST_LAYERS:
         return None
     inner = _number(full, "intermediate_size", "n_inner") or 4 * hidden
-    # A rank of null in the file means that queries come from hidden states.
+    # If the file sets the rank to null, queries are computed directly from hidden states.
     query_rank = {name: values[name] for name in (QUERY_RANK,) if name in values}
     latent = latent_shape({**full, **query_rank}, hidden, heads)
     head_dim = latent.head if latent else _number(full, "head_dim") or max(hidden // heads, 1)

@@ -174,7 +174,7 @@ class BatchRollout(RolloutEngine):
             self._fresh = self._fresh and self._batch.sampled == before
             self._stepped.set()
             await asyncio.sleep(0)
-        self._stepped.set()  # `_progress` may wait, although nothing is left to sample
+        self._stepped.set()  # no step is left, and `_progress` may still wait
 
     def _check(self, task: asyncio.Task[None]) -> None:
         """Fail the requests in flight if a call of the model has failed."""

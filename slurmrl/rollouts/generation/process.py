@@ -105,7 +105,7 @@ class ServerProcess:
         assert self._warden.stdin is not None
         self._warden.stdin.close()
         ended = select.select([self.pidfd], [], [], ENDING_S)[0]
-        # The warden is not reaped yet, so no other session has its id.
+        # The warden is not reaped yet, so the kernel has not reused its id.
         with suppress(ProcessLookupError):
             os.killpg(self._warden.pid, signal.SIGKILL)
         if not ended:
@@ -377,7 +377,7 @@ def _new_parent(root: Path) -> Path:
     try:
         known.mkdir(mode=0o700)
     except FileExistsError:
-        if known in _parents(root):  # another process of this user was faster
+        if known in _parents(root):  # another process has made it
             return known
         chosen = Path(tempfile.mkdtemp(prefix=f"{known.name}.", dir=root))
         message = "using %s, because %s is not your own folder with mode 0700"
@@ -397,12 +397,12 @@ def _remove_unlocked(parent: Path) -> None:
             continue
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # the process that made it has removed it
+        except FileNotFoundError:  # its owner has removed it
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # the process that made it is alive
+            continue  # its owner still runs
         else:
             _remove(folder)
         finally:

@@ -355,7 +355,7 @@ class Instance:
                     await engine.resume()
         except BaseException as error:
             await engine.close()
-            if isinstance(error, UsageError):  # an earlier start may have accepted these weights
+            if isinstance(error, UsageError):  # not the user's: an earlier start may have worked
                 raise RunFailedError(str(error)) from error
             raise
 

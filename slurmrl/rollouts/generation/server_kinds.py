@@ -351,7 +351,7 @@ def weights_config(
     """
     values = {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}
     tied = {TIED: values[TIED] and not unties} if TIED in values else {}
-    text = values.get("text_config")  # servers read `TIED` from this section
+    text = values.get("text_config")  # servers read `TIED` here
     return {**values, **tied, **({"text_config": {**text, **tied}} if text else {})}
 
 

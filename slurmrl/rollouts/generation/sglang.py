@@ -95,7 +95,7 @@ class SglangDialect(HttpDialect):
         if sampling.options.experts and self._routed is None:
             raise UsageError(f"{name}: the model has no experts to record")
         token, size = max(sampling.prompt), self._model.vocabulary
-        if token >= size:  # SGLang would compute with an unknown token
+        if token >= size:  # SGLang would accept an unknown token
             raise UsageError(f"{name}: token {token} is not in the vocabulary of {size}")
         piecewise = self._samplings[name] = PiecewiseSampling(
             self._within_context(await self._with_images(sampling))
@@ -145,7 +145,7 @@ class SglangDialect(HttpDialect):
 
     async def pause(self) -> None:
         self._pauses += 1
-        if self._running.is_set():  # a paused server keeps its mode
+        if self._running.is_set():  # a second pause must use the first mode
             self._mode = self._mode_now()
             self._running.clear()
         await self._post("/pause_generation", {"mode": self._mode}, None)
@@ -182,7 +182,7 @@ class SglangDialect(HttpDialect):
         return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
-        await self._wait_until_idle()  # processes that still compute would exit
+        await self._wait_until_idle()  # busy processes would exit
         await self._post("/release_memory_occupation", {})
 
     async def wake(self) -> None:
@@ -361,7 +361,7 @@ FLAGS = (
     "--schedule-low-priority-values-first",
     "--disable-priority-preemption",
     "--skip-server-warmup",
-    *("--log-level-http", "warning"),  # no line for each completion
+    *("--log-level-http", "warning"),  # do not log each completion
 )
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -371,7 +371,7 @@ CPU_FLAGS = (
 """Flags of a server without a GPU."""
 LEAST_SHARE, MOST_SHARE = 0.01, 0.98
 ENVIRONMENT: Mapping[str, str] = {
-    "SGLANG_USE_PICKLE_IPC": "0",  # no unpickling of data from internal sockets
+    "SGLANG_USE_PICKLE_IPC": "0",  # do not unpickle data from internal sockets
     "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
     "SGLANG_VLM_CACHE_SIZE_MB": "0",  # its cache of images would survive updates of weights

@@ -133,12 +133,12 @@ def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
         "min_tokens": options.min_new_tokens,
         "temperature": 0.0 if options.greedy else options.temperature,
         "top_p": options.top_p,
-        "top_k": options.top_k or 0,  # 0 means all
+        "top_k": options.top_k or 0,  # 0: no limit
         "stop_token_ids": list(options.stop_token_ids),
         "stop": list(options.stop_strings),
-        "ignore_eos": True,  # the stop ids contain the end-of-text token if it must stop
+        "ignore_eos": True,  # the stop ids contain the end-of-text token if needed
         "seed": seed,
-        "logprobs": 0,  # log-probabilities of the sampled tokens
+        "logprobs": 0,  # of only the sampled tokens
         "detokenize": bool(options.stop_strings),
         "skip_special_tokens": False,  # stop strings may contain special tokens
     }
@@ -224,7 +224,7 @@ class VllmDialect(HttpDialect):
         await self._post("/resume")
 
     async def _load(self, name: str, folder: Path) -> None:
-        # If the update fails, the server has a version that no run accepts.
+        # Until the update succeeds, the server reports a version that no run accepts.
         await self._name(f"in part ({secrets.token_hex(8)})")
         await self._call("update_config", overrides=LOADING)
         if self._embedding is None:

@@ -194,7 +194,7 @@ def _own_rows(
     whole = shape[axis] + (-shape[axis] % FULL_ROWS if rows else 0)
     of = part.of
     if ".k_proj." in source or ".v_proj." in source:  # ranks may share key-value heads
-        of = min(of, int(config.get("num_key_value_heads") or 0))  # 0: the default is unknown here
+        of = min(of, int(config.get("num_key_value_heads") or 0))  # 0: unknown
     if not of or part.of % of or whole % of:
         return None
     size = whole // of

@@ -196,7 +196,7 @@ class Follower:
     def _receive(self, wakeups: WakeupSocket) -> None:
         received = wakeups.receive()
         heard = [self._sources[source] for source in received.sources if source in self._sources]
-        if received.overflowed:  # any writer may have sent a dropped wake-up
+        if received.overflowed:  # the dropped wake-ups may be from any writer
             heard += self._sources.values()
         self._announced.update(one for one in heard if one.spare > 0)
         self.woken = bool(self._announced)
@@ -211,7 +211,7 @@ class Follower:
             found = one.read()
             self._account(one, news=bool(found), polled=one.polls in due)
             news += found
-        # A log that continues in another segment has a file that is not watched yet.
+        # If a log continues in another segment, watch the new file.
         moved = paths != [one.reader.path for one in logs]
         for polls in due:
             polls.polled()

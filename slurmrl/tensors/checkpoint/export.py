@@ -107,7 +107,7 @@ class Precision:
         Its ``data`` raises CheckpointError for a finite value that overflows in that type.
         """
         stored = entry.spec.dtype
-        bare = entry.name.partition(".")[2]  # Files of a model without a head have this name.
+        bare = entry.name.partition(".")[2]  # the name in files of a model without a head
         default = None if entry.name.endswith(EXACT) else self.default
         wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or default
         if wanted is None or wanted == stored or stored not in FLOATS:

@@ -198,7 +198,7 @@ def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | No
     """Return the problem of a file; None for an intact file."""
     path = directory / file.name
     try:
-        # Open the file before the check of its size: NFS then updates the size.
+        # Open the file before reading its size: NFS then updates the size.
         with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.size:

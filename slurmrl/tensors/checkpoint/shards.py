@@ -189,7 +189,7 @@ class RoleCheckpoint:
         box = box or Box.whole(spec.shape)
         target = np.empty(box.size, dtype=NUMPY_DTYPES[spec.dtype])
         for block, fill in self._blocks(name, box):
-            index: tuple[Any, ...] = (*block.inside(box), ...)  # This gives a view of a scalar too.
+            index: tuple[Any, ...] = (*block.inside(box), ...)  # makes a view even of a scalar
             fill(target[index])
         return target
 

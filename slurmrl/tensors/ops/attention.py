@@ -100,7 +100,7 @@ def packed_attention(
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
     if not sizes:
-        return q + k.sum() + v.sum()  # This gives every projection a zero gradient.
+        return q + k.sum() + v.sum()  # gives every projection a zero gradient
     # Split once, because the gradient of each slice would be a tensor of all T tokens.
     qs, ks, vs = (x.split_with_sizes(sizes) for x in (q, k, v))
     parts = zip(qs, ks, vs, packing.runs, strict=True)
@@ -112,8 +112,8 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
         return x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2)
 
     if q.is_cuda and q.shape[1] != k.shape[1]:
-        # In float32 only the memory-efficient kernel avoids the matrix of scores, and it does not
-        # support grouped key heads.
+        # Only the memory-efficient kernel avoids the matrix of scores in float32. This kernel does
+        # not support grouped key heads.
         k, v = for_each_query_head(q, k, v)
     shared = q.shape[1] != k.shape[1]
     if window is not None and window < run.length:

@@ -132,7 +132,7 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
     """
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # Without this condition, the call would import the module, which takes a second.
+    # If the module is not loaded, the call would import it, which takes a second.
     if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -170,7 +170,7 @@ def wait_until_free(
     (``exclusive``), raise UnusableGpuError instead, which names the processes.
     """
     if torch.cuda.get_device_properties(device).is_integrated:
-        return  # The memory of this GPU is host memory.
+        return  # The GPU shares the host's memory.
     deadline = clock() + WAIT_S
     warned = False
     while (held := _held(device)) is not None:

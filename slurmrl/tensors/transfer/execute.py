@@ -160,7 +160,7 @@ class Mover:
             self._finish(under_way)
             following = {leg.number for leg in self._sends.get(slot + 1, ())}
             arrived = {n: found for n, found in under_way.arriving.items() if n in following}
-            del under_way  # Free the other buffers before the next slot allocates buffers.
+            del under_way  # Free its buffers before the next slot allocates.
         if not slots:
             self._copy_local()
 
@@ -186,7 +186,7 @@ class Mover:
             if messages is None:
                 messages = [self._packed(cargo) for cargo in leg.segment.messages()]
             operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
-        operations.sort(key=lambda entry: entry[0].tag)  # Both ends need the same order.
+        operations.sort(key=lambda entry: entry[0].tag)  # the same order at both ends
         posted = [operation for operation, _ in operations]
         works = dist.batch_isend_irecv(posted)
         received = [messages for _, messages in operations]

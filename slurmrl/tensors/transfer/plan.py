@@ -363,7 +363,7 @@ def _ranks(boxes: dict[Box, list[int]], numbers: Numbers) -> Numbers:
     return tuple(sorted({rank for number in numbers for rank in groups[number]}))
 
 
-@lru_cache(maxsize=1024)  # Layers have equal boxes.
+@lru_cache(maxsize=1024)  # many layers have the same boxes
 def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers, Numbers], ...]:
     """Return disjoint boxes that cover all taken elements.
 

@@ -190,7 +190,7 @@ def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list
         with suppress(WeightVersionError):  # The version is unfinished or damaged.
             published.append(read_manifest(versions / version.name, calls=calls))
     old = superseded(known, published, keep_whole)
-    for version in reversed(old):  # A killed process then leaves no version without its base.
+    for version in reversed(old):  # A kill must not leave a version without its base.
         remove(versions, version, calls=calls)
     _sweep(versions, calls)
     return old

@@ -136,7 +136,7 @@ def records(data: bytes) -> Iterator[bytes]:
     """
     at, whole = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):
-        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # no header fits into the remaining block
+        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # no header fits into the block
             at += BLOCK_BYTES - at % BLOCK_BYTES
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)

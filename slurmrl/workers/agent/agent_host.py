@@ -314,7 +314,7 @@ class Warnings:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # The supervisor has blocked them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the supervisor
 
     @property
     def received(self) -> bool:
@@ -340,7 +340,7 @@ class Warnings:
         if end is None:
             return Warned(signal=name, cause="unknown")
         left_s = end - self._clock()
-        # Slurm warns of a time limit with USR2, and sends TERM at the limit.
+        # Slurm sends USR2 before the time limit, and TERM at the limit.
         lead_s = self._lead_s if name == "SIGUSR2" else 0.0
         cause = "time_limit" if left_s <= lead_s + LATE_S else "preemption"
         return Warned(signal=name, cause=cause, time_left_s=round(left_s, 1))

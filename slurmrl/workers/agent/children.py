@@ -225,7 +225,7 @@ class Children:
 
     def wake_on(self, follower: Follower) -> None:
         """End each `turn` early if the logs of a follower have changed."""
-        if follower.fileno() >= 0:  # The caller of `turn` then reads the logs.
+        if follower.fileno() >= 0:  # The caller of `turn` reads the logs.
             self._listen(follower.fileno(), follower.drain)
 
     def sleep_on(self, follower: Follower) -> None:
@@ -239,11 +239,11 @@ class Children:
         """
         for pipe in (self._line, *(slot.pipe for slot in self.slots)):
             if pipe is not None:
-                pipe.flush()  # Send messages that the buffer of a busy process had no room for.
+                pipe.flush()  # Send messages for which the buffer of a busy process had no room.
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
-            if self._selector.get_map().get(key.fd) is key:  # Another handler may remove it.
+            if self._selector.get_map().get(key.fd) is key:  # a handler may remove others
                 handler()
         return self._news
 
@@ -301,7 +301,7 @@ class Children:
         """Handle the end of the fork server, with which all its workers have ended."""
         assert self.fork_server is not None
         code = self.fork_server.process.wait()
-        self._hear_fork_server()  # Read the messages that it sent before it ended.
+        self._hear_fork_server()  # Read its last messages.
         ended = [self._end(slot) for slot in self.slots]
         if any(ended):
             self._news.ended.append(Ended(self.fork_server.name, code, None, self._import_error))

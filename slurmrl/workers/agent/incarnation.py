@@ -291,7 +291,7 @@ class Incarnation:
         The master then ends the incarnation on the other hosts, too.
         """
         host, failure = self.host, self.host.describe(error)
-        if failure.cause != Cause.LOST_HOST:  # If the master's host is lost, no master can begin.
+        if failure.cause != Cause.LOST_HOST:  # The lost host may be the master's: do not wait.
             self._await_begin()
         self._send_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
@@ -352,7 +352,7 @@ class Incarnation:
         host.serving = 0
         deadline = time.monotonic() + EXPLAIN_S
         while self._explained and host.children.master_runs and time.monotonic() < deadline:
-            self.send()  # Retry messages that the directory has not accepted.
+            self.send()  # Retry messages whose write failed.
             host.idle(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
         host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S, meanwhile=host.renew_lease)
@@ -422,7 +422,7 @@ class Replies:
         self._unsent = True
         try:
             self._writer.append(*map(AGENT_LOG.to_json, news))
-        except (EnvironmentFailure, CorruptFileError) as error:  # The master also reports damage.
+        except (EnvironmentFailure, CorruptFileError) as error:  # The master reports damage itself.
             logger.warning("cannot send to the master, will retry: %s", error)
             return
         self._unsent = False

@@ -99,7 +99,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         if master is not None:
             _end(master, names, events, failure)
         if failure.agent:
-            kill_parent()  # The agent hangs and would not notice the end of this process.
+            kill_parent()  # The agent hangs and would not notice our end.
         return 1
     return 0
 

@@ -165,11 +165,11 @@ class Exporter:
         model, stops = self.model, self._stop_tokens(checkpoint)
         stated = config_values(model)
         if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
-            # The family's default may not be a token of this tokenizer.
+            # This tokenizer may lack the family's default token.
             stated = {**stated, EOS: _one_or_list(stops)}
         values, storage = file_form(stated, model.implementation, self.head)
         if model.implementation == "hf" and model.lora is not None:
-            storage = stored  # Merged weights have the form of the model folder in `path`.
+            storage = stored  # Merged weights have the form of the files in `path`.
         if _scores_turn_ends(self.paths, self.role):
             values[SCORE_AT] = TURN_END
         return values, _generation(generation_values(model), values, stops), storage

@@ -43,7 +43,7 @@ def futile_start(
     a host without a warning.
     """
     in_vain = fold(records).begins_without_commit
-    # Include the incarnation that made the last commit.
+    # One more: include the incarnation that made the last commit.
     begun = _since_resume(records)[-(in_vain + 1) :]
     if not begun:
         return None

@@ -432,7 +432,7 @@ class Master:
         self.recorder.committed(outcome.step)
         if self.rollouts is not None:
             self.rollouts.committed()
-        with suppress(EnvironmentFailure):  # The next commit or incarnation retries.
+        with suppress(EnvironmentFailure):  # retried at the next commit
             self.scores.keep(outcome.step)
         self.events.write(
             "commit",

@@ -151,7 +151,7 @@ class StatusPublisher:
         }
         try:
             self._names.add(keys.status(), json.dumps(value), replace=True, durable=False)
-        except EnvironmentFailure as error:  # Only `slurmrl status` is then late.
+        except EnvironmentFailure as error:  # Only `slurmrl status` is affected.
             logger.warning("cannot publish the status, will retry: %s", error)
 
     def _view(self, agent: Identity) -> LeaseView:

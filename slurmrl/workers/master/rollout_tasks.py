@@ -366,13 +366,13 @@ class RolloutTasks:
                     self._take(attempt, result)
                 attempt.listened(now, self._pauses_s[1])
             except EnvironmentFailure as error:
-                attempt.silent_s = 0.0  # The task may be silent because it cannot write either.
+                attempt.silent_s = 0.0  # Perhaps the task cannot write either: do not blame it.
                 logger.warning("%s; will retry", error)
             except CorruptFileError as error:
                 self._end(attempt, LOST, str(error))
             if attempt.heard_at == now or self._ledger.leased_by(attempt.name):
                 attempt.polls.reset()
-            # Poll less often if wake-ups arrive. Polls still find results whose wake-up was lost.
+            # Poll less often if wake-ups arrive, but keep polling: wake-ups can be lost.
             attempt.read_at = now + attempt.polls.next_s() * (2 if attempt.announces else 1)
 
     def _take(self, attempt: RolloutAttempt, result: RolloutResult) -> None:
@@ -407,7 +407,7 @@ class RolloutTasks:
     def _redo(self, sample: StoredGroup, reason: str) -> None:
         """Queue the item of a damaged sample again."""
         if not self._ledger.redo(sample):
-            return  # The item was dropped in the meantime.
+            return  # The item has been dropped.
         self._counts.items["damaged"] += 1
         self._events.damaged(sample, reason)
 

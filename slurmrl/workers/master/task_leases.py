@@ -144,7 +144,7 @@ class TaskLeases:
             attempt = self._living[lease.holder]
             too_old = lease.oldest in useless and attempt.is_read
             if not too_old and lease.holder not in silent:
-                continue  # The unread results may contain these items.
+                continue  # Its unread results may contain these items.
             returned = self._ledger.return_items(lease.lease, lease.items)
             self._counts.items["aborted"] += len(returned)
             if attempt.confirmed:
@@ -270,7 +270,7 @@ class SampleChecks:
         try:
             read_once(folder, check.sample, calls=self._calls)
         except SampleFileError as error:
-            cached = self._calls.caches(self._paths.rollouts)  # `folder` may be missing.
+            cached = self._calls.caches(self._paths.rollouts)  # not `folder`: it may be missing
             pauses_s = HIDDEN_PAUSES_S if cached else ()
             if check.failed >= len(pauses_s):
                 return check.sample, str(error)

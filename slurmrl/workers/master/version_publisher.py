@@ -204,7 +204,7 @@ class VersionPublisher:
         """Remove versions that no reader needs after a new full version."""
         try:
             prune(self._folder, self._settings.keep_whole)
-        except EnvironmentFailure as error:  # The next full version retries.
+        except EnvironmentFailure as error:  # retried at the next full version
             logger.warning("cannot remove old weight versions: %s", error)
 
     def _give_up(self, writing: _Writing, reason: str) -> Publication:
@@ -212,7 +212,7 @@ class VersionPublisher:
         logger.warning("cannot publish weight version %s: %s", writing.version, reason)
         try:
             remove(self._folder, writing.version)
-        except EnvironmentFailure as error:  # The next incarnation retries.
+        except EnvironmentFailure as error:  # retried in the next incarnation
             logger.warning("cannot remove weight version %s: %s", writing.version, error)
         self._last = self._newest = None
         return self._outcome(writing, reason)

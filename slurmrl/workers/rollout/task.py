@@ -251,7 +251,7 @@ class TaskAtWork:
         group = await self._generation.group(key, row, held.name)
         self._session.sampled(key, group)
         if self._scoring is not None:
-            await self._tell()  # Generation may begin another item now.
+            await self._tell()  # Generation may now begin another item.
             group = await self._scoring.scored(row, group)
         self._making.pop(key)
         self._session.finish(key, group)

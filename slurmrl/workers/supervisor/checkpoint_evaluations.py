@@ -130,7 +130,7 @@ class CheckpointEvaluations:
                 return True
             missing = list(self._missing(config, state.commits))
             for commit in {commit.directory: commit for commit, _ in missing}.values():
-                with suppress(SlurmrlError):  # `_submit` tries again and reports errors.
+                with suppress(SlurmrlError):  # `_submit` retries and reports errors
                     link_files(self._paths, commit)
             for commit, suite in missing:
                 self._submit(commit, suite, self._command(config, commit, suite), now=now)
@@ -165,7 +165,7 @@ class CheckpointEvaluations:
         root = str(self._paths.run.parents[2])
         whole = [sys.executable, "-P", "-m", "slurmrl", "eval", str(self._paths.config)]
         whole += ["--checkpoint", folder, "--root", root, "--scheduler", self._kind]
-        whole += ["--profile", profiles.NONE]  # The resolved configuration has its settings.
+        whole += ["--profile", profiles.NONE]  # The resolved configuration includes the profile.
         copies = [str(SNAPSHOT / Path(path).name) for path in config.code]
         own_code = [f"code={json.dumps(copies)}"] if copies else []
         chosen = [] if suite == WHOLE else ["--suite", suite]
@@ -265,7 +265,7 @@ def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
             wanted: Collection[str] = () if given_up else suites
             if _submitted(paths, commit, wanted) and not _in_use(paths, commit, len(wanted)):
                 folder = paths.checkpoint_to_evaluate(commit.directory)
-                atomic.remove(folder / ORIGIN)  # After a kill, no process may use the remains.
+                atomic.remove(folder / ORIGIN)  # first: nobody may use a half-removed folder
                 shutil.rmtree(folder, ignore_errors=True)
     except (SlurmrlError, OSError) as error:
         logger.info("cannot remove evaluated checkpoints yet: %s", error)

@@ -308,7 +308,7 @@ class Rounds:
                 "srun (pid %d) did not end after a host was lost: sending KILL", child.pid
             )
             self.events.write("killed", pid=child.pid, why="srun did not end after TERM")
-            child.kill()  # srun has a second process, which then ends the step.
+            child.kill()  # srun's second process then ends the step.
             child.wait()
         elif late_s >= 0:
             child.terminate()  # On TERM, srun ends its step.

@@ -128,7 +128,7 @@ class Watchers:
             logger.info("a watcher of %s starts on %s", batch, host)
             try:
                 step = subprocess.Popen(self._command(host, batch), preexec_fn=unblock)
-            except OSError as error:  # The rounds fail too and report the error to the user.
+            except OSError as error:  # The rounds also fail and report the error.
                 logger.warning("cannot start watchers of the batch host: %s", error)
                 return
             self._steps.append(step)

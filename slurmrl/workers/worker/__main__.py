@@ -69,7 +69,7 @@ def main() -> int:
     who = RankId(options.world, forked.rank)
     log.configure(str(who))
     allow_tracing()
-    numpy.random.seed()  # Forks need different numbers. Python's generator reseeds itself.
+    numpy.random.seed()  # Forks need different numbers; Python's own generator reseeds itself.
     activity = new_activity()
     collectives = Collectives()
 

@@ -159,7 +159,7 @@ class _ForkServer:
             self._ended.remove((ended, latest))
             self._agent.send(FROM_FORK_SERVER.to_json(ended))
         if due:
-            remove_unused()  # After the report, because this may take seconds.
+            remove_unused()  # after the reports, because this may take seconds
 
     def _signal(self, worker: _Worker, request: Kill | WriteStacks) -> None:
         os.kill(

@@ -99,7 +99,7 @@ class Saver:
         except EnvironmentFailure as error:
             logger.warning("%s", error)
             for path in (path for each in snapshots for path in each.paths(directory)):
-                discard(path, REAL)  # The report of the error needs space on a full disk.
+                discard(path, REAL)  # Free space on a full disk for the error report.
             return replace(saved, error=str(error))
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
             traceback.print_exc()
@@ -206,7 +206,7 @@ def prepare_versions(
     per_host, model = plan.trainers.workers_per_host, settings.config.actor
     _, storage = file_form(config_values(model), model.implementation, engine.head)
     dtype = model.dtype
-    if engine.frozen is not None:  # Versions store adapters as checkpoints do.
+    if engine.frozen is not None:  # Weight versions store adapters in the checkpoints' form.
         storage, dtype = by_name, "float32"
     parts = OwnedTensors(
         PlacedLayout(engine.trained_layout(), ranks),

@@ -191,7 +191,7 @@ class ContinuousBatch:
         """Free the rows and pages of a sequence that has ended."""
         if sequence.request.options.experts:
             sequence.experts = self._runner.experts(sequence)
-        # The model need not process the last token.
+        # Exclude the last token, which the model need not process.
         sequence.stored = min(sequence.stored, len(sequence.tokens) - 1)
         self._schedule.store(sequence)
         self._schedule.remove(sequence)
@@ -216,7 +216,7 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
     if size is None:
         return limits
     cell = cell_bytes(decoder)
-    pages = (size - cell) // (cell * limits.page_tokens)  # a spare cell follows the pages
+    pages = (size - cell) // (cell * limits.page_tokens)  # minus a spare cell
     if pages < 1:
         needed = cell * (limits.page_tokens + 1) / GIB
         raise UsageError(

@@ -123,7 +123,7 @@ class Schedule:
             count = min(ahead, budget)
             if not count:
                 break
-            # A sequence that was preempted for an earlier sequence has no row.
+            # Skip a sequence without a row: it was preempted for an earlier sequence.
             tokens = sequence.stored + count
             if sequence.row is not None and self._reserve(sequence, tokens, flush):
                 self._read(sequence, count, step)

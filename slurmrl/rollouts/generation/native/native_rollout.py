@@ -111,7 +111,7 @@ class SplitRollout(BatchRollout):
         assert not self._peers.is_leader, "the leader serves requests"
 
         def read(name: str, folder: Path) -> None:
-            with suppress(UsageError):  # the leader raises this error, too; nothing has changed
+            with suppress(UsageError):  # the leader raises this error too
                 self._read(name, folder)
 
         FollowerBatch(self._batch, self._peers, read).run()
