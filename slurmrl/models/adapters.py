@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021). Torch-free.
 
-This module has the adapters' names and shapes, their sum with a frozen weight, PEFT's files, and
-the fingerprint of the weights for which they were trained.
+This module computes the names and shapes of adapters, adds adapters to frozen weights, writes
+PEFT's files, and computes the fingerprint of the weights for which adapters were trained.
 
 The weight ``<module>.weight`` [o, i] has the matrices ``<module>.lora_A`` [r, i] and
 ``<module>.lora_B`` [o, r]: o outputs, i inputs, r rank of the adapter. The sum has the same bits
@@ -53,7 +53,7 @@ Matrix = TypeVar("Matrix", Array, "Tensor")
 BLOCK = 2**18
 """Number of elements that fit into the cache of a core while all products are added."""
 SUMMED = 2**16
-"""Number of elements in a step of the fingerprint, which fit into the cache of a core."""
+"""Number of elements that a step of the fingerprint sums. They fit into the cache of a core."""
 PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of the wrapped model."""
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "SEQ_CLS"}
@@ -179,7 +179,7 @@ def write_adapter(
 
 
 def _entry(trained: RoleCheckpoint, name: str, spec: TensorSpec, *, turned: bool) -> TensorEntry:
-    """Return a trained tensor as PEFT stores it; matrices of ``turned`` weights are transposed."""
+    """Return a trained tensor as PEFT stores it. Transpose matrices of weights in ``turned``."""
     short = name.removeprefix(MODULE)
     theirs = f"{PREFIX}{short}.weight" if name.endswith(MATRICES) else PREFIX + short
     if not turned:
@@ -212,7 +212,7 @@ def _config(lora: Lora, head: Head, base: str) -> dict[str, Any]:
 def summand(
     name: str, shape: Index, box: Box, bits: Bits, count: Callable[[int, int], Bits]
 ) -> Bits:
-    """Return what a box of a parameter of ``shape`` adds to the fingerprint.
+    """Return the contribution of a box of a parameter of ``shape`` to the fingerprint.
 
     ``bits`` has the elements of the box, flat, as integers of their width. ``count`` returns a
     range of integers as int64, on the device of ``bits``.
@@ -226,7 +226,7 @@ def summand(
 
 
 def tensor_sum(name: str, shape: Index, read: Callable[[Box], Array]) -> int:
-    """Return what a whole tensor of ``shape`` adds to the fingerprint; ``read`` returns boxes."""
+    """Return a tensor's contribution to the fingerprint; ``read`` returns the tensor's boxes."""
     total = 0
     for box in blocks(Box.whole(shape), SUMMED):
         values = np.ascontiguousarray(read(box)).reshape(-1)
@@ -236,7 +236,7 @@ def tensor_sum(name: str, shape: Index, read: Callable[[Box], Array]) -> int:
 
 
 def check_unchanged(folder: Path, fingerprint: str, found: str) -> None:
-    """Raise UsageError if the fingerprint of a folder's weights is not the one of training."""
+    """Raise UsageError if a folder's weights have another fingerprint than during training."""
     if found != fingerprint:
         raise UsageError(
             f"the weights in {folder} have changed since the adapters were trained: their "
@@ -245,5 +245,5 @@ def check_unchanged(folder: Path, fingerprint: str, found: str) -> None:
 
 
 def shown(total: int) -> str:
-    """Return a fingerprint as the text that checkpoints and weight versions have."""
+    """Return the string that checkpoints and weight versions store for a fingerprint."""
     return f"{total % 2**64:016x}"

@@ -74,7 +74,7 @@ ALIASES = {
     "num_experts": "num_local_experts",
     "n_routed_experts": "num_local_experts",
 }
-"""Other name, which transformers accepts, for each field with the number of experts."""
+"""Alternative name that transformers accepts for each field with the number of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +100,11 @@ class Rope:
     def from_hf(
         values: Mapping[str, Any], max_positions: int, *, partial: bool = False
     ) -> tuple[Rope, list[str]]:
-        """Read the rotary fields of a ``config.json`` as transformers does. Return also problems.
+        """Read the rotary fields of a ``config.json`` as transformers does. Also return problems.
 
         With ``partial``, a part of each head's dims may be rotated. The older ``rope_scaling``
-        overrides ``rope_parameters``, and an original length next to them overrides an original
-        length inside.
+        overrides ``rope_parameters``, and an original length next to these objects overrides an
+        original length in them.
         """
         stated = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
@@ -201,11 +201,11 @@ class MoE:
     """Coefficient of the load-balancing loss in training; 0 for none. As in transformers, it
     applies only with ``output_router_logits``."""
     corrected: bool = False
-    """Whether the router's scores are sigmoids, with a stored correction added for the choice."""
+    """Whether the router's scores are sigmoids. The choice of experts adds a stored correction."""
     exact: bool = False
-    """Whether the router's logits are float32 in a model of another type."""
+    """Whether the router's logits are float32 even if the model has another dtype."""
     groups: int = 1
-    """Number of groups of consecutive experts, of which a token uses the best ``chosen_groups``."""
+    """Number of groups of consecutive experts. A token uses the best ``chosen_groups`` of them."""
     chosen_groups: int = 1
     scale: float = 1.0
     """Factor of the weights of a token's experts."""
@@ -356,7 +356,7 @@ def _fields(family: Family) -> set[str]:
 
 
 def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename a family's fields to the names of most families, and replace values by meanings."""
+    """Give fields the names of most families, and replace special values by their meanings."""
     ours = {theirs: name for name, theirs in family.fields.items()}
     if family.experts:
         ours[ALIASES[family.experts.count]] = family.experts.count
@@ -370,7 +370,7 @@ def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
 def _full(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """Add the family's defaults for missing and null fields.
 
-    For key and value heads, null is no default: there are as many as query heads.
+    A null number of key and value heads is kept; it means as many as query heads.
     """
     null = {name for name in STRUCTURAL if values.get(name) is None} - {"num_key_value_heads"}
     return {**family.defaults, **{k: v for k, v in values.items() if k not in null}}

@@ -41,7 +41,7 @@ class PackedModel(nn.Module, ABC):
 
     @property
     def embedding(self) -> nn.Module | None:
-        """Embedding if it is a sharding unit, because no other module shares its weight."""
+        """Embedding if it is a sharding unit. It is none if another module shares its weight."""
         return None
 
     @property
@@ -51,7 +51,7 @@ class PackedModel(nn.Module, ABC):
 
     @abstractmethod
     def use(self, recompute: Recompute) -> None:
-        """Set which activations are recomputed in the backward pass instead of kept."""
+        """Set which activations the backward pass recomputes."""
 
     @abstractmethod
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | OnHost, max_len: int) -> Tensor:
@@ -73,8 +73,8 @@ class PackedModel(nn.Module, ABC):
         """Return log p(x_t | x_<t) and entropies, [T] each and 0 at the first token of a sequence.
 
         Entry t of the entropies belongs to the distribution from which x_t was sampled. The
-        distributions are restricted to ``masks``. Both results are float64 if the model is, else
-        float32.
+        distributions are restricted to ``masks``. Both results are float64 for a float64 model,
+        else float32.
         """
 
     @abstractmethod
@@ -85,5 +85,5 @@ class PackedModel(nn.Module, ABC):
         """
 
     def constants(self) -> dict[str, Tensor]:
-        """Return the tensors that no optimizer step changes, which checkpoints and exports have."""
+        """Return the tensors of checkpoints and exports that no optimizer step changes."""
         return {}

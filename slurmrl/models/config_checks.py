@@ -47,9 +47,9 @@ NUMBERS = (
     PARTIAL,
 )
 NEVER_NULL = ("num_experts_per_tok", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit")
-"""Fields of experts, besides the fields that a family names, for which null is no default."""
+"""Fields of experts that must not be null, in addition to fields that the family names."""
 LARGEST = {"num_hidden_layers": 10**5}
-"""Maximum of sizes that cost memory and time when slurmrl only reads a configuration."""
+"""Maximum of each size that costs memory and time even if slurmrl only reads the config."""
 LARGEST_SIZE = 10**9
 LARGEST_NUMBER = 1e30
 METHOD = "topk_method"
@@ -64,7 +64,7 @@ def unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[st
 
 
 def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
-    """Return problems of fields that must be numbers and are not (null means the default)."""
+    """Return problems of fields that must be numbers but are not. Null means the default."""
     problems = []
     experts = (family.experts.count, family.experts.inner) if family.experts else ()
     counts = {*SIZES, *experts}

@@ -178,7 +178,7 @@ class Decoder(PackedModel):
 
     @contextmanager
     def routed(self, routes: Recorded | Replayed | None) -> Iterator[None]:
-        """Let the blocks with experts follow ``routes`` while entered and in backward passes."""
+        """Make the blocks with experts follow ``routes`` in this context and in backward passes."""
         self._replayed = routes if isinstance(routes, Replayed) else None
         for block in self._sparse_blocks:
             block.routes = routes

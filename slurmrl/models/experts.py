@@ -95,7 +95,7 @@ def _halves(x: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor]:
 
 
 UNKNOWN = -1
-"""Value in place of experts that were not recorded, which the router then chooses."""
+"""Value in place of experts that were not recorded. In a replay, the router chooses them."""
 Pass = Literal["other", "count", "train"]
 
 
@@ -222,8 +222,8 @@ class SparseMLP(nn.Module):
         self.tokens: int | None = None
         """Number of tokens before the padding in the next call; None without padding."""
         self.routes: Routes | None = None
-        """Object that records or replaces the choices of the next calls; None: the router chooses.
-        """
+        """Object that records or replaces the choices of the next calls; None: the router
+        chooses."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output [T, h] for ``x`` [T, h]."""
@@ -301,7 +301,7 @@ class Replayed:
         self._own = torch.cat((own, padding)) if missing else own
 
     def place(self, places: Tensor, tokens: int) -> None:
-        """Prepare for calls with ``tokens`` tokens: the sample's at ``places`` [T], and padding."""
+        """Prepare for calls of ``tokens`` tokens: the sample at ``places`` [T], and padding."""
         own = self._experts.new_full((tokens, *self._experts.shape[1:]), UNKNOWN)
         self._own = own.index_copy(0, places, self._experts)
 
@@ -311,7 +311,7 @@ class Replayed:
 
 
 class Balance:
-    """The load-balancing loss of a model's blocks on this rank; ``weight`` scales each block's."""
+    """The load-balancing loss of a model's blocks on this rank; ``weight`` scales each loss."""
 
     def __init__(self, experts: int, per_token: int, weight: float) -> None:
         self.weight = weight
@@ -365,7 +365,7 @@ def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:
-    """Return what T tokens with ``probabilities`` [T, E] contribute to a block's loss.
+    """Return the contribution of T tokens with ``probabilities`` [T, E] to a block's loss.
 
     ``tokens`` is the number of all tokens of the batch (default: T), of which ``counts`` [E] chose
     each expert.

@@ -430,15 +430,15 @@ PICTURE_FAMILIES: Final = frozenset(
 VIDEO_FAMILIES: Final = frozenset(
     ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 )
-"""Families among these that also read videos."""
+"""Members of `PICTURE_FAMILIES` that also read videos."""
 PATCH: Final = {"patch_size": 14, "temporal_patch_size": 2, "in_channels": 3}
 """Sizes of Qwen2.5-VL's patches. SGLang mistakes other patches for hidden states of images."""
 STRAY: Final = 0
 """Token that the model reads in place of a placeholder without an image."""
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
-"""Fields of a ``config.json`` object; one of them has the token id of placeholders."""
+"""Fields of a ``config.json`` object, one of which has the token id of image placeholders."""
 VIDEO_FIELD: Final = "video_token_id"
-"""Field with the token id of placeholders of videos."""
+"""Field with the token id of video placeholders."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "sglang": ("qwen2_5_vl", "qwen3_vl"),
     "vllm": ("qwen2_5_vl", "qwen3_vl"),
@@ -471,7 +471,7 @@ def served_refusal(values: Mapping[str, Any], server: str) -> str:
 
 
 def video_refusal(values: Mapping[str, Any]) -> str:
-    """Return why the model of a ``config.json`` object cannot read videos here; or ""."""
+    """Return why the model of a ``config.json`` object cannot read videos; "" if it can."""
     if (family := values.get("model_type")) in VIDEO_FAMILIES:
         return ""
     known = ", ".join(sorted(VIDEO_FAMILIES))

@@ -88,7 +88,7 @@ class Family:
     without: frozenset[str] = frozenset()
     """Fields that this family lacks, although most families have them."""
     meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
-    """Meaning of a value in files that differs from the value: (field, file value) to meaning."""
+    """Meaning of a config value that this family uses differently, by (field, value)."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults for fields that a ``config.json`` omits, by names of most families."""
 
@@ -106,7 +106,7 @@ class Family:
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 QUERY_RANK = "q_lora_rank"
 KEY_SIZE = "qk_head_dim"
-"""Field with the size of a whole key, which transformers writes but computes itself."""
+"""Field with the size of a whole key. transformers writes it, but never reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,11 +111,10 @@ def attach_to(model: HFModel, lora: Lora) -> LayerAdapters:
 
 
 def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> None:
-    """Raise UsageError if a merge with the files of ``source`` would give another model.
+    """Raise UsageError if adapters merged with the files of ``source`` would give another model.
 
-    The files must store the weights with adapters as the model has them. Compare every
-    ``ranks``-th weight from number ``first`` on. Of a weight that tensor ranks share, compare this
-    rank's part.
+    The files must store the same values of adapted weights as the model. Compare every ``ranks``-th
+    weight from number ``first`` on. If tensor ranks share a weight, compare this rank's part.
     """
     files = open_folder(source)
     weights = {
@@ -179,7 +178,7 @@ def _planned(values: str, head: Head, lora: str) -> tuple[Shapes, str | None]:
 def _chosen(
     model: PreTrainedModel, config: HFConfig, head: Head, lora: Lora
 ) -> tuple[dict[str, nn.Module], str | None]:
-    """Return the layers with adapters by name, or why the model cannot have these adapters."""
+    """Return the layers with adapters by name, or the reason why the model cannot have them."""
     layers, bypassed = _layers(model, head)
     if any(isinstance(each, Conv1D) for each in layers.values()) != (
         config.model_type in TRANSPOSED

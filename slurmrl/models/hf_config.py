@@ -1,9 +1,9 @@
 """The architecture of a model that transformers runs: its unchanged ``config.json``. Torch-free.
 
-The module also knows up to which length the results of a sequence do not depend on its batch.
-``longrope`` changes its factors for a whole batch if one sequence exceeds the original length.
-``dynamic`` changes its base beyond ``max_position_embeddings``. Position tables end with their last
-row.
+The module also returns the length up to which a sequence's results do not depend on its batch.
+Rotations of type ``longrope`` change their factors for a whole batch if one sequence exceeds the
+original length. ``dynamic`` changes its base beyond ``max_position_embeddings``. Position tables
+end with their last row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slurmrl.tensors.layout import Index, TensorSpec
 MODULE = "inner."
 """Prefix of parameter names; the name in transformers follows."""
 TABLE: Final = "table"
-"""Kind of a limit that comes from a position table."""
+"""Kind of a length limit that comes from a position table."""
 TABLE_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 BY_COLUMN: Final = "attn_temperature_tuning"
 """Field of configs (Llama 4) with which layers scale queries by the column of a token in its row,
@@ -62,7 +62,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},
     "qwen4_exp_text": {"indexer_compress_ratio": True},
 }
-"""Values, or only True for a set value, that transformers uses if a config omits these fields."""
+"""Values that transformers uses if a config omits these fields; True stands for any set value."""
 WITH_TABLE: Final = frozenset(
     (
         "biogpt",
@@ -93,7 +93,7 @@ class HFConfig:
     positions: int | None = None
     """Size of the loaded model's position table; None without one."""
     embedding: str = ""
-    """Name of the token embedding in files, which `hf_files.complete` sets."""
+    """Name of the token embedding in files. `hf_files.complete` sets it."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
@@ -168,7 +168,7 @@ def compressing_field(values: Mapping[str, Any]) -> str | None:
 
 
 def cache_refusal(values: Mapping[str, Any]) -> str:
-    """Return why its config excludes generation with transformers' cache; "" if nothing does."""
+    """Return why the config excludes generation with transformers' cache; "" if it does not."""
     field = compressing_field(values)
     if field is None:
         return ""
@@ -185,9 +185,9 @@ class FileForm:
     """The layout of a model's files."""
 
     values: Mapping[str, Any]
-    """The ``config.json`` object, with the defaults of this version of transformers, because
-    versions differ. It describes the model that transformers runs, which is only the language model
-    of some families."""
+    """The ``config.json`` object with the defaults of the installed version of transformers. It
+    describes the model that transformers runs, which is only the language model of some
+    families."""
     architecture: str
     """Name of the model's class."""
     slices: Mapping[str, tuple[TensorSlice, ...]]

@@ -30,7 +30,7 @@ from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Box, Index, row_major
 
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "_token_id")
-"""Ends of fields that do not describe the model. Token ids belong to a tokenizer."""
+"""Ends of the names of fields that do not describe the model. Token ids belong to a tokenizer."""
 
 
 def file_form(config: HFConfig, head: Head) -> FileForm:
@@ -123,7 +123,7 @@ def _computed(model: PreTrainedModel, reason: str) -> UsageError:
 
 
 class _Joins(TorchFunctionMode):
-    """Observes of which views tensors consist.
+    """Observes which views each tensor consists of.
 
     A copy of a view is replaced by the view itself, so that its place in a tensor of the model
     remains known.
@@ -172,7 +172,7 @@ def _placed(parts: Sequence[Tensor], dim: int) -> Iterator[tuple[Index, Tensor]]
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return an id of the storage that views share, which is unique while one of them exists."""
+    """Return an id of the storage that views share. It is unique while any of the views exists."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
@@ -214,5 +214,5 @@ def _slice(
 
 
 def _unit(free: Sequence[int], shape: Index) -> int:
-    """Return the place in ``free`` of a dim with length 1 in the whole parameter; else 0."""
+    """Return the index in ``free`` of a dim with length 1 in the whole parameter; else 0."""
     return next((place for place, dim in enumerate(free) if shape[dim] == 1), 0)

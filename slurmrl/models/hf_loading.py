@@ -42,7 +42,7 @@ OTHER = re.compile(r"vision|visual|image|audio|relative")
 
 
 def _stated(config: HFConfig) -> dict[str, Any]:
-    """Return a config's fields for transformers, with special numbers, which files encode."""
+    """Return a config's fields for transformers. Decode special numbers, which files encode."""
     values = PreTrainedConfig._decode_special_floats(deepcopy(dict(config.values)))
     return {name: value for name, value in values.items() if name not in ("model_type", VISION)}
 
@@ -71,7 +71,7 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
 
 
 def task_of(config: HFConfig, head: Head) -> Any:
-    """Return transformers' automatic class for models of a config with a head.
+    """Return transformers' auto class for models of a config with this head.
 
     For a family without a class for text only, and for a config with `VISION`, return the class
     that also reads images.
@@ -133,9 +133,9 @@ def make_model(
 
 
 def _limit_time_steps(model: PreTrainedModel) -> None:
-    """Limit the time steps of Mamba 2 layers from below in passes over one token as well.
+    """Apply the minimum time step of Mamba 2 layers in passes over one token, too.
 
-    transformers limits them only in longer passes, so sampled tokens would have other
+    transformers applies the minimum only in longer passes, so sampled tokens would have other
     probabilities than in training. softplus is monotonic: max(softplus(x + bias), least) is
     softplus(max(x, softplus^-1(least) - bias) + bias).
     """
@@ -237,15 +237,15 @@ def _without_dropout(settings: Any) -> Any:
 
 
 FACTOR = 2.0**10
-"""Factor of the trial logits: a power of two keeps scaling exact, and a large one reveals caps."""
+"""Factor of the test logits. A power of two scales exactly; a large factor reveals caps."""
 
 
 @torch.no_grad()
 def only_multiplies(model: Any) -> bool:
     """Return whether logits are only the product of hidden states and the output layer's weight.
 
-    Logits may have no bias, cap or scale. Configs do not state this, so try a few tokens; return
-    False if that fails. ``model`` is a ``PreTrainedModel`` on the CPU.
+    Logits may have no bias, cap or scale. Configs do not state this, so try a few tokens. Return
+    False if the pass fails. ``model`` is a ``PreTrainedModel`` on the CPU.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if not isinstance(head, nn.Linear) or head.bias is not None or body is model:

@@ -1,7 +1,7 @@
 """Any causal model of transformers with the interface of the built-in decoders.
 
-Sequences are packed into rows if the model keeps them apart, else padded (`hf_rows`). Logits [T, V]
-are made only if the model does more than multiply hidden states by its output layer.
+Sequences are packed into rows if they do not affect each other, else padded (`hf_rows`). Logits [T,
+V] are made only if the model does more than multiply hidden states by its output layer.
 
 Shapes: T packed tokens, L tokens of a sequence, h hidden size, V vocabulary.
 """
@@ -55,7 +55,7 @@ from slurmrl.tensors.ops.sampling import SamplingMasks
 
 
 class PaddedBatches(Protocol):
-    """Object that depends on the places of packed tokens in padded batches."""
+    """Object that needs the places of packed tokens in padded batches."""
 
     def arrange_padded(self, places: Sequence[Tensor], shape: tuple[int, int]) -> None:
         """Prepare for a batch of ``shape`` with token t at (``places[0][t]``, ``places[1][t]``)."""
@@ -72,7 +72,8 @@ class HFModel(PackedModel):
     tensor_rank = 0
     _axis = Axis()
     _vocabulary = 0
-    """Number of rows of the whole output layer, if logits are only its product (`_multiplies`)."""
+    """Number of rows of the whole output layer, if logits are only its product with hidden
+    states."""
 
     def __init__(
         self,
@@ -220,7 +221,7 @@ class HFModel(PackedModel):
 
     @contextmanager
     def routed(self, routes: Replayed) -> Iterator[None]:
-        """Let the blocks with experts follow ``routes`` while entered and in backward passes."""
+        """Make the blocks with experts follow ``routes`` in this context and in backward passes."""
         self._replayed = self.routers.routes = routes
         try:
             yield
@@ -229,7 +230,7 @@ class HFModel(PackedModel):
 
     @contextmanager
     def showing(self, paths: Sequence[str]) -> Iterator[None]:
-        """Give the next batch prepared pictures (`tensors.pictures`) while entered.
+        """Give prepared pictures (`tensors.pictures`) to batches in this context.
 
         ``paths`` has one path for each sequence. Sequences are padded, not packed.
         """
@@ -241,7 +242,7 @@ class HFModel(PackedModel):
             self._shown = ()
 
     def check_length(self, tokens: int) -> None:
-        """Check a length as `HFConfig.check_length` does, with transformers' defaults."""
+        """Check a length like `HFConfig.check_length`, but with transformers' defaults."""
         self._made.check_length(tokens)
 
     def require_generation(self) -> None:
@@ -267,9 +268,9 @@ class HFModel(PackedModel):
     ) -> HFSession:
         """Return a session for prompts of ``lengths``, padded to at least ``width`` columns.
 
-        Prompts are prefilled together up to ``prefill_tokens`` in all, a longer prompt by itself.
-        With ``experts``, experts are recorded. ``pictures`` are the paths of the prompts' pictures,
-        as for `showing`. Raises UsageError as `require_generation`.
+        Prompts are prefilled together up to ``prefill_tokens`` in total. A longer prompt is
+        prefilled separately. With ``experts``, experts are recorded. ``pictures`` are the paths of
+        the prompts' pictures, as for `showing`. Raises UsageError as `require_generation`.
         """
         self.require_generation()
         return HFSession(
@@ -302,7 +303,7 @@ def _blocks(inner: PreTrainedModel) -> list[nn.Module]:
 
 ADVICE = "Set rollout.backend to sglang or vllm if such a server knows the family"
 NEW = 2
-"""Tokens after each prompt."""
+"""Number of tokens after each prompt."""
 
 
 @torch.no_grad()
@@ -327,10 +328,10 @@ def check_generation(model: nn.Module, inner: PreTrainedModel) -> None:
 
 
 def _difference(model: nn.Module, inner: PreTrainedModel, trial: int) -> float:
-    """Return the relative difference between logits of generation and of a pass over the sequence.
+    """Return the relative difference between logits from generation and from one whole pass.
 
-    The trial has two prompts, of which the shorter is padded. Before new tokens, the rows change
-    places and another session begins.
+    The test has two prompts and pads the shorter one. Before new tokens, the rows change places and
+    another session begins.
     """
     ids = trial_tokens(inner, trial, LONG + SHORT)
     rows = (ids[:LONG], ids[LONG:])

@@ -1,10 +1,10 @@
 """Images and videos in the batches of a model of transformers.
 
 A processor has put placeholder tokens where images belong, one for each hidden state of an image.
-The model replaces their embeddings in order. A policy may also sample the id of the placeholder.
-Therefore only the first occurrences in a sequence count, as many as its pictures need. The same
-holds for videos, whose placeholder has another token id. All passes read any other occurrence as
-`STRAY`, so that it means the same in training and generation.
+The model replaces their embeddings in order. A policy may also sample the id of the placeholder. In
+a sequence whose pictures need n placeholders, only the first n occurrences therefore count. The
+same holds for videos, whose placeholder has another token id. Training and generation both read any
+later occurrence as `STRAY`.
 
 Shapes: R rows, W width of a row.
 """
@@ -36,14 +36,14 @@ from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.pictures import NONE, PictureInputs, read
 
 TYPES: Final = ("mm_token_type_ids", "token_type_ids")
-"""Names of the argument that marks placeholders: 1 for images, 2 for videos. Some families have
-no such argument."""
+"""Names, in different families, of the argument that is 1 at image placeholders and 2 at video
+placeholders. Some families have no such argument."""
 POSITIONS: Final = ("input_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-"""Arguments of models on which the positions of their tokens depend."""
+"""Arguments of models that determine the positions of tokens."""
 OTHERS: Final = ("audio_tower", "embed_audio")
 """Names of parts of a model that read neither text nor images."""
 CACHED: Final = 8
-"""Number of files of pictures in host memory; completions of one prompt use the same file."""
+"""Number of picture files kept in host memory. Completions of one prompt use the same file."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PictureReader:
 
     @staticmethod
     def of(inner: PreTrainedModel) -> PictureReader | None:
-        """Return the reader of a model; None if it reads no images, for example a value model."""
+        """Return the reader of a model; None if the model reads no images, like a value model."""
         model: Any = inner
         known = model.config.model_type in PICTURE_FAMILIES
         return PictureReader(inner) if known and model.get_output_embeddings() else None

@@ -21,10 +21,10 @@ from slurmrl.tensors.layout import Box, TensorSpec
 
 @torch.no_grad()
 def read_weights(model: HFModel, folder: Path) -> None:
-    """Fill a model's parameters and constants from a folder in Hugging Face form.
+    """Read a model's parameters and constants from a folder in Hugging Face format.
 
-    A tensor rank reads its parts. If names or shapes in the files differ from the current form,
-    transformers converts them, which needs memory for a second copy of the whole model.
+    A tensor rank reads its parts. If names or shapes in the files differ from the model's,
+    transformers converts the files, which needs memory for a second copy of the model.
 
     Raises UsageError, and changes nothing, if the folder has another architecture.
     """

@@ -1,7 +1,7 @@
 """The routers of a model of transformers, whose choices are recorded in generation and replayed.
 
-A router chooses by one ``topk`` of K out of E scores, and returns the indices. A replayed choice
-replaces the result of ``topk``, so the weights follow from the scores of the replayed experts.
+A router chooses experts by one ``topk`` of K out of E scores, and returns the indices. A replayed
+choice replaces the result of ``topk``; the replayed experts' scores give the weights.
 
 Shapes: T tokens, L blocks with experts, K experts of a token in each, E experts of a block.
 """
@@ -139,7 +139,7 @@ class _Choice(TorchFunctionMode):
 
 
 class RecordedReads:
-    """Routes that store the choices for the tokens of one call of the model."""
+    """Routes that store the choices of one call of the model."""
 
     def __init__(self, rows: int, blocks: int) -> None:
         self._rows, self._blocks = rows, blocks

@@ -1,9 +1,9 @@
-"""Rows of equal width for models of transformers, and tests of which rows a model supports.
+"""Rows of equal width for models of transformers, and tests that show which rows a model supports.
 
-Rows are as wide as the longest sequence. If the family keeps sequences apart, a row has several
-sequences one after the other, so that there is little padding. Families with convolutions or
-recurrent states let a sequence see the sequence before it. Configs do not state this, so each model
-is tried.
+Rows are as wide as the longest sequence. A row has several sequences one after the other if they do
+not affect each other in the model; this leaves little padding. In families with convolutions or
+recurrent states, a sequence affects the next sequence of its row. Configs do not state this, so
+each model is tested.
 
 Padding is on the right, without a mask, because a causal model does not see it.
 
@@ -32,12 +32,12 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 COARSE_TOLERANCE = 0.1
 """Maximum relative difference that counts as rounding in half precision."""
 LEAST_LEAK, NOISE_FACTOR = 1e-6, 3.0
-"""Minimum relative change of outputs that shows that a sequence sees its neighbor: an absolute
-bound, and a factor of the change by rounding. The neighbor's tokens are changed."""
+"""Bounds of the relative change of a sequence's outputs if the tokens of its neighbor change: an
+absolute bound, and a factor of the change by rounding. A larger change is a leak."""
 TRIALS = 3
-"""Number of sets of tokens to try, because a router may choose another expert after rounding."""
+"""Number of tests with different tokens. Rounding may change a router's choice in one test."""
 LONG, SHORT = 8, 3
-"""Numbers of tokens of the trial's sequences: one long and two short sequences."""
+"""Numbers of tokens of the long sequence and of each of the two short sequences in a test."""
 OFFSETS = torch.tensor([0, LONG, LONG + SHORT, LONG + 2 * SHORT], dtype=torch.int32)
 LAST = slice(LONG + SHORT, None)
 
@@ -78,7 +78,7 @@ def row_places(cu_seqlens: Tensor, width: int, kind: RowKind) -> RowPlaces:
 
 @torch.no_grad()
 def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
-    """Return ``packed`` if the model on the CPU keeps sequences of a row apart, else ``single``.
+    """Return ``packed`` if sequences of a row do not affect each other on the CPU, else ``single``.
 
     ``model`` calls ``inner``. Raises UsageError if even padding changes outputs.
     """
@@ -134,7 +134,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def difference(inner: PreTrainedModel, measure: Callable[[int], float]) -> float:
     """Return the smallest measured difference; stop at a difference that counts as rounding.
 
-    ``measure`` gets the number of the trial.
+    ``measure`` gets the number of the test.
     """
     found: list[float] = []
     for trial in range(TRIALS):

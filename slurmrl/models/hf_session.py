@@ -40,7 +40,7 @@ class HFSession:
         reader: PictureReader | None = None,
         pictures: Sequence[str] = (),
     ) -> None:
-        """Begin without tokens. Prompts are padded to at least ``width`` columns.
+        """Begin without tokens. `prompts` pads the prompts to at least ``width`` columns.
 
         ``routers`` are the model's routers if experts are recorded. ``reader`` belongs to a model
         that reads images. ``pictures`` are the paths of each row's pictures (`tensors.pictures`).
@@ -114,7 +114,7 @@ class HFSession:
         return logits
 
     def keep(self, rows: Tensor) -> None:
-        """Continue with these rows only, in this order; a row may occur several times."""
+        """Keep only these rows, in this order; a row may occur several times."""
         self.lengths, self._mask = self.lengths[rows], self._mask[rows]
         self._offsets = self._offsets[rows]
         if self._routers is not None:
@@ -192,7 +192,7 @@ class HFSession:
 
 
 def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """Append the rows of all caches to the first cache, empty the others, and return the first."""
+    """Append the rows of all caches to the first cache and return it; empty the others."""
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         states = [vars(layer) for layer in layers]
         for name in states[0]:
@@ -204,7 +204,7 @@ def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 
 def _joined_values(values: Sequence[Any]) -> Any:
-    """Join tensors that have a dim of rows, in lists and dicts too; other values are equal."""
+    """Join tensors that have a dim of rows, also within lists and dicts. Other values are equal."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(values))

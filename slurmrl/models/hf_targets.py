@@ -1,6 +1,6 @@
 """Names of the layers of transformers' models that get adapters. Torch-free.
 
-PEFT uses the names of transformers' modules. The default targets of a family are PEFT's defaults.
+PEFT uses the names of transformers' modules. Default targets are PEFT's defaults.
 
 GPT-2's layers store their weight W as [i, o]: i inputs, o outputs. Their adapter has the matrices
 ``lora_B`` [i, r] and ``lora_A`` [r, o], which are the transposes of PEFT's A and B. W + scale * B A

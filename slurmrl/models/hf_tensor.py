@@ -37,28 +37,28 @@ COLUMNS: Final = "colwise"
 ROWS: Final = "rowwise"
 """transformers' style of a linear layer whose inputs are split; the ranks' products are summed."""
 OF_PARTS: Final = "replicated_with_grad_allreduce"
-"""transformers' style of a norm of heads, of which each rank has a part of the gradient."""
+"""transformers' style of a norm of heads. Each rank computes a part of its gradient."""
 LATENT: Final = "mla_kv_a_proj"
-"""transformers' style of a whole layer that computes latent vectors and rotated keys of all heads.
-"""
+"""transformers' style of a whole layer that computes latent vectors and rotated keys of all
+heads."""
 EXPERTS: Final = ("moe_tp_experts", "ep_dispatch_experts")
-"""transformers' styles of modules whose parameters begin with a dim of experts, which ranks share.
-"""
+"""transformers' styles of modules whose parameters have experts along the first dim, which ranks
+share."""
 EXPERT_PARALLEL: Final = "_is_expert_parallel"
-"""Attribute that makes transformers' experts skip tokens with the index after the last expert."""
+"""Attribute that makes transformers' experts skip tokens whose expert index is their number."""
 KEPT_WHOLE: Final = (
     "colwise_gather_output",
     "embedding_rowwise",
     "local_params",
     "rowwise_split_input",
 )
-"""transformers' styles of modules without a collective, which each rank has whole. Most have whole
-inputs and outputs, such as linear attention or norms over all heads."""
+"""transformers' styles of modules that each rank has whole and calls without collectives. Most have
+whole inputs and outputs, such as linear attention or norms over all heads."""
 INNER: Final = "intermediate_size"
 FIRST_INPUT: Final = "first"
 """Attribute of a linear layer with the index of its first input in the whole layer."""
 OF_TOKENS: Final = ("lm_head", "embed_tokens")
-"""Names of the output layer and the embedding, which ranks share without a plan (`_vocabulary`)."""
+"""Names of the output layer and the embedding. Ranks share them even if no plan names them."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class HFTensorSplit:
         return self.ranks if self._dim(name) is None else 1
 
     def sums(self, name: str) -> bool:
-        """Return whether gradients of copies are partial and must be summed, not equal."""
+        """Return whether the copies' gradients must be summed. Otherwise, they are equal."""
         weight = adapted_weight(name)
         return name in self.partial or (weight in self.dims and self._dim(name) is None)
 
     def whole_shape(self, name: str, own: Index) -> Index:
-        """Return the whole shape of a parameter or adapter of which a rank has a part ``own``."""
+        """Return the whole shape of a parameter or adapter; a rank's part has shape ``own``."""
         dim = self._dim(name)
         return own if dim is None else (*own[:dim], own[dim] * self.ranks, *own[dim + 1 :])
 
@@ -102,7 +102,7 @@ class HFTensorSplit:
         return rank
 
     def _dim(self, name: str) -> int | None:
-        """Return the dim along which a parameter or adapter matrix is split; None for a whole one.
+        """Return the dim along which a parameter or adapter matrix is split; None if it is whole.
 
         ``lora_B`` is split with the rows of the weight, and ``lora_A`` with its columns.
         """
@@ -150,7 +150,7 @@ def _refusal(values: str, head: Head, ranks: int) -> str:
 
 
 def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
-    """Keep this rank's part of a model on the CPU, and add the collectives between the ranks.
+    """Reduce a model on the CPU to this rank's part, and add the collectives between the ranks.
 
     Raises UsageError if the family has no plan, or a plan or sizes that are not supported.
     """
@@ -326,7 +326,7 @@ def _share_vocabulary(modules: Iterable[nn.Embedding | nn.Linear], tensor: Axis)
 
 
 def _whole_logits(compute: Callable[[Tensor], Tensor], tensor: Axis, x: Tensor) -> Tensor:
-    """Return logits [..., V] for x [..., h]; ``compute`` makes this rank's part of the logits."""
+    """Return logits [..., V] for x [..., h]; ``compute`` returns this rank's part of the logits."""
     own = compute(whole_to_partial(x, tensor.group))
     return own_to_whole(own.movedim(-1, 0), tensor.group).movedim(0, -1).contiguous()
 
@@ -403,7 +403,7 @@ OF_EXPERTS: Final = ".experts."
 
 
 class RankElements(NamedTuple):
-    """Numbers of elements on one tensor rank, before data-parallel ranks share them."""
+    """Numbers of parameters' elements on a tensor rank, before data-parallel ranks share them."""
 
     dense: int
     """Elements outside of routed experts."""

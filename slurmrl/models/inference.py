@@ -1,8 +1,8 @@
-"""Generation with a built-in decoder in few calls of torch.
+"""Functions that generate with a built-in decoder in few calls of torch.
 
 One product computes the outputs of all matrices that read the same input. These matrices therefore
 are side by side in memory (``join_matrices``). On a CPU, small models are copied for faster
-products. Parts without a short form are called as modules.
+products. Parts that have no such function are called as modules.
 
 Shapes: T packed tokens, Hq query heads, Hkv key and value heads, D head size, h hidden size, V
 vocabulary.
@@ -43,7 +43,7 @@ class HeadsCore(Protocol):
     """An ``AttentionCore`` that can also read queries, keys and values as one tensor."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention as an ``AttentionCore`` does."""
+        """Return the attention of q, k and v, like an ``AttentionCore``."""
         ...
 
     def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:
@@ -65,10 +65,10 @@ Forward = Callable[[Tensor, Tensor, HeadsCore], Tensor]
 
 
 def short_forward(decoder: Decoder) -> Forward | None:
-    """Return a function that computes ``decoder.run_unhooked``; None without a short form.
+    """Return a faster function for ``decoder.run_unhooked``; None if there is none.
 
-    A decoder with adapters has no short form. On several ranks, neither has a decoder with experts
-    or sequence parallelism. The function uses the parameters' present memory, and copies of their
+    There is none for a decoder with adapters and, on several ranks, for a decoder with experts or
+    sequence parallelism. The function uses the parameters' present memory, and copies of their
     present values if `packs`.
     """
     split = decoder.split
@@ -109,7 +109,7 @@ def packs(decoder: Decoder) -> bool:
 
 @torch.no_grad()
 def join_matrices(decoder: Decoder) -> None:
-    """Move parameters that ``short_forward`` uses in one product side by side in memory.
+    """Move parameters together in memory if ``short_forward`` uses them in one product.
 
     The parameters and their values do not change, but nothing else may use their old memory.
     """
@@ -190,7 +190,7 @@ class _Layer:
 
 
 def _whole(layer: ResidualLayer) -> PackedLayer | None:
-    """Return the matrices of a layer that one call can compute; None for any other layer."""
+    """Return the matrices of a layer if one call can compute it; None for any other layer."""
     attention, block = layer.self_attn, layer.mlp
     assert isinstance(attention, Attention)
     norms = [_plain_norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
@@ -224,7 +224,7 @@ def _packed(linears: Sequence[nn.Linear]) -> PackedMatrix:
 
 
 def _norm(module: nn.Module) -> Apply:
-    """Return a function for a norm, which is one call if that is equally exact."""
+    """Return a function for a norm. The function is one call of torch if that is equally exact."""
     if not isinstance(module, RMSNorm) or module.offset or module.weight.dtype.itemsize < 4:
         return module
     weight, eps = module.weight, module.eps

@@ -350,7 +350,7 @@ class RingCore:
 
 
 def split_core(core: AttentionCore, split: Split, tokens: int) -> AttentionCore:
-    """Return ``core``, or a `SplitCore` around it if this rank has other tokens than all."""
+    """Return ``core``, or a `SplitCore` around it if this rank does not have all tokens."""
     if split.ring or (split.context.size == 1 and split.part_tokens(tokens) == tokens):
         return core
     return SplitCore(core, split.context, tokens)

@@ -31,7 +31,7 @@ class Adapters:
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """Compute with only the frozen weights while entered."""
+        """Return a context in which only the frozen weights are used."""
         self._used = False
         try:
             yield
@@ -40,7 +40,7 @@ class Adapters:
 
     @contextmanager
     def dropping(self, keys: Tensor) -> Iterator[None]:
-        """Use dropout while entered, for tokens with these ``keys`` [T] int64."""
+        """Return a context with dropout for tokens with these ``keys`` [T] int64."""
         self._keys = keys
         try:
             yield

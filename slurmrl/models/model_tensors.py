@@ -65,7 +65,7 @@ SHOWN: Final = 5
 def weight_files(folder: Path) -> dict[str, set[str]]:
     """Return the files with the weights, and the tensors that the index lists for each file.
 
-    The set of a single file without an index is empty. Raises UsageError.
+    The set is empty for a single file without an index. Raises UsageError.
     """
     names = inputs.list_names(folder)
     if INDEX_FILE not in names:
@@ -140,7 +140,7 @@ def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Hea
 
 
 def stored_name(name: str, names: Container[str]) -> str | None:
-    """Return a tensor's name in files, which may lack the first part; None if it is not there."""
+    """Return a tensor's name in files, where its first part may be missing; None if not found."""
     return next((n for n in (name, name.partition(".")[2]) if n in names), None)
 
 
@@ -216,13 +216,13 @@ class SafetensorsFolder:
 
 
 class PinnedTensors:
-    """The tensors of a pinned checkpoint, merged with the adapters if it has some."""
+    """The tensors of a pinned checkpoint. Adapters are merged into the weights."""
 
     def __init__(self, folder: Path) -> None:
         """Open the checkpoint.
 
-        Raises CheckpointError or CorruptFileError for files that do not belong together, UsageError
-        if the model to which adapters belong is missing.
+        Raises CheckpointError or CorruptFileError for files that do not belong together, and
+        UsageError if the model that the adapters belong to is missing.
         """
         self.folder = folder
         origin = read_origin(folder)
@@ -260,7 +260,7 @@ class PinnedTensors:
         return target
 
     def file(self, name: str) -> Path:
-        """Return the folder: each rank's file holds a part of the tensor."""
+        """Return the folder, because each rank's file holds a part of the tensor."""
         return self._trained.directory
 
 
@@ -279,7 +279,7 @@ def _opened(
         return trained, storage
     if origin.base is None or not Path(origin.base).is_dir():
         raise UsageError(
-            f"the adapters of {origin.trial} belong to the model {origin.base}, which is not there"
+            f"the adapters of {origin.trial} belong to the model {origin.base}, which is missing"
         )
     lora = Lora.model_validate(dict(origin.lora))
     return merged_weights(trained, Path(origin.base), config, head, lora), storage
@@ -288,7 +288,7 @@ def _opened(
 def merged_weights(
     trained: TrainedTensors, folder: Path, config: ModelConfig | None, head: Head, lora: Lora
 ) -> MergedCheckpoint | MergedFolder:
-    """Return the weights of ``folder`` merged with adapters; ``config`` None: implementation hf.
+    """Return the weights of ``folder`` merged with adapters. ``config`` is None for hf models.
 
     Raises UsageError if the folder has no weights of this architecture.
     """
@@ -400,9 +400,9 @@ class MergedCheckpoint:
 
 
 LARGEST: Final = 3.3895313892515355e38
-"""Maximum number of bfloat16; a larger weight would become infinite."""
+"""Largest number in bfloat16. A larger weight would become infinite."""
 SMALL_BYTES: Final = 64 * 2**20
-"""Maximum number of bytes of a folder that slurmrl reads before a submission."""
+"""Maximum number of bytes that `small_not_finite` reads from a folder before a submission."""
 
 
 def not_finite(folder: Path, names: Iterable[str]) -> str | None:
@@ -433,9 +433,9 @@ def not_finite(folder: Path, names: Iterable[str]) -> str | None:
 def small_not_finite(
     folder: Path, config: ModelConfig, head: Head, limit: int = SMALL_BYTES
 ) -> str | None:
-    """Return `not_finite` of the smallest tensors of a model, up to ``limit`` bytes in all.
+    """Return `not_finite` of a model's smallest tensors, up to ``limit`` bytes in total.
 
-    If training has diverged, small tensors have NaN too.
+    If training has diverged, small tensors also have NaN.
     """
     specs = open_folder(folder).specs()
     stored = (stored_name(name, specs) for name in implied_shapes(config, head))
@@ -452,8 +452,8 @@ def small_not_finite(
 def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | None:
     """Return why a tied model cannot be loaded; None if it can.
 
-    If the files have a projection that differs from the embedding, transformers uses it in spite of
-    config.json, and slurmrl would not. Raises UsageError, CheckpointError, CorruptFileError.
+    If the projection in the files is not the embedding, transformers uses it in spite of
+    config.json, but slurmrl would not. Raises UsageError, CheckpointError, CorruptFileError.
     """
     if head != "lm" or not config.tie_embeddings:
         return None

@@ -34,7 +34,7 @@ def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def predictions(cu_sorted: Tensor, places: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens from ``first`` to ``last`` that are not the last of their sequence.
+    """Find the tokens from ``first`` to ``last`` that are not the last token of their sequence.
 
     ``places`` [T] are the places of the tokens among sequences with boundaries ``cu_sorted`` [S+1].
     The result is (distances of these tokens from ``first``, indices of the following tokens).

@@ -66,7 +66,7 @@ def cell_bytes(decoder: Decoder) -> int:
 
 
 def expert_numbers(decoder: Decoder) -> list[int]:
-    """Return the number of experts of a token, for each block with experts."""
+    """Return the number of experts that process a token, for each block with experts."""
     moe = decoder.config.moe
     return [] if moe is None else [moe.per_token] * len(moe.layers)
 
@@ -132,7 +132,7 @@ class PagedCache:
 
 
 class PagedCore:
-    """Core that stores a call's keys and values, and attends over all stored ones."""
+    """Core that stores a call's keys and values, and attends over all stored keys and values."""
 
     def __init__(self, cache: PagedCache, call: PagedCall) -> None:
         self._cache, self._call = cache, call
@@ -164,7 +164,7 @@ class PagedCore:
     def of_layer(
         self, spec: AttentionSpec, layer: PackedLayer, x: Tensor, rotation: Rotation | None
     ) -> Tensor | None:
-        """Run one fused layer. Return None with fresh tokens or a rotation of only some dims."""
+        """Run one fused layer. Return None for fresh tokens or if only some dims are rotated."""
         call, (keys, values) = self._call, self._cache.layers[spec.layer]
         if call.fresh_tokens or (rotation is not None and rotation[0].shape[-1] < keys.shape[-1]):
             return None
@@ -194,7 +194,7 @@ class PagedDecoder:
 
     @property
     def reads_beginnings_apart(self) -> bool:
-        """Whether whole beginnings are faster as fresh tokens of a call.
+        """Whether beginnings of sequences are faster as fresh tokens of a call.
 
         On CPUs, the compiled attention over cells is equally fast, and the result of a token
         depends only on its row.
@@ -203,7 +203,7 @@ class PagedDecoder:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether calls use copies of the parameters' values, which ``renew`` updates."""
+        """Whether calls use copies of the parameters' values. ``renew`` updates the copies."""
         return self._packed
 
     def renew(self) -> None:

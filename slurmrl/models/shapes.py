@@ -172,7 +172,7 @@ def file_form(
 
 
 def by_name(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Return the tensor with the name of the parameter."""
+    """Return the whole tensor with the name of the parameter."""
     return (TensorSlice(name),)
 
 
@@ -222,7 +222,7 @@ GPT2_FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def gpt2(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Return the slice of a parameter: GPT-2 transposes matrices, and joins q, k and v."""
+    """Return the slice of a parameter. GPT-2 transposes matrices, and joins q, k and v."""
     if not name.startswith(LAYERS):
         return (TensorSlice(GPT2_NAMES.get(name, name)),)
     layer, _, rest = name.removeprefix(LAYERS).partition(".")
@@ -268,16 +268,16 @@ class TrainedTensors(Protocol):
 
 
 def states_mtp(config: Mapping[str, Any]) -> bool:
-    """Return whether a config states that its model has MTP layers."""
+    """Return whether a config states that its model has multi-token prediction (MTP) layers."""
     text = {**config, **config.get("text_config", {})}
     return any(text.get(name) for name in MTP_FIELDS)
 
 
 def mtp_entries(tensors: FolderTensors, config: Mapping[str, Any]) -> list[TensorEntry]:
-    """Return the tensors of a folder's MTP layers, which predict tokens after the next one.
+    """Return the tensors of a folder's MTP layers, which predict tokens after the next token.
 
-    No engine computes these layers. The names of their tensors begin with ``mtp``; or they are
-    layers after the last layer of the ``config``, if it states that it has them.
+    No engine computes these layers. The names of their tensors begin with ``mtp``. If the
+    ``config`` states that it has MTP layers, they may also follow the config's last layer.
     """
     layers = {**config, **config.get("text_config", {})}.get("num_hidden_layers", 0)
     found = []

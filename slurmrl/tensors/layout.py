@@ -107,7 +107,7 @@ class Box:
 def cover(box: Box, parts: Iterable[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
     """Take each element of ``box`` from the first part that has it.
 
-    Return (the index of a part, the elements taken from it) of each used part, and the elements
+    For each used part, return its index and the elements taken from it. Also return the elements
     that no part has. All boxes are disjoint.
     """
     taken: list[tuple[int, Box]] = []
@@ -143,7 +143,7 @@ def blocks(box: Box, most: int) -> Iterator[Box]:
 
 
 def chunk(shape: Index, parts: int, index: int) -> Box:
-    """Return part ``index`` of ``parts`` ceil-chunks of dim 0, as FSDP2 does; may be empty."""
+    """Return part ``index`` of ``parts`` ceil-chunks of dim 0, as in FSDP2. A part may be empty."""
     rows = -(-shape[0] // parts)
     first = min(rows * index, shape[0])
     last = min(first + rows, shape[0])
@@ -203,7 +203,7 @@ def row_major(size: Index) -> Index:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Box ``box`` of tensor ``name``, which is in ``storage`` from ``offset`` on with ``strides``.
+    """Box ``box`` of tensor ``name``. It is in ``storage`` from ``offset`` on with ``strides``.
 
     ``name`` is the name in the safetensors files. Offsets and strides count elements. Dims keep
     their order, because reading a file transposes its tensors.
@@ -243,7 +243,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """Box ``box`` of a tensor, which each of ``ranks`` holds in a storage.
+    """Box ``box`` of a tensor. Each of ``ranks`` holds the box in a storage.
 
     The box begins at element ``offset`` and has ``strides``. ``storage`` is relative to the
     tensor's name (see `storage_of`).
@@ -257,7 +257,7 @@ class HeldBox:
 
     @staticmethod
     def contiguous(ranks: tuple[int, ...], box: Box) -> HeldBox:
-        """Return a part that fills a storage with the tensor's own name."""
+        """Return a box that fills a storage with the tensor's name."""
         return HeldBox(ranks, box, "", 0, row_major(box.size))
 
     def shard(self, name: str) -> Shard:
@@ -284,7 +284,7 @@ Source = tuple[HeldBox, Box]
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """The parts of a tensor on all ranks; hashed by identity."""
+    """The parts of a tensor on all ranks. Objects are hashed by identity."""
 
     parts: tuple[HeldBox, ...]
 
@@ -386,7 +386,7 @@ class Layout:
                 yield rank, shard
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, in which tensors with equal holders share an entry."""
+        """Return JSON values. Tensors with equal holders share an entry."""
         numbers = {holders: n for n, holders in enumerate(dict.fromkeys(self.holders.values()))}
         return {
             "ranks": self.ranks,

@@ -1,4 +1,4 @@
-"""The prepared pictures of prompts: safetensors files that are named by their content. Torch-free.
+"""The prepared pictures of prompts: safetensors files named after their content. Torch-free.
 
 A file has the pictures of one sequence as a model needs them: the arguments of its ``forward``
 (``pixel_values``, and for some families the grid of each picture), and the number of placeholder

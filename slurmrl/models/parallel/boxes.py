@@ -74,7 +74,7 @@ class TensorSplit:
     config: ModelConfig
     ranks: int
     sequence: bool = False
-    """Whether the tokens between the blocks are split too."""
+    """Whether the tokens between the blocks are also split."""
 
     def box(self, name: str, shape: Index, rank: int) -> Box:
         """Return a rank's part of a parameter of ``shape``."""
@@ -92,7 +92,7 @@ class TensorSplit:
         return self.head_copies if self._is_heads(name) else 1
 
     def sums(self, name: str) -> bool:
-        """Return whether gradients of copies are partial and must be summed, not equal."""
+        """Return whether the copies' gradients must be summed. Otherwise, they are equal."""
         if self.ranks == 1 or self.copies(name) == 1:
             return False
         partial = self._is_heads(name) or _in_layer(name) in OF_PARTS

@@ -1,7 +1,7 @@
 """Modules that hold a tensor rank's part of their parameters, with the names of whole parameters.
 
-A matrix that is split by rows is a ``Linear`` after ``Split.enter``. The module also computes
-per-token outputs of whole sequences from hidden states that are spread over ranks.
+A matrix that is split by rows is a ``Linear`` after ``Split.enter``. Functions compute per-token
+outputs of whole sequences from hidden states that are spread over ranks.
 
 Shapes: T packed tokens, S sequences, N tokens of a rank between the blocks, h hidden size, V
 vocabulary.
@@ -53,7 +53,7 @@ class Linear(nn.Linear):
         return self.adapted(linear(x, self.weight, self.bias), x)
 
     def adapted(self, products: Tensor, x: Tensor) -> Tensor:
-        """Return ``products`` of the weight and x plus the adapter's addition for x."""
+        """Return ``products`` (of the weight and x) plus the adapter's addition for x."""
         more = None if self.adapter is None else self.adapter.product(self, x)
         return products if more is None else products + more
 
@@ -108,7 +108,7 @@ class VocabEmbedding(nn.Embedding):
         self.first, self.split = first, split
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map ids [T] to embeddings [T, h]; with sequence parallelism, of this rank's tokens."""
+        """Map ids [T] to embeddings [T, h]; with sequence parallelism, only of own tokens."""
         if self.split.tensor.size == 1:
             return super().forward(input_ids)
         row = input_ids - self.first
@@ -117,7 +117,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 def vocabulary_rows(vocabulary: int, split: Split) -> tuple[int, int]:
-    """Return the first row of this tensor rank and the row after its last."""
+    """Return the first row of this tensor rank and the row after its last row."""
     each = -(-vocabulary // split.tensor.size)
     first = min(split.tensor.rank * each, vocabulary)
     return first, min(first + each, vocabulary)

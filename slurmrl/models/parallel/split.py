@@ -1,4 +1,4 @@
-"""One rank's part of a model's computation that is split over ranks.
+"""One rank's part of a model whose computation is split over ranks.
 
 Shapes: T packed tokens, S sequences, c context ranks, h hidden size.
 """
@@ -41,9 +41,9 @@ class Axis:
 class Split:
     """A rank's place among tensor ranks, which split matrices, and context ranks.
 
-    Context ranks split the packed tokens. With ``sequence``, tensor ranks split them too, outside
-    of matrix products. With ``ring``, attention passes keys around the context ranks; otherwise
-    these exchange tokens for heads.
+    Context ranks split the packed tokens. With ``sequence``, tensor ranks also split the tokens,
+    outside of matrix products. With ``ring``, attention passes keys around the context ranks;
+    otherwise these exchange tokens for heads.
     """
 
     tensor: Axis = Axis()
@@ -95,7 +95,7 @@ class Split:
         return F.pad(x[first:last], (0, missing)) if missing else x[first:last]
 
     def between(self, x: Tensor) -> Tensor:
-        """Return this tensor rank's part, between the blocks, of its context rank's tokens."""
+        """Return this tensor rank's part of its context rank's tokens between the blocks."""
         return x.chunk(self.tensor.size)[self.tensor.rank] if self.by_sequence else x
 
     # -- tensors ---------------------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""Hugging Face folders of checkpoints: their files, and the type of each tensor. Torch-free.
+"""Export of checkpoints as Hugging Face folders, with the type of each tensor. Torch-free.
 
-`survival` measures the share of a training's update that remains in a narrower type. Such a type
-has few values near a weight, so an update smaller than half their distance disappears: bfloat16
-changes a weight by 0.4 % or not at all. With ``s`` the weights before the update, ``t`` the weights
-after the update, and ``r`` the rounding, the share is
+`survival` measures the share of the training's update that remains in a narrower type. Such a type
+has few values near a weight, so rounding removes an update smaller than half their distance. In
+bfloat16, neighboring values differ by about 0.4 %. With ``s`` the weights before the update, ``t``
+the weights after the update, and ``r`` the rounding, the share is
 
     <r(t) - r(s), t - s> / <t - s, t - s>
 
-It is 1 without rounding and 0 if no rounded weight changes. Differences of rounding that are
-unrelated to the update cancel out. To first order, a loss changes along the update, so the share
-also predicts how much of the gain remains.
+It is 1 without rounding and 0 if no rounded weight changes. Rounding errors that are unrelated to
+the update cancel out. To first order, the loss changes in proportion to the update, so the share
+also predicts how much of the improvement remains.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder next to the tokenizer's files with additional chat templates, one in each file."""
 SHARD_BYTES = 50 * 10**9
-"""Maximum size of a weight file, as in transformers."""
+"""Maximum size of a weight file, equal to transformers' default."""
 Shard = list[TensorEntry]
 
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 BLOCK: Final = 2**22
-"""Number of elements that are converted at a time, which limits intermediate results."""
+"""Number of elements that are converted at a time. It limits the size of intermediate results."""
 BF16_NAN: Final = 0x7FC0
 ENOUGH: Final = 0.9
-"""Share of the update below which slurmrl warns."""
+"""Share of the surviving update below which slurmrl warns."""
 
 
 EXACT: Final = ("e_score_correction_bias",)
@@ -249,7 +249,7 @@ def in_written_order(
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
-    """Split entries, in order, into files of at most ``limit_bytes`` or with one larger tensor."""
+    """Split entries into files of at most ``limit_bytes``, or with a single larger tensor."""
     shards: list[Shard] = [[]]
     size = 0
     for entry in entries:
@@ -268,7 +268,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _main_dtype(entries: Iterable[TensorEntry]) -> str:
-    """Return the floating-point type of most bytes, which config.json states as the type."""
+    """Return the floating-point type with the most bytes, which config.json names."""
     sizes: Counter[str] = Counter()
     for entry in entries:
         if entry.spec.dtype in FLOATS:
@@ -318,7 +318,7 @@ def widened(values: Array, dtype: str) -> Array:
 
 
 def narrowed(wide: Array, dtype: str) -> Array:
-    """Return float32 values as ``dtype``, rounded to nearest, ties to even, as torch does."""
+    """Return float32 values as ``dtype``. Round to nearest, ties to even, as torch does."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return np.asarray(wide, dtype=NUMPY_DTYPES[dtype])

@@ -3,8 +3,8 @@
 A checkpoint exists once the history names it, which happens after its manifest is on disk.
 
 Other trials read pinned checkpoints. A pinned checkpoint is a model folder whose weights are hard
-links to the ranks' files of one role. The folder takes no space while the checkpoint exists, and
-keeps the files after their trial has deleted the checkpoint. The folder also has a manifest, like a
+links to the ranks' files of one role. The folder takes no space while the checkpoint exists. It
+keeps the files if their trial deletes the checkpoint. The folder also has a manifest, like a
 checkpoint, and ``origin.json``.
 """
 
@@ -62,7 +62,7 @@ _FIELDS: Fields = {"version": INTEGER, "step": INTEGER, "files": list_of(table(_
 class _Problem(NamedTuple):
     text: str
     may_pass: bool = False
-    """Whether a stale cache or a server with I/O errors could cause the problem."""
+    """Whether a stale cache or a file server with I/O errors could cause the problem."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
 
 def verify_share(directory: Path, rank: int, ranks: int) -> None:
-    """Verify one of ``ranks`` equal shares of the files, so that ranks together read each once.
+    """Verify one of ``ranks`` equal shares of the files. All ranks together read each file once.
 
     Raises as `verify`.
     """
@@ -155,7 +155,7 @@ def verify_share(directory: Path, rank: int, ranks: int) -> None:
 def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
     """Return the result of ``check``. Repeat the check while damage may be temporary.
 
-    After about a minute, raise as ``check``. An intact checkpoint must not be abandoned.
+    After about a minute, raise the error of ``check``. An intact checkpoint must not be lost.
     """
     for last in attempts(HIDDEN_PAUSES_S, sleep):
         try:

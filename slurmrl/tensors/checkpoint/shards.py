@@ -66,7 +66,7 @@ VERSION = 2
 MOST_OPEN = 256
 """Maximum number of files that are open at once; the limit of a process is often 1,024."""
 LIMIT_BYTES = 1 << 30
-"""Maximum size of a layout file; a layout of thousands of ranks has a few MB."""
+"""Maximum size of a layout file. The file of thousands of ranks has a few MB."""
 _BOX = items(list_of(COUNT), list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))
 _LAYOUT: Fields = {
     "ranks": COUNT,
@@ -95,7 +95,7 @@ _HEADER_1: Fields = {
     "tensors": each(items(list_of(SIZE), one_of(*ITEM_BYTES))),
     "pieces": list_of(items(TEXT, list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))),
 }
-"""Header of a rank's file in version 1, which had the rank's part of the layout."""
+"""Header of a rank's file in version 1, where it had the rank's part of the layout."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ def layout_text(role: str, step: int, layout: Layout, frozen: str | None) -> byt
 def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layout, str | None]:
     """Return the number of optimizer steps, the layout, and `RoleSnapshot.frozen`.
 
-    Checkpoints of version 1 have the layout in the headers of all ranks' files, so that all files
-    are opened. Raises CheckpointError, CorruptFileError, EnvironmentFailure.
+    In checkpoints of version 1, the headers of all ranks' files have the layout, so all files are
+    opened. Raises CheckpointError, CorruptFileError, EnvironmentFailure.
     """
     path = directory / layout_name(role)
     try:

@@ -6,9 +6,9 @@ and treats elements as bytes. Files are byte-identical to the package's files.
 Format: https://huggingface.co/docs/safetensors
 
 Checksums find damage, not forgery, because the manifest is next to the files. XXH3 takes a tenth of
-the CPU time of writing. SHA-256, which older checkpoints have, takes twice the time of writing.
+the CPU time of writing. SHA-256, used in older checkpoints, takes twice that time.
 
-Most parameters of a model are stored as a tensor of the same name. A mixture of experts has a
+Most parameters of a model are stored as a tensor of the same name. Some files of experts have a
 tensor for each row of a parameter. Other models transpose parameters, or store several parameters
 in one tensor. A `Storage` maps parameters to slices of tensors.
 """
@@ -55,16 +55,16 @@ NUMPY_DTYPES: dict[str, str] = {
 }
 """numpy type of the elements of each dtype; for bfloat16, the type of the bits."""
 DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
-"""Reverse of the safetensors package's order of types: larger elements first, for alignment."""
+"""Rank of each dtype in files. Larger elements come first, for alignment, as in the package."""
 CHUNK_BYTES = 2**20
-"""Number of bytes hashed and written at a time, which fit into the cache of a core."""
+"""Number of bytes that are hashed and written at a time. They fit into the cache of a core."""
 MAX_HEADER_BYTES = 100 * 10**6
 
 
 KIND: Final = "xxh3_128"
 """Kind of new checksums."""
 BUFFER_BYTES = 2**18
-"""Number of bytes read and hashed at a time, which fit into the cache of a core."""
+"""Number of bytes that are read and hashed at a time. They fit into the cache of a core."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class TensorFile:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._data = 8 + length
         self.specs: dict[str, TensorSpec] = {}
-        """Specs by name. Types that slurmrl does not read keep safetensors' name, such as ``I8``.
-        """
+        """Specs by name. Types that slurmrl does not support keep the name in safetensors, such as
+        ``I8``."""
         self.begins: dict[str, int] = {}
         """Offset in bytes of each tensor from the end of the header."""
         last = 0
@@ -276,8 +276,8 @@ class TensorSlice:
     part: Box | None = None
     """Box of the parameter; None for the whole parameter."""
     dims: Index | None = None
-    """Dim of the parameter for each dim of the tensor; None for all dims in order. The box has
-    length 1 in dims that the tensor lacks."""
+    """Dim of the parameter for each dim of the tensor; None for all dims in order. In dims that the
+    tensor lacks, the box has length 1."""
     start: Index | None = None
     """First index of the box in the tensor; None for zeros."""
 
@@ -351,7 +351,7 @@ Storage = Callable[[str, Index], tuple[TensorSlice, ...]]
 
 
 def by_name(name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Return the tensor with the name of the parameter."""
+    """Return the whole tensor that has the name of the parameter."""
     return (TensorSlice(name),)
 
 

@@ -1,1 +1,1 @@
-"""Tensor operations without state: attention, log-probabilities, sampling, advantages."""
+"""Stateless tensor operations: attention, log-probabilities, sampling, advantages."""

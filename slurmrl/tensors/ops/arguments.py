@@ -1,4 +1,4 @@
-"""Checks of the operators' arguments, and indices that are made in host memory.
+"""Checks of the operators' arguments, and uploads of indices that are made in host memory.
 
 Checks raise UsageError with the argument, its value and the allowed values. No check waits for a
 GPU. Values of offsets are checked only on CPUs; on GPUs, kernels stay within their tensors for any

@@ -2,7 +2,7 @@
 
 `flash_varlen_attention` is flash-attn's kernel if it is installed, else torch's own kernel; both
 need a GPU and half precision. `prefix_attention` is for sequences that share prefixes. A prefix is
-processed once, and attention over prefix and suffix is merged by the normalizers.
+processed once. The normalizers merge the attention over prefix and suffix.
 
 Shapes: T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
 """
@@ -49,7 +49,7 @@ class Packing:
     """The boundaries of packed sequences."""
 
     def __init__(self, cu_seqlens: Tensor, max_len: int) -> None:
-        """Use boundaries ``cu_seqlens`` [S+1] int32 in host memory; ``max_len`` is the longest."""
+        """Use boundaries ``cu_seqlens`` [S+1] int32 in host memory; ``max_len`` is a maximum."""
         self.cu_seqlens = cu_seqlens
         self.max_len = max_len
         self._copies: dict[torch.device, Tensor] = {}
@@ -238,7 +238,7 @@ def register_flash() -> None:
 
 @cache
 def _has_flash_attn() -> bool:
-    """Return whether flash-attn is installed and has the function that some releases lack."""
+    """Return whether flash-attn is installed and has its varlen function. Some releases lack it."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
     try:
@@ -319,7 +319,7 @@ class PrefixPacking:
 
 @cache
 def prefix_attention_works() -> bool:
-    """Return whether this release of torch has the kernel's operators, which are not public."""
+    """Return whether this release of torch has the kernel's operators, which are private."""
     x = torch.ones((1, 1, 2, 2))
     try:
         out, normalizers = attend(x, x, x, 1.0, causal=False)
@@ -344,7 +344,7 @@ def prefix_attention(
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Attention over the keys of a piece, merged with attention over its prefix."""
+    """Attention over the keys of a piece, merged with the attention over its prefix."""
 
     @staticmethod
     def forward(

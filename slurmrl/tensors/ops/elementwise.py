@@ -1,4 +1,4 @@
-"""Norms, gated products and rotary embeddings in one pass over tensors; torch makes several passes.
+"""Norms, gated products and rotary embeddings in one pass over tensors (torch makes several).
 
 GPUs use the kernels of `fused`. CPUs use compiled operators for float32, the functions ``cpu_...``.
 These have no gradients and need tensors for which ``cpu_fits`` is true. All other tensors use
@@ -48,7 +48,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }
 """Activations by their names in configs."""
 COMPILED = "silu"
-"""Activation that has a compiled form on CPUs."""
+"""Activation that has a compiled operator on CPUs."""
 
 
 def cpu_fits(*tensors: Tensor) -> bool:
@@ -110,8 +110,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim.
 
     The formula is from Zhang and Sennrich (2019). x [..., n], weight [n]. Sums are float64 if x is
-    float64, else float32. In half precision, torch's kernel on GPUs rounds only the result. Without
-    an offset, the form for other devices also rounds before it multiplies by the weight.
+    float64, else float32. In half precision, torch's kernel on GPUs rounds only the result. On
+    other devices, the computation without an offset also rounds before it multiplies by the weight.
     """
     if x.is_cuda and not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -122,8 +122,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 class _RMSNorm(torch.autograd.Function):
     """A root-mean-square norm with its gradients.
 
-    With n = x r, r = 1 / rms(x) and w the weight and its offset:
-    dx = r (g w - n mean(g w n)), dw = sum(g n).
+    With n = x r, r = 1 / rms(x), and w the sum of weight and offset: dx = r (g w - n mean(g w n)),
+    dw = sum(g n).
     """
 
     @staticmethod

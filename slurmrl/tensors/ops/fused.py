@@ -1,7 +1,7 @@
 """Fused elementwise operators: each is one pass over its tensors, by a Triton kernel.
 
 torch makes several passes over tensors such as [tokens, vocabulary], which together cost as much as
-a matrix product. Callers use their torch form if ``fits`` is false.
+a matrix product. Callers compute in pure torch if ``fits`` is false.
 
 Shapes: t rows, V columns, T tokens, i inner units, H heads, D head size.
 """
@@ -153,7 +153,7 @@ def _gated_gradient(
 
 
 def alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both tensors with contiguous rows at equal strides; copy no halves of one tensor."""
+    """Return both tensors with contiguous rows at equal strides, halves of a tensor uncopied."""
     if gate.stride() != up.stride() or gate.stride(1) != 1:
         return gate.contiguous(), up.contiguous()
     return gate, up

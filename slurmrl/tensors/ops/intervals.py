@@ -1,6 +1,6 @@
 """Copies between a packed buffer and intervals of a flat buffer: gather, scatter, moving average.
 
-Shapes: N intervals, E elements of a flat buffer, P elements in all intervals together.
+Shapes: N intervals, E elements of a flat buffer, P elements in all intervals in total.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def gather(source: Tensor, intervals: Intervals, dtype: torch.dtype | None = Non
 def scatter(target: Tensor, intervals: Intervals, packed: Tensor, eta: float = 1.0) -> None:
     """Write packed elements [P] to the intervals of ``target`` [E], in place.
 
-    With eta < 1, the target becomes the moving average ``eta packed + (1 - eta) target``, computed
-    in float64 if either is float64, else in float32. Floating-point dtypes are converted. There is
-    no gradient. Raises UsageError for invalid arguments, such as overlapping intervals.
+    With eta < 1, the target becomes the moving average ``eta packed + (1 - eta) target``. The sum
+    is computed in float64 if either tensor is float64, else in float32. Floating-point dtypes are
+    converted. There is no gradient. Raises UsageError for invalid arguments.
     """
     intervals.check("target", target)
     check_vector("packed", packed, intervals.total, (packed.dtype,), target.device)
@@ -145,7 +145,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs; a source element gets the sum over its copies."""
+    """Return the gradients of the inputs. A source element gets the sum over its copies."""
     starts, offsets = ctx.saved_tensors
     places = _elements(starts, offsets, ctx.total)
     grad_source = grad.new_zeros(ctx.elements).index_add(0, places, grad).to(ctx.dtype)

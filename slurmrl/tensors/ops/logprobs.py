@@ -25,8 +25,7 @@ from slurmrl.tensors.ops.sampling import SamplingMasks
 CHUNK_ELEMENTS = 2**22
 """Number of logits per chunk for a small vocabulary (16 MiB in float32)."""
 CHUNK_TOKENS = 1024
-"""Minimum tokens per chunk, because each chunk reads and writes the gradient of the whole weight.
-"""
+"""Minimum tokens per chunk. Each chunk reads and writes the gradient of the whole weight."""
 
 
 def chunk_tokens(vocabulary: int) -> int:
@@ -44,7 +43,7 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T].
 
-    With ``masks`` of the targets, the distributions are restricted to them.
+    With ``masks`` of the targets, the distributions are restricted to the masks.
 
     hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and weight.
     Logits are computed for ``chunk`` tokens at a time, and again in the backward pass.
@@ -94,7 +93,7 @@ def packed_logprobs_of_logits(
     temperature: float = 1.0,
     masks: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `packed_logprobs_and_entropy` from logits [T, V], for models that return only them."""
+    """Return `packed_logprobs_and_entropy` of logits [T, V], for models that return logits."""
     (rest,) = upload([following_tokens(cu_seqlens)], logits.device)
     scaled = logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature
     if masks is not None:
@@ -187,7 +186,7 @@ def gradients(
     wanted: tuple[bool, bool] = (True, True),
     masks: SamplingMasks | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden and weight, if they are ``wanted``.
+    """Return the gradients of hidden and weight, as far as they are ``wanted``.
 
     ``per_token`` has targets, normalizers and entropies of the whole vocabulary, and the gradients
     of log p(target) and of the entropy, each [T]. A target out of range belongs to another rank.
@@ -254,7 +253,7 @@ def _logit_gradient(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of the vocabulary on a rank: ``each`` is their number, fewer on the last rank."""
+    """The rows of the vocabulary on a rank: ``each``, or fewer on the last rank."""
 
     group: Group
     each: int
@@ -286,7 +285,8 @@ def vocab_parallel_logprobs_and_entropy(
     """Return log p(target) and entropy, both [T], with a vocabulary split over ranks.
 
     The distributions are softmax(hidden @ whole weight.T / temperature). With ``masks`` of the
-    targets, the distributions are restricted to them. Results are equal on all ranks of the group.
+    targets, the distributions are restricted to the masks. Results are equal on all ranks of the
+    group.
 
     hidden [T, h] and targets [T] are equal on all ranks; weight [V, h] is this rank's part. The
     gradient of hidden is partial and must be summed over the group.
@@ -300,10 +300,10 @@ def vocab_parallel_logprobs_and_entropy(
 
 
 class _Logprobs(torch.autograd.Function):
-    """A softmax over parts of the vocabulary.
+    """A softmax over a split vocabulary.
 
-    Part r has the normalizer L_r, the entropy H_r and the share w_r = exp(L_r - L), where
-    L = log sum exp L_r. Then log p = log p_r + log w_r and H = sum_r w_r (H_r - log w_r).
+    Part r has the normalizer L_r, the entropy H_r and the share w_r = exp(L_r - L), where L = log
+    sum exp L_r. Then log p = log p_r + log w_r and H = sum_r w_r (H_r - log w_r).
     """
 
     @staticmethod

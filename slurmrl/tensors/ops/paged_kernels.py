@@ -1,8 +1,8 @@
 """Attention of single tokens over pages of a key-value cache, and writes to its cells.
 
-On GPUs, Triton kernels compute both; this module has their launches and their torch form. The first
-use of each kernel on a device is compared with the torch form, because nobody would notice a wrong
-completion.
+On GPUs, Triton kernels compute both. This module has their launches and equivalent functions in
+pure torch. The first use of each kernel on a device is compared with these functions, because
+nobody would notice a wrong completion.
 
 Shapes: T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value
 heads, D head size, M cells that a token may see.
@@ -25,33 +25,33 @@ from slurmrl.tensors.ops.fused import DTYPES, kernels
 from slurmrl.tensors.ops.native.loading import chosen, for_floats
 
 TILE_BYTES = 128
-"""Bytes of a column of the queries that a program processes. The queries belong to adjacent tokens
-of a row and to heads that share a key head."""
+"""Number of bytes of a column of queries that a program processes. The queries belong to adjacent
+tokens of a row and to heads that share a key head."""
 LEAST_ROWS = 16
-"""Minimum side of a matrix that tensor cores multiply."""
+"""Minimum number of rows of a matrix that tensor cores multiply."""
 MOST_CELLS = 128
 """Maximum number of cells that a program reads at a time."""
 BLOCK_BYTES = 16 * 2**10
-"""Maximum bytes of keys that a program reads at a time, so that a multiprocessor runs several."""
+"""Maximum bytes of keys that a program reads at a time. A multiprocessor can then run several."""
 PROGRAMS = 4
-"""Number of programs per multiprocessor that suffice; with fewer, rows are split."""
+"""Sufficient number of programs per multiprocessor. If there are fewer, rows are split."""
 MOST_SPLITS = 64
 WRITTEN = 1024
-"""Number of elements of a token that a program writes."""
+"""Number of elements of a token that each program writes."""
 LOG2_E = 1.0 / math.log(2.0)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Maximum difference between results of the trial, which are about 1."""
+"""Maximum difference between the results of the test, whose absolute values are about 1."""
 SHORT, LONG = MOST_CELLS - 3, 2 * MOST_CELLS + 40
-"""Lengths of the trial's rows: rows of the first length are not split, the others are."""
+"""Lengths of rows in the test. Rows of the first length are not split; the other rows are."""
 BOUND = MOST_SPLITS * MOST_CELLS
-"""Upper bound of lengths with which rows are split as far as possible."""
+"""Upper bound of lengths for which rows are split into as many parts as possible."""
 CHUNK = 7
 WINDOW = 50
 GATHERED_CELLS = 2**16
-"""Number of cells that the torch form copies at a time."""
+"""Number of cells that the torch function copies at a time."""
 MULTIPLE = 8
-"""Factor of the number of cells to read. torch's kernels would copy biases of other lengths."""
+"""Divisor of the number of cells to read. torch's kernels would copy biases of other lengths."""
 
 
 def paged_attention(
@@ -75,8 +75,8 @@ def paged_attention(
 
     q [T, Hq, D]; keys, values [C, Hkv, D], where page p begins at cell p * page; tables [R, N]
     int64, the pages of each row; rows, lengths [T] int64. No length exceeds ``longest``. Up to
-    about ``chunk`` tokens of a row are adjacent, and each attends to one cell more than the token
-    before; this number affects only the speed. ``sinks`` [Hq] are additional scores without values.
+    about ``chunk`` tokens of a row are adjacent, and each attends to one cell more than the
+    previous token (for speed only). ``sinks`` [Hq] are additional scores without values.
     """
     if attends(keys, q.shape[1], page):
         sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
@@ -250,7 +250,7 @@ def _write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor, wi
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return ``x`` [T, Hkv, D] with adjacent elements of each token; do not copy a wider tensor."""
+    """Return ``x`` [T, Hkv, D] with adjacent elements in each token. Do not copy a wider tensor."""
     side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if side_by_side else x.contiguous()
 
@@ -341,9 +341,9 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
 
 @torch.no_grad()
 def _wrong_attention(sizes: Sizes) -> str:
-    """Return how the kernels' results differ from a computation on the host; "" if correct.
+    """Return the difference of the kernels' results from a computation on the host; "" if none.
 
-    The trial has single tokens and chunks, split and other rows, with and without a window and
+    The test has single tokens and chunks, split rows and other rows, with and without window and
     sinks.
     """
     sinks = torch.linspace(-2, 4, sizes.heads)

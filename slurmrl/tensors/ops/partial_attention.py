@@ -1,8 +1,8 @@
 """Attention over a part of the keys, with the normalizers that merge such parts.
 
 A normalizer is the logarithm of the sum of a query's exponentiated scores. The gradients of a part
-depend on other keys only through the result and the normalizers. If these cover all keys, the
-gradients of the parts add up to the gradient of the whole attention.
+depend on other keys only through the result and the normalizers. If the result and the normalizers
+cover all keys, the gradients of the parts add up to the gradient of the whole attention.
 
 Shapes: S sequences, H heads, L queries, K keys, D head size, T packed tokens, Hq query heads, Hkv
 key and value heads.
@@ -24,7 +24,7 @@ BLOCK_SCORES: Final = 2**24
 
 
 class Band(NamedTuple):
-    """The keys to which queries attend, by distance: the query's place minus the key's place."""
+    """The keys to which queries attend, by distance (the query's place minus the key's place)."""
 
     offset: int
     """Distance of the first query from the first key."""
@@ -57,8 +57,8 @@ def with_sinks(parts: tuple[Tensor, Tensor], sinks: Tensor) -> tuple[Tensor, Ten
 def sink_gradient(known: tuple[Tensor, ...], sinks: Tensor) -> Tensor:
     """Return the gradient of ``sinks`` [H].
 
-    ``known`` has the result's gradient [T, H, D], the queries, the result and the normalizers
-    [T, H]; result and normalizers include the sinks.
+    ``known`` has the result's gradient [T, H, D], the queries, the result and the normalizers [T,
+    H]; the result and the normalizers include the sinks.
     """
     grad, _, out, normalizers = known
     weights = (sinks.to(normalizers.dtype) - normalizers).exp()
@@ -138,7 +138,7 @@ def band_gradients(
 def _blocks(
     q: Tensor, k: Tensor, scale: float, band: Band
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (queries, keys, scores) of blocks; scores outside of the band are minus infinity."""
+    """Yield (queries, keys, scores) of each block. Scores outside the band are minus infinity."""
     (count, heads, queries, _), keys = q.shape, k.shape[2]
     size = max(1, min(BLOCK_QUERIES, BLOCK_SCORES // max(count * heads * keys, 1)))
     dtype = wide(q.dtype)

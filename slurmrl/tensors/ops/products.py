@@ -31,7 +31,7 @@ from slurmrl.tensors.ops.native.loading import for_floats
 from slurmrl.tensors.ops.splitmix import mix, shift
 
 PANEL: Final = 32
-"""Number of outputs that are adjacent in a packed matrix."""
+"""Number of adjacent outputs in a packed matrix."""
 
 
 ALIGNMENT_BYTES = 16
@@ -39,14 +39,14 @@ ALIGNMENT_BYTES = 16
 ON_GPUS = (torch.bfloat16,)
 ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = 2**16
-"""Number of levels of the probability of dropout, which is rounded to a multiple of 1 / LEVELS."""
+"""Resolution of the dropout probability, which is rounded to a multiple of 1 / LEVELS."""
 PER_DRAW = 4
 """Number of inputs that share 64 random bits."""
 WIDE_PRODUCT: Final = 2**26
 """Minimum number of multiplications of a product that oneDNN computes. oneDNN compiles a kernel
 for each new shape in about 0.4 ms; torch computes a product of this size in 1.3 ms."""
 ROWS_PER_SUM: Final = 4096
-"""Number of rows of a sum to which a product of oneDNN is added at a time."""
+"""Number of rows of the total to which oneDNN's product is added at a time."""
 BLOCK = 2**22
 """Number of inputs that get random numbers at a time."""
 
@@ -88,7 +88,7 @@ def _by_onednn(a: Tensor, columns: int) -> bool:
 
 @cache
 def _half_width() -> bool:
-    """Return whether torch's own products use only half of the width of this CPU's vectors."""
+    """Return whether torch's own products use only half of this CPU's vector width."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch._C._has_mkldnn:
         return False
     processor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -331,7 +331,7 @@ class Dropout:
     """Column of the whole matrix to which the first input belongs."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x`` [T, i] with some elements zero, others divided by the chance to be kept."""
+        """Return ``x`` [T, i]: some elements zero, others divided by the keep probability."""
         dropped = round(self.rate * LEVELS)
         out = torch.empty_like(x)
         rows = max(1, BLOCK // max(x.shape[1], 1))
@@ -356,7 +356,7 @@ def low_rank_linear(
 ) -> Tensor:
     """Return scale * dropout(x) A^T B^T [T, o] for x [T, i], a [r, i], b [o, r] of one dtype.
 
-    Only x and an inner result [T, r] are kept for the backward pass, which repeats the dropout.
+    Only x and a result [T, r] are kept for the backward pass, which repeats the dropout.
     """
     out: Tensor = _LowRankLinear.apply(x, a, b, scale, dropout)  # type: ignore[no-untyped-call]
     return out

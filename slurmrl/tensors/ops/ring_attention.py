@@ -1,14 +1,14 @@
 """Causal attention over packed sequences whose tokens are spread over ranks (Liu et al. 2023).
 
-Each rank keeps its queries and receives, from one other rank after the other, the keys and values
-to which its queries attend. It merges the partial results by their normalizers. The next keys are
-transferred while the rank computes. The backward pass sends the keys again, and returns the
-gradients of the keys to their ranks.
+Each rank keeps its queries. It receives the keys and values to which its queries attend from the
+other ranks, one rank after another. It merges the partial results by their normalizers. The next
+keys are transferred while the rank computes. The backward pass sends the keys again, and returns
+the gradients of the keys to their ranks.
 
 The packed tokens are cut into 2 R chunks. Rank r has the r-th chunk and the r-th chunk from the end
-(zigzag), so that all ranks have about equally many pairs of queries and keys. At most one sequence
-crosses a boundary of two chunks. A later chunk therefore sees only the last keys of a chunk, and
-all queries that see these keys come after them.
+(zigzag). All ranks therefore have a similar number of pairs of queries and keys. At most one
+sequence crosses a boundary of two chunks. A later chunk therefore sees only the last keys of a
+chunk, and all queries that see these keys come after them.
 
 Shapes: R ranks, T packed tokens, S sequences, N tokens of this rank, Hq query heads, Hkv key and
 value heads, D head size.
@@ -104,9 +104,9 @@ class _Transfer:
 def _passed_on(
     hops: Sequence[Hop], pairs: Tensor, group: dist.ProcessGroup
 ) -> Iterator[tuple[Hop, Tensor]]:
-    """Start the first transfer; return an iterator of hops and their pairs [rows, 2 Hkv, D].
+    """Start the first transfer; return an iterator of hops and received rows [rows, 2 Hkv, D].
 
-    A pair is a key and a value. The next transfer runs while the caller computes.
+    A row has keys and values. The next transfer runs while the caller computes.
     """
 
     def start(hop: Hop) -> _Transfer:
@@ -310,7 +310,7 @@ def _own_chunk(q: Tensor, packing: Packing, window: int | None) -> Ragged:
 
 
 def seen_part(q: Tensor, k: Tensor, band: Band) -> Ragged:
-    """Return one sequence of queries and keys, in which a query sees the keys of the band.
+    """Return one sequence of queries and keys, whose queries see the keys of the band.
 
     The kernel aligns the last query with the last key. Each query of a part sees a key, so the
     number of keys before its place is not negative.
@@ -434,7 +434,7 @@ def _rows_of(every: Sequence[range], rank: int) -> list[tuple[int, int]]:
 def _seen(
     bounds: Sequence[int], queries: range, keys: range, window: int | None
 ) -> tuple[range, range]:
-    """Return the places of queries that see keys of an earlier chunk, and of these keys."""
+    """Return the places of queries that see an earlier chunk, and of the keys that they see."""
     nothing = range(0)
     if not queries or not keys:
         return nothing, nothing
@@ -468,7 +468,7 @@ def _parts(
     held: Sequence[range],
     window: int | None,
 ) -> tuple[KeyBlock, ...]:
-    """Return the calls of ``rank`` for keys of rank ``giver``, of which it has ``held``."""
+    """Return the calls of ``rank`` for the keys ``held`` that rank ``giver`` sent."""
     ranks, found = len(every) // 2, []
     for own, (row, _) in zip(_chunks_of(rank, ranks), _rows_of(every, rank), strict=True):
         before = 0

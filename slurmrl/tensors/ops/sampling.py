@@ -20,7 +20,7 @@ from slurmrl.tensors.ops.arguments import wide
 from slurmrl.tensors.ops.splitmix import mix, shift, start
 
 RESOLUTION = 2**40
-"""Number of steps from 0 to 1 to which probabilities are rounded."""
+"""Resolution of probabilities, which are rounded to multiples of 1 / RESOLUTION."""
 NONE = -1
 """Padding of rows of token ids."""
 
@@ -48,7 +48,7 @@ class Sampled(NamedTuple):
 
 
 def stream(seed: int, step: int, key: int) -> int:
-    """Return the stream of random numbers of (seed, step, key), for `stream_uniform`."""
+    """Return the number of the random stream of (seed, step, key), for `stream_uniform`."""
     return key ^ start(seed, step)
 
 
@@ -79,10 +79,10 @@ def sample(
     logits [S, V]. ``top_k`` and ``top_p`` restrict sampling, and tokens in ``banned`` are never
     sampled. Among equally likely tokens, lower ids come first.
 
-    Log-probabilities are those of the full distribution softmax(logits / temperature). With
-    ``masked``, they are those of the distribution over the tokens that ``top_k`` and ``top_p``
-    keep. They are float64 for float64 logits, else float32. With ``record`` and ``top_k``, the
-    result has the kept tokens.
+    Log-probabilities belong to the full distribution softmax(logits / temperature); with
+    ``masked``, to the distribution over the tokens that ``top_k`` and ``top_p`` keep. They are
+    float64 for float64 logits, else float32. With ``record`` and ``top_k``, the result has the kept
+    tokens.
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed, whole = _ban(scaled, banned), scaled
@@ -161,7 +161,7 @@ def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _weights(scaled: Tensor) -> Tensor:
-    """Return probabilities in units of 1 / RESOLUTION, int64, whose sums are exact everywhere."""
+    """Return probabilities in units of 1 / RESOLUTION, int64. Sums on any device are exact."""
     return scaled.double().softmax(-1).mul_(RESOLUTION).round_().long()
 
 
@@ -189,7 +189,7 @@ class SamplingMasks:
         return SamplingMasks(self.restricted[places], sizes, self.ids[index])
 
     def padded(self, tokens: int) -> SamplingMasks:
-        """Return the masks with additional ``tokens``, of the whole vocabulary, at the end."""
+        """Append ``tokens`` tokens with the whole vocabulary to the masks."""
         more = self.sizes.new_zeros(tokens)
         return SamplingMasks(
             torch.cat((self.restricted, more > 0)), torch.cat((self.sizes, more)), self.ids

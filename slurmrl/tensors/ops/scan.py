@@ -33,7 +33,7 @@ class SequenceIndex:
         self.left = ends[self.sequence] - self.step
 
     def longest_bound(self) -> int:
-        """Return an upper bound of sequence lengths; on a GPU T, so that the host need not wait."""
+        """Return an upper bound of sequence lengths: T on a GPU, so that the host need not wait."""
         if self.left.device.type != "cpu":
             return len(self.left)
         return int(self.left.max()) if len(self.left) else 0
@@ -46,7 +46,7 @@ def discounted_sums(
     decay: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    """Return y_t = x_t + factor decay_t y_{t+1} within each sequence, [T]; after it y is ``tail``.
+    """Return y_t = x_t + factor decay_t y_{t+1} in each sequence, [T]; y after its end is ``tail``.
 
     Differentiable in x, decay and tail. The result is float64 for float64 inputs, else float32.
 
@@ -181,7 +181,7 @@ def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
 
 
 def _doubled_with_decay(sums: Tensor, factors: Tensor, index: SequenceIndex) -> Tensor:
-    """Return `doubled` with a factor per token; a sum of terms has the product of factors."""
+    """Return `doubled` with a factor per token; each term has the product of its factors."""
     span, longest = 1, index.longest_bound()
     while span < longest:
         inside = (index.left[:-span] > span) & (factors[:-span] != 0.0)
@@ -215,7 +215,7 @@ def packed_gae(
     - ``values``: [T+S] of rewards' dtype; for each sequence the values of the states before its
       steps, then of its final state. With ``bootstrap_values``, [T] without the final states.
     - ``cu_seqlens``: [S+1] int32 or int64, cumulative numbers of steps; sequences may be empty.
-    - ``truncated``: [S] bool; False if the sequence terminated, whose final state has value 0.
+    - ``truncated``: [S] bool; False if the sequence terminated. Its final state then has value 0.
     - ``gamma`` and ``lam``: discount and lambda, between 0 and 1.
     - ``bootstrap_values``: [S] of rewards' dtype, the values of the final states.
 

@@ -1,7 +1,7 @@
 """Counter-based random bits: chains of SplitMix64's finalizer (Steele, Lea and Flood 2014).
 
-Each random number is a pure function of its key. It depends neither on the other numbers of a
-batch, nor on their order, nor on the device. Torch-free.
+Each random number is a pure function of its key. The number does not depend on the other numbers of
+a batch, their order, or the device. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def start(*numbers: int) -> int:
-    """Return a state, as signed 64 bits, from a sequence of integers."""
+    """Return a state (a signed 64-bit integer) from a sequence of integers."""
     state = 0
     for number in numbers:
         state = _mix_int(state ^ (number & _MASK))
@@ -32,7 +32,7 @@ def start(*numbers: int) -> int:
 
 
 def mix(x: Bits) -> Bits:
-    """Return 64 random bits for each number; multiplication wraps."""
+    """Return 64 random bits for each number. Multiplication wraps around."""
     x = x + _signed(_GOLDEN)
     x = (x ^ shift(x, 30)) * _signed(_MIX_1)
     x = (x ^ shift(x, 27)) * _signed(_MIX_2)
@@ -46,7 +46,7 @@ def shift(x: Bits, bits: int) -> Bits:
 
 
 def hash64(text: str) -> int:
-    """Return a stable hash of a string, as signed 64 bits."""
+    """Return a stable hash of a string, as a signed 64-bit integer."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 

@@ -1,7 +1,7 @@
 """Triton kernels for elementwise passes over large tensors and for key-value caches in pages.
 
-Each kernel has a torch form as its reference. Arithmetic is in float32, and each result of an
-elementwise pass is rounded once. ``TRITON_INTERPRET=1`` runs the kernels on CPUs.
+Each kernel has an equivalent function in pure torch as its reference. Arithmetic is in float32, and
+each result of an elementwise pass is rounded once. ``TRITON_INTERPRET=1`` runs the kernels on CPUs.
 
 Shapes: t rows, T tokens, M queries, Hq query heads, Hkv key and value heads, D head size, C cells
 of the cache, S splits.
@@ -169,7 +169,7 @@ def rotation(x, cos, sin, out, per_token, size, sign, block: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, interpreted: tl.constexpr):
-    """Return total + a @ b in float32; the interpreter cannot multiply half precision."""
+    """Return total + a @ b in float32, because the interpreter cannot multiply half precision."""
     if interpreted:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
@@ -295,9 +295,9 @@ def attend(
 ):
     """Compute the attention of a token and the query heads of a key head over a part of the cells.
 
-    There is one program per token, key head and part. With a ``tile`` above 1, the first of
-    adjacent tokens, which each attend to one cell more, computes all of them. A tile ends at a
-    multiple of ``tile`` cells. ``group`` query heads share a key head. ``heads``, ``columns`` and
+    There is one program per token, key head and part. With a ``tile`` above 1, one program computes
+    adjacent tokens, each of which attends to one cell more than the previous token. A tile ends at
+    a multiple of ``tile`` cells. ``group`` query heads share a key head. ``heads``, ``columns`` and
     ``block`` are powers of 2 for ``group``, ``size`` and the cells that are read at a time. Weights
     are powers of 2: ``scale`` and the ``sinks`` [Hq] (or None) have the factor log2(e).
 

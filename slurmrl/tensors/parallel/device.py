@@ -1,7 +1,7 @@
-"""The device and the communication backend of this process, and the wait for its memory.
+"""The device and the communication backend of this process, and the wait for free GPU memory.
 
-The exit of a process with tens of gigabytes of pinned memory takes up to a minute. Its GPU memory
-is freed only at the end, so the next worker waits.
+A process with tens of gigabytes of pinned memory takes up to a minute to exit. Its GPU memory is
+freed only at the end, so the next worker waits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ GIB: Final = 2**30
 OWN_BYTES: Final = 2 * GIB
 """Upper bound of the CUDA context of a process that has not allocated anything."""
 BUSY: Final = (2, 46)
-"""Error codes if CUDA can make no context: cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable.
-"""
+"""Error codes if CUDA cannot make a context: cudaErrorMemoryAllocation,
+cudaErrorDevicesUnavailable."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class Accelerator:
 
 CPU = Accelerator(torch.device("cpu"), "gloo")
 GPU = Accelerator(torch.device("cuda", 0), "nccl")
-"""Device of a worker with a GPU: it sees only the devices of its attempt, so the GPU is the first.
-"""
+"""Device of a worker with a GPU. The worker sees only its own devices, so the index is 0."""
 
 
 def choose(gpus: int) -> Accelerator:
@@ -84,8 +83,8 @@ def choose(gpus: int) -> Accelerator:
 def _unusable(error: BaseException) -> UnusableGpuError:
     """Return the exception for a GPU that cannot be used.
 
-    The message names no host and no device, so that a problem gives the same message on two hosts
-    (see `workers.master.futility`).
+    The message does not name a host or a device, so that a problem gives the same message on two
+    hosts (see `workers.master.futility`).
     """
     reason = " ".join(str(error).split())
     build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
@@ -96,7 +95,7 @@ def pending_error() -> RuntimeError | None:
     """Return the error of this process's GPU; None if there is none.
 
     CUDA reports the error from every call, but libraries translate it, for example to
-    ``CUBLAS_STATUS_EXECUTION_FAILED``. The function waits for no kernel.
+    ``CUBLAS_STATUS_EXECUTION_FAILED``. The function does not wait for kernels.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -127,8 +126,8 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
     """Fix this process's thread count, device and kernel choice before the first computation.
 
     With ``deterministic``, torch rejects operations whose results vary between runs, which costs
-    speed on GPUs. Attention of cuDNN is off. torch would prefer it for decoding on Hopper, where it
-    compiles a plan for each new length of the cache.
+    speed on GPUs. Attention of cuDNN is off. On Hopper, torch would prefer cuDNN for decoding, and
+    cuDNN compiles a plan for each new length of the cache.
     """
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("error" if deterministic else "default")

@@ -1,13 +1,13 @@
 """A host's GPUs: assignment to workers, driver, nearest CPUs, and faults. Torch-free.
 
-Host memory is allocated on the NUMA node of the thread that first writes it. If a worker runs on
+Host memory is allocated on the NUMA node of the thread that first writes to it. If a worker runs on
 the CPUs of its GPU's node, copies between GPU and host therefore stay on that node.
 
 Codes of faults come from cudaError_t in CUDA's driver_types.h, messages from cudaGetErrorString.
 torch raises faults as AcceleratorError with ``error_code``; NCCL, cuBLAS and older versions of
-torch only quote the message. A lost GPU (Xid 79) has no code; NVML and the driver only describe it.
-Errors of a kernel's own bug (illegal address, assert, illegal instruction) and lack of memory are
-not faults.
+torch only quote the message. There is no code for a lost GPU (Xid 79); NVML and the driver only
+describe it. Errors of a kernel's own bug (illegal address, assert, illegal instruction) and lack of
+memory are not faults.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 SMI: Final = "nvidia-smi"
 TIMEOUT_S: Final = 20.0
 MOST_BYTES: Final = 2**20
-"""Maximum number of bytes that are read of nvidia-smi's output."""
+"""Maximum number of bytes that are read from nvidia-smi's output."""
 LEAST_DRIVER: Final = {11: 450, 12: 525, 13: 580}
 """First branch of the driver that supports every minor version of a CUDA release (from the tables
 "CUDA minor version compatibility" of NVIDIA's release notes)."""
@@ -89,7 +89,7 @@ def parse_visible(visible: str) -> list[Device]:
 
 
 def assign(visible: str, workers: int, per_worker: int, first: int = 0) -> list[str]:
-    """Return the value of CUDA_VISIBLE_DEVICES for each worker of a host; "" for no device.
+    """Return the value of CUDA_VISIBLE_DEVICES for each worker of a host; "" without devices.
 
     Devices are assigned in the order of ``visible``, from index ``first`` on. Raises
     EnvironmentFailure if there are too few devices, or for several workers on MIG slices, which
@@ -130,7 +130,7 @@ def newest_cuda(version: str) -> int | None:
     """Return the newest CUDA release that a driver of this version supports.
 
     Return 10 if the driver is too old for every release that torch supports, and None if the
-    version is unknown. A newer libcuda (package cuda-compat) counts, as nvidia-smi reports it.
+    version is unknown. A newer libcuda (cuda-compat) counts, because nvidia-smi reports it.
     """
     branch = re.match(r"\d+", version)
     if branch is None:
@@ -212,7 +212,7 @@ TEXTS: Final = {re.compile(text, re.IGNORECASE): fault for text, fault in _TEXTS
 
 
 def find_fault(error: BaseException) -> GpuFault | None:
-    """Return the fault that an exception reports; None if there is none. Prefer its code."""
+    """Return the fault in an exception's code, else in its message; None if there is none."""
     if not isinstance(error, RuntimeError):
         return None
     code = getattr(error, "error_code", None)
@@ -229,7 +229,7 @@ def bind_cpus_near(gpu: object, least: int, sysfs: Path = SYSFS) -> frozenset[in
 
     ``gpu`` is torch's object with the GPU's properties. Return the CPUs. Return None and change
     nothing if the CPUs are unknown, if this process may use fewer than ``least`` of them, or if it
-    may use no other CPUs.
+    may use only these CPUs.
     """
     allowed = os.sched_getaffinity(0)
     near = frozenset(allowed & _local_cpus(gpu, sysfs))

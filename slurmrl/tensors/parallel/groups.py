@@ -27,7 +27,7 @@ from slurmrl.tensors.parallel.topology import (
 )
 
 OF_ONE: Final = ("dp", "shard")
-"""Axes whose groups are made even if they have only one rank."""
+"""Axes for which groups of only one rank are also made."""
 COMBINED: Final = {
     "tp+cp": ("tp", "cp"),
     "tp+pp": ("tp", "pp"),
@@ -35,7 +35,7 @@ COMBINED: Final = {
     "all": ("pp", "dp", "cp", "tp"),
     "alone": (),
 }
-"""Axes of additional groups, even of one rank, for engines with a separate grid of experts."""
+"""Axes of additional groups for engines with a separate grid of experts; made even for one rank."""
 OF_EXPERTS: Final = {
     "ep": ("ep",),
     "etp": ("tp",),
@@ -47,7 +47,7 @@ OF_EXPERTS: Final = {
 FOLDING: Final = ("megatron",)
 """Engines that need `COMBINED` and `OF_EXPERTS`."""
 IDLE = ""
-"""Call of a rank that waits for the master's next message."""
+"""Name of the call while a rank waits for the master's next message."""
 
 
 class Awaited(NamedTuple):
@@ -72,7 +72,7 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """The activity of one rank. An update replaces the value, for readers in other threads."""
+    """The activity of one rank. An update replaces the value, so that other threads can read it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -90,7 +90,7 @@ class Activity:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Set another phase of the current call while entered; restore the old phase at the end."""
+        """Return a context with another phase of the current call; then restore the old phase."""
         before = self._doing
         self.phase(name)
         try:
@@ -126,7 +126,7 @@ class ParallelContext:
     groups: Mapping[str, dist.ProcessGroup]
     """This rank's group along each axis and each entry of `JOINT`."""
     experts: ProcessTopology | None = None
-    """Separate grid of the experts over the same ranks; None without one."""
+    """Separate grid of the experts over the same ranks; None if there is none."""
     virtual_pipeline: int = 1
     """Number of model chunks of each pipeline stage."""
     sequence_parallel: bool = False
@@ -156,7 +156,7 @@ class ParallelContext:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first with its samples, which reports for the other ranks."""
+        """Whether this rank is the first rank with its samples and reports for the other ranks."""
         return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -182,7 +182,7 @@ def build(
     timeout: timedelta | None = None,
     activity: Activity | None = None,
 ) -> dict[str, ParallelContext]:
-    """Return the contexts, by role, of the models of which world rank ``rank`` holds a part.
+    """Return the contexts, by role, of all models of which world rank ``rank`` has a part.
 
     Collective over the world: every rank passes the same models in plan order, even if it has no
     part of them. Models on the same ranks share process groups. ``timeout`` is the time limit of a

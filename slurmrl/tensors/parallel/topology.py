@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
-"""Axes of groups along several axes. The ranks of ``shard`` share each parameter's rows; the ranks
-of ``data`` have the same samples."""
+"""Axes of each group that spans several axes. The ranks of ``shard`` share each parameter's rows;
+the ranks of ``data`` have the same samples."""
 
 
 class ProcessTopology:
@@ -20,7 +20,7 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], sizes: Sequence[int]) -> None:
         if len(axes) != len(sizes) or len(set(axes)) != len(axes):
-            raise ValueError(f"axes {tuple(axes)} and sizes {tuple(sizes)} do not pair up")
+            raise ValueError(f"axes {tuple(axes)} and sizes {tuple(sizes)} differ in number")
         if any(size < 1 for size in sizes):
             raise ValueError(f"sizes {tuple(sizes)} of axes {tuple(axes)} must all be at least 1")
         self.axes = tuple(axes)

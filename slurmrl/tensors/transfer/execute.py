@@ -1,6 +1,6 @@
 """Execution of a move: bytes go from source storages to target storages, over NCCL or gloo.
 
-On GPUs, an interval kernel (`tensors.ops.intervals`) makes strided copies and moving averages, with
+On GPUs, an interval kernel (`tensors.ops.intervals`) makes a strided copy or moving average with
 one launch, accesses of 16 bytes and no temporary tensor. torch makes all other copies. After a
 move, all copies of an element must have the same bits on both sides (`verify_move`).
 """
@@ -40,7 +40,7 @@ BLOCK = 1 << 20
 SHORTEST_RUN = 256
 """Minimum bytes of adjacent elements for the kernels, which need 16 bytes for each interval."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Type of integers with the size of an element in bytes."""
+"""Integer type by element size in bytes."""
 
 
 class Holdings:
@@ -88,8 +88,8 @@ class _Message:
     cargo: tuple[Cargo, ...]
     bytes: Tensor
     copies: list[Tensor] | None = None
-    """Further views of a box whose bytes are received directly into one of its views; None if the
-    bytes are received into a buffer."""
+    """Other views of a box if one of its views receives the bytes directly; None if a buffer
+    receives the bytes."""
 
 
 Arrived = dict[int, list[_Message]]
@@ -104,7 +104,7 @@ class _UnderWay:
     """Operations, each with the messages that it receives."""
     arriving: Arrived
     operations: list[dist.P2POp]
-    """Operations whose tensors must exist until the end."""
+    """Operations whose tensors must exist until the slot ends."""
 
 
 class Mover:
@@ -260,11 +260,11 @@ def _bytes(view: Tensor) -> Tensor:
 class BoxCopies:
     """Copies of boxes within a rank.
 
-    The object keeps intervals on the device for each shape and strides, which layers share.
+    For each shape and strides, the object keeps intervals on the device; layers share them.
     """
 
     def __init__(self, device: torch.device, *, kernels: bool | None = None) -> None:
-        """Use the interval operators if ``kernels``; default: if they are compiled for the GPU."""
+        """Use interval operators if ``kernels``; by default, if they are compiled for the GPU."""
         self._device = device
         self._kernels = kernels
         self._intervals: dict[tuple[Index, Index], Intervals] = {}

@@ -2,8 +2,8 @@
 
 If several ranks hold elements that a rank needs, the sender is a holder on the same host, else the
 holder that sends least so far. If several ranks need elements, they form a chain, host by host.
-Each link carries every byte once, and every rank except the last passes the data on. Nothing is
-sent to a rank that already has it.
+Each link of the chain carries every byte once, and every rank except the last passes the data on.
+Nothing is sent to a rank that already has it.
 
 The transfers of one chain are cut into segments. Time is divided into slots. In each slot, a
 segment moves one link further along its chain. The data of a rank in one slot fits into its staging
@@ -26,19 +26,19 @@ from slurmrl.errors import LayoutError
 from slurmrl.tensors.layout import ITEM_BYTES, Box, Holders, Index, Layout, TensorSpec
 
 SEGMENTS_PER_BUDGET = 4
-"""Number of segments of maximum size that fit into the staging budget, which is also the number of
-chains that can pass through a rank at once."""
+"""Number of segments of maximum size that fit into the staging budget. As many chains can pass
+through a rank at once."""
 LONGEST_CHAIN = 32
-"""Maximum number of ranks on other hosts that one holder serves if there are other holders, because
-the last rank of a chain waits this many slots."""
+"""Maximum number of ranks on other hosts that one holder serves if there are other holders. The
+last rank of a chain waits this many slots."""
 LOOK_AHEAD = 16
-"""Number of slots in which the search for free staging bytes looks at a time."""
+"""Number of slots that a search for free staging bytes examines at a time."""
 ALONE = 256 << 10
-"""Minimum bytes of a box with a separate message, which can be sent and received in place. Smaller
-boxes share a message."""
+"""Minimum bytes of a box that gets a separate message, which can be sent and received in place.
+Smaller boxes share a message."""
 MESSAGE = 16 << 20
 """Maximum bytes of a message. malloc reuses memory of this size. Larger blocks would get new pages
-each time, whose first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
+each time, and their first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
 Ranks = tuple[int, ...]
 
 
@@ -91,7 +91,7 @@ class Cargo:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Cargo that moves along ``chain`` in one buffer; over link n in slot ``slot + n``."""
+    """Cargo that moves along ``chain`` in one buffer, over link n in slot ``slot + n``."""
 
     chain: Ranks
     cargo: tuple[Cargo, ...]
@@ -188,7 +188,7 @@ def plan_move(
 
 
 def wire_dtype(name: str, source: TensorSpec, target: TensorSpec) -> str:
-    """Return the narrower dtype, in which elements are sent. Raises LayoutError for integers."""
+    """Return the narrower dtype; elements are sent in it. Raises LayoutError for integers."""
     if source.dtype == target.dtype:
         return source.dtype
     if "int" in source.dtype or "int" in target.dtype:
@@ -324,8 +324,8 @@ class _Room:
 def regions(source: PlacedLayout, target: PlacedLayout) -> Iterator[Region]:
     """Yield the regions of all tensors of the target, in its order.
 
-    Raises LayoutError for a tensor that the source lacks, has in another shape, or of which no rank
-    holds a part.
+    Raises LayoutError for a tensor that the source lacks or has in another shape, or if no rank
+    holds a part of it.
     """
     made: dict[tuple[Index, Holders, Holders], list[tuple[Box, Numbers, Numbers]]] = {}
     for name, spec in target.layout.tensors.items():
@@ -391,7 +391,7 @@ def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers,
 
 
 def _cover(cuts: Sequence[Sequence[int]], boxes: Boxes) -> dict[Index, Numbers]:
-    """Return the indices of the boxes that contain a cell of the grid, for each cell with any."""
+    """Return the indices of the boxes that contain a cell, for each covered cell of the grid."""
     found: dict[Index, Numbers] = {}
     for number, box in enumerate(boxes):
         if not box.count:
@@ -406,7 +406,7 @@ def _cover(cuts: Sequence[Sequence[int]], boxes: Boxes) -> dict[Index, Numbers]:
 
 
 def _joined(cells: dict[tuple[Index, Index], Cell], dim: int) -> dict[tuple[Index, Index], Cell]:
-    """Return the cells with equal neighbors along ``dim`` joined."""
+    """Join neighboring cells along ``dim`` that have equal indices."""
     rows: dict[tuple[Index, Index, Cell], list[tuple[int, int]]] = {}
     for (first, last), cell in sorted(cells.items()):
         key = (_without(first, dim), _without(last, dim), cell)

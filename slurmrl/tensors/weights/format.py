@@ -1,13 +1,13 @@
 """A weight version: its name, its manifest, the index of each part, and their files.
 
-Records are JSON objects with a checksum, replaced atomically. The checksum covers the content, so
-that it also detects a damaged name or shape.
+Records are JSON objects with a checksum, replaced atomically. The checksum covers the whole
+content. It therefore also detects a damaged name or shape.
 
 A delta between two versions of a tensor is the XOR of the bits, split into planes and compressed.
-The tensor is processed in blocks of `BLOCK_BYTES`, which fit into a core's cache. A plane has the
-bytes at one place of all elements of a block, from the lowest to the highest byte. A small step of
-the optimizer changes the low bytes of few elements, and the high bytes almost never. The blocks of
-a tensor form one zstd frame. Bits are flat arrays of uint8.
+The tensor is processed in blocks of `BLOCK_BYTES`, which fit into a core's cache. Plane k has byte
+k (from the lowest byte on) of all elements of a block. A small step of the optimizer changes the
+low bytes of few elements, and the high bytes almost never. The blocks of a tensor form one zstd
+frame. Bits are flat arrays of uint8.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ RAW = "raw"
 DELTA = "xor-zstd"
 """Encoding of a tensor by the compressed difference from the base version (`compress_delta`)."""
 SAME = "same"
-"""Encoding of a tensor with the bits of the base version, of which nothing is stored."""
+"""Encoding of a tensor that equals the base version's tensor. Nothing is stored for it."""
 
 
 BLOCK_BYTES = 1 << 20
-"""Size of a block, which is part of the format and a multiple of every item size."""
+"""Size of a block in bytes: part of the format, and a multiple of every item size."""
 LEVEL = 1
 """Compression level of zstd. Higher levels save nothing on these bits (docs/benchmarks.md)."""
 
@@ -49,8 +49,8 @@ LEVEL = 1
 class VersionId:
     """The id of the weights after a training step of an incarnation.
 
-    All versions of a later incarnation are later. An incarnation may begin at an older commit,
-    which rolls back later versions of its predecessor.
+    All versions of a later incarnation are later. If an incarnation begins at an older commit, this
+    rolls back later versions of its predecessor.
     """
 
     step: Annotated[int, INTEGER]
@@ -294,7 +294,7 @@ def _joined(planes: Array, item_bytes: int) -> Array:
 def _word(item_bytes: int) -> str:
     """Return the numpy type of elements as unsigned integers.
 
-    Shifts of integers are several times as fast as a transposition of bytes.
+    Shifting integers is several times as fast as transposing bytes.
     """
     return f"<u{item_bytes}"
 

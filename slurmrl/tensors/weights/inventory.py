@@ -36,8 +36,8 @@ class StoredVersion:
     step: int
     incarnation: int
     state: str
-    """``complete``, ``broken``, or ``unfinished`` without a manifest: ranks are still writing, or
-    have stopped."""
+    """``complete``, ``broken``, or ``unfinished``. An unfinished version has no manifest: ranks are
+    still writing, or have stopped."""
     bytes: int
     """Size of the files in bytes."""
     time: float | None = None
@@ -47,7 +47,7 @@ class StoredVersion:
     """Base version of the deltas; None for a full version."""
     tensors: int | None = None
     chain: int | None = None
-    """Number of versions that a host without a copy must read: 1 for a full version."""
+    """Number of versions that a host without a copy must read. It is 1 for a full version."""
     frozen: str | None = None
     """Fingerprint of the frozen weights to which a version of adapters belongs."""
     problem: str | None = None
@@ -58,9 +58,9 @@ def inventory(
 ) -> list[StoredVersion]:
     """Return all versions in a directory, from old to new.
 
-    Sizes of files and bases are always checked, and stored bytes with ``verify``. A version that is
-    removed during the listing is omitted. Raises EnvironmentFailure if the directory or a version
-    cannot be read.
+    Sizes of files and bases are always checked. With ``verify``, stored bytes are also checked. A
+    version that is removed during the listing is omitted. Raises EnvironmentFailure if the
+    directory or a version cannot be read.
     """
     found: dict[str, StoredVersion] = {}
     with VersionFiles(versions, calls=calls) as files:
@@ -164,7 +164,7 @@ def superseded(
     """Return the ``known`` versions that may be removed, from old to new.
 
     The ``keep_whole`` newest full versions are kept, and all versions later than the oldest of
-    them, even unpublished versions. The bases of kept deltas are kept too.
+    them, even unpublished versions. The bases of kept deltas are also kept.
     """
     whole = sorted(one.id for one in published if one.base is None)
     if not whole:

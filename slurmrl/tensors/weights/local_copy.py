@@ -1,7 +1,7 @@
-"""The copy of one weight version on a rollout host, which all its processes share.
+"""The copy of one weight version on a rollout host. All processes of the host share the copy.
 
 The copy is a model folder's safetensors file on tmpfs or a local disk, which engines map and
-servers load. Adapters are merged with the frozen weights before (`workers.rollout.task_weights`).
+servers load. Adapters are merged with the frozen weights first (`workers.rollout.task_weights`).
 `VersionFiles` reads the chain of versions from which a version is made. It verifies stored bytes
 before their use, and the bits of a tensor after every delta.
 """
@@ -62,23 +62,23 @@ FILE = "model.safetensors"
 STATE = "state.json"
 LOCK = "lock"
 LOCK_TIMEOUT_S = 1800.0
-"""Time limit for waiting for the lock, which is longer than any update of a copy."""
+"""Time limit for waiting for the lock. It is longer than any update of a copy."""
 MOST_OPEN = 256
 """Maximum number of files that are open at once; the limit of a process is often 1,024."""
 READ_BYTES = 4 << 20
 """Number of bytes that are read at a time."""
 _OTHERS_MAY_BE_FINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
-"""Errors of a single file, after which files of another version may be readable."""
+"""Errors that concern a single file. Files of another version may still be readable."""
 logger = log.get(__name__)
 
 
 @dataclass(frozen=True)
 class CopyState:
-    """The state of a copy, which is replaced when a new file is complete."""
+    """The state of a copy. It is replaced when a new file is complete."""
 
     id: VersionId
     versions: str
-    """Folder of the versions, because versions of another trial have the same names."""
+    """Folder of the versions. (Versions of another trial have the same names.)"""
     folder: Annotated[str, FILE_NAME]
     file: SavedFile
     frozen: str | None = None
@@ -117,7 +117,7 @@ class LocalCopy:
     """The copy in ``folder`` of a version in ``versions``. One process at a time changes it.
 
     A new version gets a new file, so that no process reads a mixture. During an update, the host
-    stores the weights twice. A killed process leaves the old version in place.
+    stores the weights twice. If the process is killed, the old version stays.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class LocalCopy:
         except FileNotFoundError:
             return None
         except CorruptFileError as error:
-            logger.warning("slurmrl makes the copy of the weights again: %s", error)
+            logger.warning("slurmrl copies the weights again: %s", error)
             return None
         return state if state.versions == str(self._versions) else None
 
@@ -310,8 +310,8 @@ T = TypeVar("T")
 class VersionFiles:
     """The files of the versions in a directory. A context manager, which closes files at the end.
 
-    With ``patient``, failing reads are repeated for about a minute if this host may see an old
-    state of the directory.
+    With ``patient``, failed reads are repeated for about a minute if this host may see an old state
+    of the directory.
     """
 
     def __init__(self, folder: Path, *, patient: bool = False, calls: SystemCalls = REAL) -> None:

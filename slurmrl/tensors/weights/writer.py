@@ -1,4 +1,4 @@
-"""Writing of weight versions: ranks of the trainers write parts, then one writes the manifest."""
+"""Writing of weight versions: trainer ranks write parts, then a rank writes the manifest."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class VersionBits:
 class PartWriter:
     """Writes the tensors that one rank owns into the directory of a version.
 
-    The name of the directory is the version's. Each tensor belongs to one part. A part that is not
+    The directory has the name of the version. Each tensor belongs to one part. A part that is not
     finished, or whose writing failed, does not belong to a version. As a context manager, the
     writer removes the file of such a part.
     """

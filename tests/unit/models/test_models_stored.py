@@ -87,7 +87,7 @@ def test_adapters_are_merged_with_their_own_base_model(tmp_path: Path) -> None:
     compare(again, 4)
     base.rename(tmp_path / "moved")
     _, [problem] = read_headers(pinned)
-    assert f"belong to the model {base}, which is not there" in problem
+    assert f"belong to the model {base}, which is missing" in problem
 
 
 def test_transformers_model_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:

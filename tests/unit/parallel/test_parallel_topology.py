@@ -25,7 +25,7 @@ def test_coordinate_outside_the_grid_is_rejected_with_the_range() -> None:
         topology.filter(pp=0)
     with pytest.raises(ValueError, match="at least 1"):
         ProcessTopology(("dp",), (0,))
-    with pytest.raises(ValueError, match="do not pair up"):
+    with pytest.raises(ValueError, match="differ in number"):
         ProcessTopology(("dp", "dp"), (1, 1))
 
 

@@ -1,9 +1,9 @@
 """Libraries of the operators: recipe (sources, compilers, flags), build, and cache.
 
-Hosts may share the cache. On each host, a file lock on local disk lets one process build while the
-others wait. The kernel releases the lock when its holder dies. Hosts do not wait for each other:
-the first host that finishes publishes its library, by exclusive creation of a whole file, and the
-other hosts use this library.
+Hosts may share the cache. On each host, a file lock on the local disk lets one process build while
+the others wait. The kernel releases the lock when its holder dies. Hosts do not wait for each
+other: the first host that finishes publishes its library, by exclusive creation of a whole file,
+and the other hosts use this library.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMAND = "python -m slurmrl.tensors.ops.native"
 BUILD_TIMEOUT_S = 3600.0
 """Time limit of a build, which takes 90 s on an idle machine and much longer on a busy one."""
 LOCK_TIMEOUT_S = 2 * BUILD_TIMEOUT_S
-"""Time limit for waiting for the lock: the time limit of two builds."""
+"""Time limit for waiting for the lock: twice the time limit of a build."""
 PROGRAM = "tensors/ops/native/compile.py"
 LOG_LINES = 30
 SOURCES = "cuda"
@@ -62,7 +62,7 @@ NVCC_FLAGS = (
 )
 
 ARCHITECTURES = ("80", "90", "100")
-"""Architectures of A100, H100 and B200. Newer generations of GPUs compile the PTX."""
+"""Architectures of A100, H100 and B200. On newer GPUs, the driver compiles the PTX."""
 ASK_TIMEOUT_S = 60.0
 NO_CXX = "install one (Debian, Ubuntu: apt-get install g++) or set CXX to its path"
 NO_NVCC = (
@@ -134,7 +134,7 @@ FILES: dict[Half, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines a library, except the files' contents."""
+    """All facts that determine a library, except the contents of the files."""
 
     half: Half
     sources: tuple[str, ...]
@@ -210,7 +210,7 @@ def inputs(half: Half) -> dict[str, bytes]:
 
 
 def find_toolchain() -> Toolchain:
-    """Return the compilers that CXX and CUDA_HOME name, else the first compilers that are found.
+    """Return the compilers that CXX and CUDA_HOME name; else the first compilers found.
 
     The search covers PATH, the toolkit's usual folder and this environment's packages.
     """
@@ -244,8 +244,8 @@ Compile = Callable[[Recipe, Path], Path]
 """Function that compiles a recipe in an empty folder and returns the library."""
 Building = Callable[[], AbstractContextManager[object]]
 building: ContextVar[Building] = ContextVar("building", default=nullcontext)
-"""Function that makes the context in which a process builds or waits for a build. A rank replaces
-it, so that the status shows the wait."""
+"""Function that returns the context in which a process builds or waits for a build. A rank replaces
+this function, so that `status` shows the wait."""
 
 
 def cache_folder() -> Path:
@@ -287,7 +287,7 @@ def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = No
 
 
 def ready_made(half: Half, cache: Path) -> list[Path]:
-    """Return cached libraries from any compiler, newest first, for hosts without a compiler."""
+    """Return cached libraries of any compiler, newest first, for hosts without a compiler."""
     if not cache.is_dir():
         return []
     atomic.check_ownership(cache)
@@ -296,7 +296,7 @@ def ready_made(half: Half, cache: Path) -> list[Path]:
 
 
 def run_compiler(recipe: Recipe, folder: Path) -> Path:
-    """Compile in a separate process, which also loads the result as a test; return the library.
+    """Compile in a separate process that also loads the result as a test. Return the library.
 
     Raises EnvironmentFailure with the end of the compiler's output.
     """
@@ -345,8 +345,8 @@ def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
     atomic.sweep_temporaries(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{recipe.key}.build.", dir=host))
     logger.info(
-        "compiling the operators of slurmrl into %s, which takes 20 to 90 s, once for this cache; "
-        "to compile them before a job, run: %s",
+        "compiling the operators of slurmrl into %s (20 to 90 s, once for this cache); to compile "
+        "them before a job, run: %s",
         path,
         COMMAND,
     )
@@ -364,7 +364,7 @@ def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
 
 
 def _failure(recipe: Recipe, host: Path) -> Path:
-    """Return the file with the error of this host's last failed build."""
+    """Return the path of the file with the error of this host's last failed build."""
     return host / f"{recipe.key}.failure"
 
 
@@ -375,6 +375,6 @@ def _raise_if_failed(failure: Path, began: float) -> None:
 
 
 def _make_ours(folder: Path) -> None:
-    """Make a folder to which only the user can write, because libraries run as the user."""
+    """Make a folder to which only the user can write. Its libraries run with the user's rights."""
     atomic.make_private_directory(folder)
     atomic.check_ownership(folder)

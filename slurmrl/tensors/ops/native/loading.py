@@ -17,15 +17,15 @@ from slurmrl.tensors.ops.native import libraries
 from slurmrl.tensors.ops.native.libraries import Half
 
 SMALL_ELEMENTS = 2**18
-"""Number of elements below which nothing is built, because torch takes under 10 ms on a CPU, with
-the same bits."""
+"""Number of elements below which no operators are built. For fewer elements, torch takes under 10
+ms on a CPU and returns the same bits."""
 
 BUILT = SMALL_ELEMENTS
-"""Number of elements to state for operators whose compiled form is used for all sizes, because a
-token's result must not depend on the number of tokens."""
+"""Number of elements to pass for operators that must be compiled for all sizes, because a token's
+result must not depend on the number of tokens."""
 
 HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
-"""Half for each device type."""
+"""Half of the operators for each device type."""
 
 
 class Choice(StrEnum):
@@ -66,10 +66,10 @@ def for_floats(like: Tensor) -> Any:
 
 
 def chosen(failure: Callable[[], str], what: str) -> bool:
-    """Return whether to use kernels of Triton, according to SLURMRL_OPS.
+    """Return whether to use Triton kernels, according to SLURMRL_OPS.
 
-    ``failure`` tries them and returns why they cannot be used, or "". ``what`` names them. With
-    SLURMRL_OPS=native, EnvironmentFailure is raised if they cannot be used.
+    ``failure`` tries the kernels and returns why they cannot be used, or "". ``what`` is their name
+    in messages. With SLURMRL_OPS=native, EnvironmentFailure is raised if they cannot be used.
     """
     choice = Choice(env.OPS.get())
     if choice is Choice.TORCH:
@@ -82,7 +82,7 @@ def chosen(failure: Callable[[], str], what: str) -> bool:
 
 @cache
 def load(half: Half) -> Any:
-    """Load a half into this process, and return its operators; build it if the cache lacks it.
+    """Load a half into this process and return its operators. Build it if the cache lacks it.
 
     If compilers are missing or fail, use a cached library that another host built from the same
     sources. Raises EnvironmentFailure if there is none.
@@ -108,7 +108,7 @@ def load(half: Half) -> Any:
 
 @cache
 def _ready(device: torch.device) -> Any:
-    """Return the operators after a trial on the device. Raises EnvironmentFailure."""
+    """Return the operators after a test on the device. Raises EnvironmentFailure."""
     operators = load(HALVES[device.type])
     if device.type == "cuda":
         try:
