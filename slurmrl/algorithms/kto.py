@@ -139,7 +139,7 @@ def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> 
 
 
 def on_their_side(logratios: Tensor, desirable: Tensor, kl: float) -> Tensor:
-    """Return, as bool [S], which answers are on the side of ``kl`` that their labels ask for.
+    """Return, as bool [S], which answers are on the desired side of ``kl``.
 
     The log-ratio is greater than ``kl`` for desirable and less for undesirable answers.
     """

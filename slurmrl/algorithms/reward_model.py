@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 READ = "prompt_mask"
-"""Key of the mask of prompts. Calls in plans of old versions do not read it, so the score is the
+"""Key of the mask of prompts. Calls in plans of old versions do not read this key, so they use the
 value at the last token."""
 ScoreReader: TypeAlias = Callable[[Tensor, SequenceSample], Tensor]
 """Function that returns the scores [S] of sequences from the values [T] of their tokens."""
@@ -62,7 +62,7 @@ class RewardModelInterface(PairInterface):
         return tied(self._reader(context)(outputs["values"], batch), batch)
 
     def _reader(self, context: CallContext) -> ScoreReader:
-        """Return the reader of scores. An evaluated model is read as it was in its training."""
+        """Return the reader of scores. Evaluation reads at the token that training has used."""
         config = context.settings.config
         turn_end = config.total_steps != 0 or scored_at_turn_end(config.actor)
         return partial(pair_values, stops=context.stop_token_ids, turn_end=turn_end)

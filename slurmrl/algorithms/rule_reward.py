@@ -102,7 +102,7 @@ class RuleRewardInterface(Interface):
 
 
 def _by_task(name: str, context: CallContext) -> Scores | None:
-    """Return the scores by a rollout task of an item's completions; None if there are none."""
+    """Return the scores that a rollout task gave an item's completions; None without scores."""
     group = None if context.stored is None else context.stored(name)
     if group is None or group.scores is None:
         return None

@@ -1,8 +1,9 @@
 """Quantities of whole sequences, steps that train on a whole batch, notes for the samples table.
 
 For kept completions, notes contain the string and the values of each token. The call that scores
-completions adds the strings, and other calls add the values (`CallResult.notes`). Both begin with
-the first token that the policy wrote, and have at most ``logging.sample_tokens`` tokens: R tokens.
+completions adds the strings, and other calls add the values (`CallResult.notes`). Both lists begin
+with the first token that the policy wrote, and have at most ``logging.sample_tokens`` tokens: R
+tokens.
 
 T is the number of packed tokens and S the number of sequences. An item may have several sequences.
 """

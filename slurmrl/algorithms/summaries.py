@@ -321,7 +321,7 @@ def ratio(values: Sequence[float], weights: Sequence[float]) -> Estimate:
 
 
 def rate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values from 0 to 1, with Wilson's interval; NaN if one is."""
+    """Return the mean of independent values in [0, 1], with Wilson's interval; NaN for a NaN."""
     if any(map(math.isnan, values)):
         return Estimate(math.nan, math.nan, math.nan)
     center = min(max(math.fsum(values) / len(values), 0.0), 1.0)
@@ -329,7 +329,7 @@ def rate(values: Sequence[float]) -> Estimate:
 
 
 def _column(scores: Sequence[Record], name: str) -> list[float]:
-    """Return the scores with a name. Raises UsageError if one is missing or is not a number."""
+    """Return the items' scores of this name. Raises UsageError unless all are numbers."""
     for score in scores:
         value = score.get(name, "")
         if value is not None and not isinstance(value, int | float):

@@ -271,8 +271,8 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
 def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     """Remove trials with all their files: checkpoints, exports, metrics, logs.
 
-    Nothing is removed if one of them has a job, or if the configuration of another trial names its
-    files.
+    Nothing is removed if one of the trials has a job, or if the configuration of another trial
+    names its files.
     """
     from slurmrl.desk import trial_jobs, trials
 

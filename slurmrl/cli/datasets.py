@@ -164,7 +164,7 @@ def _print(sample: DataSample) -> None:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Score the completions of a JSONL file, such as 'slurmrl samples --json' prints. Each "
-    "object has completion, and id unless the file is in the order of the rows.",
+    "object has the key completion, and id unless the file is in the order of the rows.",
 )
 @click.option(
     "--timeout",
@@ -220,7 +220,7 @@ def _object(tried: Tried) -> dict[str, object]:
 
 
 def _mean(tried: Tried) -> float | None:
-    """Return the mean score of the completions that have one; None if none has."""
+    """Return the mean of the scores; None if no completion has a score."""
     scores = [item.score for item in tried.items if item.score is not None]
     return sum(scores) / len(scores) if scores else None
 
@@ -245,7 +245,7 @@ def _text(tried: Tried, name: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the string on one line. Cut the beginning of a long one: the answer is at the end."""
+    """Return the string on one line; cut its beginning if it is long: the answer is at the end."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARACTERS else f"…{line[-SHOWN_CHARACTERS:]}"
 

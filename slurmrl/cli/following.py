@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from slurmrl.desk.trial_jobs import Jobs
 
 FIRST_S, LONGEST_S = 0.3, 5.0
-"""Shortest and longest pause between two reads, in seconds. News restart with the shortest."""
+"""Shortest and longest pause between two reads, in seconds. After news, pauses restart with the
+shortest."""
 SLICE_S = 0.1
 """Length in seconds of the parts of a pause, between which Ctrl-C can end it."""
 CURVE_STEPS, CURVE_WIDTH = 400, 40
@@ -91,9 +92,9 @@ def follow(
     Pauses grow from ``first_s`` to ``longest_s`` seconds while there is no news. An error of the
     directory or the scheduler is reported once, and ``look`` is called again.
 
-    Without ``on_interrupt``, Ctrl-C raises KeyboardInterrupt as usual. Otherwise it ends the pause
-    and calls ``on_interrupt`` with the number of interrupts so far, which returns whether to stop
-    following. ``interrupts`` is the counter of a caller that already counts Ctrl-C.
+    Without ``on_interrupt``, Ctrl-C raises KeyboardInterrupt as usual. Otherwise Ctrl-C ends the
+    pause and calls ``on_interrupt`` with the number of interrupts so far. The function returns
+    whether to stop following. ``interrupts`` is the counter of a caller that already counts Ctrl-C.
     """
     sleep = sleep or time.sleep
     backoff = Backoff(first_s, longest_s)
@@ -146,15 +147,12 @@ def has_ended(paths: RunPaths) -> bool:
 
 
 def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
-    """Return a query that can be called as often as the directory is read.
-
-    For a shared scheduler, it returns the last answer again for a while.
-    """
+    """Return a query for every read of the directory; it may repeat a shared scheduler's answer."""
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
 
 
 class PolledScheduler:
-    """A scheduler that limits the requests of a command that reads run directories often."""
+    """A scheduler whose requests are limited if a command reads run directories often."""
 
     def __init__(self, kind: str) -> None:
         from slurmrl.scheduler import make
@@ -251,7 +249,7 @@ def exit_code(status: dict[str, Any]) -> int:
 
 
 class View(AbstractContextManager["View"]):
-    """Base class of views. It shows nothing, which is right for ``--json``."""
+    """Base class of views. It shows nothing, as ``--json`` requires."""
 
     def update(self, status: status_text.Status) -> None:
         """Show a new status."""

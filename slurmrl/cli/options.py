@@ -50,7 +50,7 @@ def _use_profile(ctx: click.Context, parameter: click.Parameter, name: str | Non
 
 
 def examples(*lines: str) -> str:
-    """Return the end of a command's help, which has examples of command lines."""
+    """Return examples of command lines for the end of a command's help."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
@@ -171,7 +171,7 @@ def complete_trials_or_files(
 def complete_keys(
     ctx: click.Context, parameter: click.Parameter, typed: str
 ) -> list[CompletionItem]:
-    """Return the keys that begin with ``typed`` and have as many parts.
+    """Return the keys that begin with ``typed`` and have the same number of parts.
 
     A section is offered with and without a dot, because its keys may follow.
     """

@@ -251,7 +251,7 @@ class _Searched(NamedTuple):
 def _write(path: Path, text: str, found: _Searched, answer: Answer) -> None:
     """Write a configuration after checking that it loads with the settings of the answer.
 
-    A relative path of the command line refers to another folder, and an alias changes two sections.
+    Reason: relative paths on the command line start at another folder; aliases change two sections.
     """
     from slurmrl.errors import ConfigError, UsageError
 
@@ -315,7 +315,7 @@ def _search(
         progress.clear()
     given = predict_step(settings, request.mean)
     hardware = hardware_of(settings.config.cluster)
-    assert given is not None, "the search has predicted it"
+    assert given is not None, "the search has predicted this step"
     assert hardware is not None
 
     def load_file(other: Path) -> Settings:
@@ -337,8 +337,8 @@ def _search(
 def _loaders(settings: Settings, load: Callable[..., Settings]) -> tuple[Load, Load]:
     """Return two functions that load settings with other overrides.
 
-    The second function raises ConfigError if a submission needs more than it needs with
-    ``settings``.
+    The second function raises ConfigError for problems of a submission that ``settings`` do not
+    have.
     """
     from slurmrl.errors import ConfigError
 

@@ -129,8 +129,8 @@ def _limits(text: str) -> list[str]:
     "--task-wait",
     callback=_checked(_waits),
     metavar="TIME|fixed:TIME",
-    help="Mean wait of a job of rollout tasks, or the wait of every such job. Default: as the "
-    "trainers' jobs.",
+    help="Queue wait of jobs of rollout tasks, in the form of --queue-wait. Default: the wait of "
+    "the trainers' jobs.",
 )
 @click.option(
     "--first-wait",

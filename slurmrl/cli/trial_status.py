@@ -62,7 +62,7 @@ FIRST_S, LONGEST_S = 1.0, 30.0
     type=click.Choice(["name", "age", "state"]),
     default="name",
     show_default=True,
-    help="Order of a list; age lists the trial that was submitted last first.",
+    help="Order of a list; age lists the newest submission first.",
 )
 @click.option("--exit-status", is_flag=True, help="Exit with 1 if one of the trials has failed.")
 @common

@@ -123,7 +123,7 @@ def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
 def may_change() -> str:
     """Return a message part that lists the settings a resumed trial may change.
 
-    A setting of all models appears once.
+    A setting that every model has appears once.
     """
     keys = MAY_CHANGE | LAYOUT | SCHEDULES
     of_models = {key.removeprefix("actor.") for key in keys if key.startswith("actor.")}
@@ -144,7 +144,7 @@ def _differing(old: Any, new: Any, key: str) -> list[Difference]:
 
 
 def _is_at_or_below(key: str, keys: frozenset[str]) -> bool:
-    """Return whether ``keys`` has a dotted key or a section that contains the key."""
+    """Return whether ``keys`` contains the dotted key or one of its enclosing sections."""
     parts = key.split(".")
     above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(fnmatchcase(name, pattern) for name in above for pattern in keys)
@@ -161,7 +161,7 @@ WHERE: Final = ("backend", "gpus", "model")
 
 
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides, with more overrides by which other roles follow the actor's layout.
+    """Return the overrides, plus overrides that give other roles the actor's new layout.
 
     A role follows if it had the actor's layout and the overrides set no layout for it. Also add the
     layout that a new number of rollout tasks needs.
@@ -249,8 +249,8 @@ def moved_schedules(
 ) -> list[str]:
     """Return lines for the user about learning rates that change if the trial resumes after a step.
 
-    ``trained`` has each trained role and the number of first steps that do not train the role. Each
-    later step has ``optimizer_steps`` optimizer steps.
+    ``trained`` maps each trained role to the number of first steps that do not train it. Each later
+    step has ``optimizer_steps`` optimizer steps.
     """
     lines = []
     old_steps, new_steps = old.total_steps or 0, new.total_steps or 0

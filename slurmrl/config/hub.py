@@ -4,8 +4,8 @@ A reference (``hf://org/name@revision``) becomes a folder in a cache under the r
 folder has one commit of the repository. Later trials and jobs read it without network access. The
 hub's own library runs in a child process (`hub_child`). Torch-free.
 
-A file next to the folder lists its files. `damage` compares both to detect lost files: some file
-systems remove old files one by one, and people remove folders that look unused.
+A file next to the folder lists its files. `damage` compares folder and list to detect lost files:
+some file systems remove old files one by one, and people remove folders that look unused.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ class HubCache:
         self.folder = root / user_name() / CACHE
 
     def pinned(self, reference: HubReference, before: str | None) -> HubReference:
-        """Return the commit whose folder a trial used ``before``.
+        """Return the reference to the commit in ``before``, the folder that a trial has used.
 
-        If the revision has never meant that commit, return the reference unchanged.
+        If the cache does not record that the revision meant this commit, return ``reference``.
         """
         for commit in reference.commits(self.folder):
             if str(reference.folder(self.folder, commit)) == before:

@@ -42,7 +42,7 @@ _UNITS: Final = {
     "_epochs": "epochs",
     "_tokens": "tokens",
 }
-"""Unit by the suffix of a key; a `Unit` of its type takes precedence."""
+"""Unit by the suffix of a key; a `Unit` in the key's type takes precedence."""
 
 
 @dataclass(frozen=True)

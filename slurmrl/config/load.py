@@ -383,8 +383,8 @@ def as_written(
 ) -> tuple[Any, list[Problem]]:
     """Return a copy of the values at ``prefix`` as the user wrote them, and the problems.
 
-    A number becomes a string with its spelling if the setting is a string (``trial: 007``). Paths
-    get values for ``~`` and variables.
+    A number becomes a string with its spelling if the setting is a string (``trial: 007``). ``~``
+    and variables in paths are replaced.
     """
     problems: list[Problem] = []
     return _written(schema, values, source, prefix, problems), problems
@@ -433,6 +433,6 @@ def _has_variables(annotation: Any) -> bool:
 
 
 def _path(text: str, source: Source, key: KeyPath) -> str:
-    """Return a path with values for its variables. In a trial's recorded path, ``$`` is literal."""
+    """Return a path with its variables replaced. In a trial's recorded path, ``$`` is literal."""
     recorded = source.resolved and source.where(key) != COMMAND_LINE
     return text if recorded and os.path.isabs(text) else expanded(text)

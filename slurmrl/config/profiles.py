@@ -111,7 +111,7 @@ _VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def expanded(text: str) -> str:
-    """Return a path with values for a leading ``~`` or ``~user``, ``$NAME`` and ``${NAME}``.
+    """Return a path after replacing a leading ``~`` or ``~user``, ``$NAME`` and ``${NAME}``.
 
     Raises UsageError if a variable has no value or the user does not exist.
     """

@@ -142,7 +142,7 @@ def value_at(values: Any, key_path: KeyPath) -> Any:
 
 
 def read(path: Path) -> Source:
-    """Return the values of a YAML file. Raises UnreadableInputError, ConfigError if it is none."""
+    """Return a file's values. Raises UnreadableInputError, or ConfigError if it is not YAML."""
     text = _text(path)
     source = Source(path, resolved=text.startswith(RESOLVED))
     node = compose(text, str(path))

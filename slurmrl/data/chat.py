@@ -240,7 +240,7 @@ class ChatTemplate:
         return len(before), last
 
     def _opening(self, text: str, tools: Any) -> int:
-        """Return the start of the assistant's turn in a rendered conversation that it begins.
+        """Return the start of the assistant's turn at the beginning of a rendered conversation.
 
         The turn starts after the generation prompt. Example messages show this prompt, because
         templates need not render an empty conversation.
@@ -418,7 +418,7 @@ class EndOfTurn(NamedTuple):
         )
 
     def in_text(self, text: str, place: int, *, calls: bool) -> tuple[int, str]:
-        """Return the end of a turn that the first token of the next message ends.
+        """Return the end of a turn whose end token is the first token of the next message.
 
         If no message follows, also return that token, which the caller appends; otherwise "". The
         turn's content ends at ``place``. ``calls`` says whether the turn calls tools.

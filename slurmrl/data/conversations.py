@@ -50,7 +50,7 @@ def wrong_conversation(value: Any) -> str:
 
 
 def wrong_answer(value: Any) -> str:
-    """Return why a list of messages is neither an answer nor a conversation that ends with one."""
+    """Return why messages are neither an answer nor a conversation that ends with an answer."""
     if reason := wrong_messages(value) or _wrong_switch(value):
         return reason
     if value[-1]["role"] != ASSISTANT:

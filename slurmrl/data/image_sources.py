@@ -24,7 +24,7 @@ LARGEST_LIST: Final = 2**30
 HALF: Final = 32
 """Number of leading characters of a `Sources` fingerprint that depend only on the files of rows."""
 GONE: Final = "gone"
-"""State and fingerprint of a set of images of which one no longer exists."""
+"""State and fingerprint of a set of images if one of them no longer exists."""
 
 
 class ImageFiles:
@@ -106,7 +106,7 @@ class Sources:
         return [*sizes, -1 if found is None else sum(found)]
 
     def fingerprint(self, progress: Callable[[float], None]) -> str:
-        """Return `fingerprint_of` the files, followed by one for all images.
+        """Return `fingerprint_of` the files, followed by a fingerprint of all images.
 
         ``progress`` receives the share of the files, and then of the images, that has been read.
         """
@@ -130,7 +130,7 @@ class Sources:
         return ""
 
     def _of_images(self, read: Callable[[Path], T]) -> list[T] | None:
-        """Return what ``read`` returns for each image; None if one does not exist."""
+        """Return the result of ``read`` for each image; None if an image does not exist."""
         found = []
         for image in self.images or ():
             try:

@@ -20,7 +20,7 @@ from slurmrl.tensors.weights.format import VersionId
 STALE: Final = "stale"
 """Reason of drops: the samples of the item are from too old weights."""
 LATE: Final = "late"
-"""Reason why a result does not count: its lease does not hold its item, or no longer does."""
+"""Reason why a result does not count: its lease never held its item or has lost it."""
 ROLLED_BACK: Final = "rolled back"
 """Reason why a sample does not count: some of its tokens are from weights that training has
 abandoned."""
@@ -89,7 +89,7 @@ class SampleLedger(Ledger):
         self._granted = 0
         self._leases: dict[str, LeasedItems] = {}
         self._by_holder: dict[str, list[str]] = {}
-        """The names of the leases of each holder that has any, in the order of their grants."""
+        """Names of each holder's leases, in the order of their grants; only holders with leases."""
         for lease in record.leased:
             self._hold(lease)
         self._finished = {one.item: one for one in record.samples if self._counts(one)}
@@ -185,7 +185,7 @@ class SampleLedger(Ledger):
         return returned
 
     def redo(self, sample: StoredGroup) -> bool:
-        """Queue an item again whose finished sample cannot be read.
+        """Queue an item again because its finished sample cannot be read.
 
         Return whether the sample waited for a step. Ignore other samples.
         """
@@ -248,7 +248,7 @@ class SampleLedger(Ledger):
         }
 
     def expected(self, count: int, admission: Admission) -> int:
-        """Return how many items a step probably uses for ``count`` trained ones.
+        """Return how many items a step probably uses to train ``count`` items.
 
         The result is at least ``count``. It is scaled by the minimum number of items that one of
         the last `USED_STEPS` steps used for its batch: surplus items would become stale.

@@ -2,9 +2,9 @@
 
 Items are numbered by their place in the endless order of the dataset (see `data.order`). Each item
 is queued, in flight for a step, trained at a step, or dropped for a reason. Items may finish in any
-order. A commit contains the ledger as a `LedgerRecord`. Its size does not depend on the length of
-the trial: it lists only items after the first unfinished one that were taken from the queue. With
-rollout tasks, it also lists leased items and samples (see `data.leases`).
+order. A commit contains the ledger as a `LedgerRecord`. The record's size does not depend on the
+length of the trial: it lists only taken items after the first unfinished item. With rollout tasks,
+the record also lists leased items and samples (see `data.leases`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DropCount:
 
 @dataclass(frozen=True, kw_only=True)
 class LeasedItems:
-    """The items that one lease still holds, as the ledger and requests to the holder have them.
+    """Items that a lease still holds, in the form of the ledger and of requests to the holder.
 
     A request asks for the completions of each item. The plan has the number of completions and the
     sampling options.
@@ -82,8 +82,8 @@ class LeasedItems:
     oldest: Annotated[str, VERSION]
     """The weights that the holder had when it got the lease; no token is from older weights."""
     rows: tuple[tuple[Number, Number], ...] = ()
-    """Epoch and row number in the dataset of each item. Only requests have these numbers, because
-    the ledger's owner computes them from the order of the dataset."""
+    """Epoch of each item, and its row number in the dataset. Only requests have these numbers,
+    because the ledger's owner computes them from the order of the dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)

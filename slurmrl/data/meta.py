@@ -64,7 +64,7 @@ class SampleMeta:
         return [len(row) for row in self.lengths[key]]
 
     def main_key(self) -> str:
-        """Return the key with the largest total length; the first one if several have it."""
+        """Return the key with the largest total length; the first of several such keys."""
         if not self.lengths:
             raise ValueError("a sample without keys has no main key")
         return max(self.lengths, key=lambda key: sum(map(sum, self.lengths[key])))

@@ -1,7 +1,7 @@
 """Order of a dataset's items, and their split over ranks and micro-batches. Torch-free.
 
-Both are pure functions, so any process can compute them. The order depends on the seed, the
-settings and the prepared rows; the split depends on the lengths.
+Order and split are pure functions, so any process can compute them. The order depends on the seed,
+the settings and the prepared rows; the split depends on the lengths.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ def _numbers(config: DatasetConfig, directory: Path) -> NDArray[np.float64]:
 def balanced_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[list[int]]:
     """Partition the indices into ``k`` parts of about equal total length in each section.
 
-    There are ``sections`` consecutive sections. The longest sequence comes first, and each goes
-    into the part with the smallest total of the section (LPT: the largest part of a section is at
-    most 4/3 - 1/3k of the optimum, Graham 1969). A tie goes to the part with fewer sequences of the
-    section, then to the part with the smaller total so far.
+    There are ``sections`` consecutive sections. Sequences go, the longest first, into the part with
+    the smallest total of the section (LPT: the largest part of a section is at most 4/3 - 1/3k of
+    the optimum, Graham 1969). A tie goes to the part with fewer sequences of the section, then to
+    the part with the smaller total so far.
 
     Every part is sorted; none is empty in a section of at least ``k`` lengths.
     """
@@ -202,9 +202,8 @@ def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[li
     """Partition the indices into ``k`` parts of equal size and about equal total length.
 
     In each of ``sections`` consecutive sections, and therefore among all indices, the sizes of two
-    parts differ by at most one. Within that limit, total lengths are about equal: the longest
-    sequence comes first, and each goes into the part with the smallest total of the section that
-    has room.
+    parts differ by at most one. Within that limit, total lengths are about equal: sequences go, the
+    longest first, into the part with the smallest total of the section that has room.
 
     Every part is sorted.
     """
@@ -234,11 +233,11 @@ def longest_first(
 ) -> list[int]:
     """Reorder indices into batches of about equal total length, the largest total first.
 
-    The longest sequence comes first, and each goes into the batch with the smallest total for its
-    size that has room (LPT). Within a batch the order is kept.
+    Sequences go, the longest first, into the batch with the smallest total for its size that has
+    room (LPT). Within a batch the order is kept.
 
     The first batch has ``first`` items, which complete a batch that began before, unless ``first``
-    is 0. It stays the first batch, and an incomplete last batch stays the last.
+    is 0. This batch stays the first, and an incomplete last batch stays the last.
     """
     first = min(first, len(order))
     whole, rest = divmod(len(order) - first, batch)
@@ -300,7 +299,8 @@ class Spread:
     parts: tuple[tuple[int, ...], ...]
     """Indices of items in the batch, ascending, of each data-parallel rank."""
     members: tuple[tuple[int, ...], ...]
-    """Global ranks that work on each part. The first one sends and receives for all of them."""
+    """Global ranks that work on each part. The first rank of a part sends and receives for the
+    others."""
 
     def part_of(self, rank: int) -> int | None:
         """Return the number of a global rank's part; None for a rank outside the layout."""

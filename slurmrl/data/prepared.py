@@ -260,7 +260,7 @@ class PreparedRows:
 
 
 class PreparedWriter:
-    """Writes rows into a directory that no other process writes. They count only after `publish`.
+    """Writes rows into a directory of this process. The rows count only after `publish`.
 
     Raises EnvironmentFailure.
     """

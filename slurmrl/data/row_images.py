@@ -27,7 +27,7 @@ UNREAD: Final = ("video", "videos", "audio", "audios", "image", "images")
 """Usual names of columns with media. They are rejected without their key, because training would
 ignore them."""
 READ: Final = frozenset(("type", "video"))
-"""Keys of a part of type video. Other libraries read further ones, such as ``fps``."""
+"""Keys of a part of type video. Other libraries read further keys, such as ``fps``."""
 CHECKS: Final = {"image": check_image, "video": check_video}
 
 

@@ -32,7 +32,7 @@ IMAGE_ROWS: Final = 32
 
 
 class RowTokenizer:
-    """Tokenizes rows and leaves out those above the length limits."""
+    """Tokenizes rows and leaves out rows above the length limits."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class Remarks:
             return "describe the tools in prompt_template"
         if not chat.writes([{"type": "function", "function": {"name": missing[0], **EXAMPLE}}]):
             return (
-                "the chat template writes no tools: use another one (dataset.chat_template: FILE), "
+                "the chat template writes no tools: replace it (dataset.chat_template: FILE), "
                 "or describe the tools in a system prompt"
             )
         reasons = [reason for name in missing if (reason := without_schema(name))]

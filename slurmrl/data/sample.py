@@ -186,7 +186,7 @@ class SequenceSample(SampleMeta):
 
 
 def pictures_of(sample: SampleMeta) -> list[str]:
-    """Return the path of each item's pictures (`tensors.pictures`); "" for an item without any."""
+    """Return the path of each item's pictures (`tensors.pictures`); "" for no pictures."""
     found: list[str] = sample.metadata.get(METADATA, [NONE] * sample.bs)
     return found
 

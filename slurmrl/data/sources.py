@@ -144,7 +144,7 @@ def parsed(number: int, raw: bytes) -> SourceRow:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a row. Raises ValueError for a key that it has twice."""
+    """Return an object of a row. Raises ValueError for a repeated key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -204,7 +204,7 @@ def make_tokenizer(
     UsageError and EnvironmentFailure.
     """
     if output.exists() and not (output.is_dir() and not os.listdir(output)):
-        raise UsageError(f"{output} exists: --output names another folder")
+        raise UsageError(f"{output} exists: choose another folder with --output")
     made = output.parent / f".{output.name}.{uuid.uuid4().hex}"
     try:
         train_bpe(texts(files, keys), vocabulary, made)

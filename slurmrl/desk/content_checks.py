@@ -72,7 +72,7 @@ def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | Non
     """Return the changed file or image of a source, whose ``fingerprint`` the commit recorded.
 
     Return "" if nothing has changed. Return None if the files are too large to be read, and the
-    sizes and times that ``prepared`` has recorded do not answer the question.
+    sizes and times in ``prepared`` do not decide.
     """
     try:
         files = open_source(Path(part.path), part.split).files

@@ -123,8 +123,8 @@ def _as_name(text: str) -> str:
 def of_evaluation(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of an evaluation for the overrides of the trained trial.
 
-    ``experiment=NAME`` names the experiment of the trained trial, which finds the results under the
-    corresponding name.
+    ``experiment=NAME`` is the trained trial's experiment, which determines the experiment of the
+    evaluation.
     """
     unset = (EXPERIMENT, f"{EXPERIMENT}null")
     return [

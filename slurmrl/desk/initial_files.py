@@ -156,7 +156,7 @@ def copy_examples(target: Path) -> None:
     """
     list(examples())
     if target.exists() and not (target.is_dir() and not os.listdir(target)):
-        raise UsageError(f"{target} exists: --output names another folder")
+        raise UsageError(f"{target} exists: choose another folder with --output")
     made = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     try:
         copying.copy(EXAMPLES.resolve(), made, FETCHED)

@@ -122,7 +122,7 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
         )
     if tasks > group.links:
         raise UsageError(
-            f"{tasks} tasks are not allowed: the array of {name} has {group.links}; raise "
+            f"{tasks} tasks are not allowed: the array of {name} has {group.links} elements; raise "
             f"rollout.slurm.links or rollout.tasks.max when you resume it"
         )
     if 0 < tasks < settings.min:

@@ -25,7 +25,7 @@ ATTRIBUTES: Final = re.compile(r"(?<=[)`])\{[:.#][^}\n]*\}")
 FORMULA: Final = re.compile(
     r"```.*?```|`[^`]*`|\$\$(.+?)\$\$|\$(?=\S)((?:(?!\n\n)[^$])+)(?<=\S)\$", re.DOTALL
 )
-"""Code, which stays, or a formula of LaTeX."""
+"""Pattern of code, which stays, or of a LaTeX formula."""
 CALL_OUT: Final = re.compile(r'(!!!|\?\?\?\+?|===\+?!?) *([\w-]*) *(?:"([^"]*)")?')
 
 
@@ -145,7 +145,7 @@ def _without_site(topic: str, line: str) -> str:
 
 
 def site_page(topic: str | None) -> Path:
-    """Return the page of the built site. Raises EnvironmentFailure if there is none."""
+    """Return the page of the built site. Raises EnvironmentFailure if the site is missing."""
     page = f"files/{CHANGELOG.stem}" if topic == "changelog" else topic or HOME
     path = PAGES.resolve().parent.joinpath(*SITE, f"{page}.html")
     if not path.is_file():

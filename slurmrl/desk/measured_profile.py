@@ -104,7 +104,7 @@ def _of(points: Iterable[Mapping[str, Any]], what: str, **like: Any) -> Iterator
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return (a, b) of the line a + b x through ``points`` (x, y); neither is negative.
 
-    It minimizes the sum of the squares of the relative errors.
+    The line minimizes the sum of the squares of the relative errors.
     """
     weights = [(1 / y, x / y) for x, y in points]
     aa = sum(one * one for one, _ in weights)
@@ -453,7 +453,7 @@ def _group(what: Profiling, cluster: Cluster, kind: str) -> GroupRequest:
 
 
 def _name(cluster: Cluster, gpus: int) -> str | None:
-    """Return the name by which `plan` finds the hardware; None if only the job can find it out."""
+    """Return the name by which `plan` finds the hardware; None if only the job can detect it."""
     if not gpus:
         return CPU
     known = hardware.name_of(cluster.model_copy(update={"gpus_per_worker": 1}))

@@ -208,7 +208,7 @@ def repository_of(folder: Path) -> Repository | str:
 
 
 def commit_of_package() -> str:
-    """Return the commit of this slurmrl, with ``+changes`` if it has any; empty if unknown.
+    """Return the commit of this slurmrl, with ``+changes`` if files differ; empty if unknown.
 
     Ignore a repository that only contains the environment in which slurmrl is installed.
     """

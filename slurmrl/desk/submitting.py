@@ -343,8 +343,8 @@ def claim_submission(paths: RunPaths, before: int, request: Mapping[str, Any]) -
 def confirm_submission(paths: RunPaths, jobs: Jobs) -> None:
     """Cancel these jobs and raise UsageError if there is a newer submission in spite of the claim.
 
-    An older slurmrl may have submitted, or another process took this process for dead. Even without
-    this check, the jobs would exit.
+    An older slurmrl may have submitted, or another process may have mistaken this process for dead.
+    Even without this check, the jobs would exit.
     """
     newest = newest_submission(paths)
     if newest is not None and newest.number > jobs.number:

@@ -3,8 +3,8 @@
 A bundle is a tar archive of regular files, for a cluster without a network. It contains the
 configuration, whose paths are inside the bundle, and the user's own code. It has the files of
 models and datasets below `INPUTS`, and wheels below `WHEELS`. The last member is `MANIFEST`, with
-the size and checksum of every other member. The same inputs make the same bytes. Nothing of an
-archive is used before it was checked.
+the size and checksum of every other member. The same inputs make the same bytes. Each member of an
+archive is checked before it is used.
 """
 
 from __future__ import annotations

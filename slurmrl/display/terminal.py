@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 GAP = "  "
 LEAST = 28
-"""Minimum width of wrapped text in columns. If its head leaves less, it starts on the next line."""
+"""Minimum width of wrapped text in columns. With less space, text starts on the next line."""
 BELOW = "    "
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -38,12 +38,12 @@ LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
 all scalars. Statistics whose names end in `MAXIMUM` are maxima instead of sums."""
 MAXIMUM = "_max"
 Veto = Callable[[Mapping[str, float]], bool]
-"""Function from the sums of a step's statistics over all ranks to whether to skip its update."""
+"""Function that decides from the global sums of a step's statistics whether to skip the update."""
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]
 """Function from (outputs of whole sequences, micro-batch) to per-token results, each [T]."""
 
 Served = RolloutEngine | None
-"""Engine to which a rank submits requests; None for a rank that submits none."""
+"""Engine to which a rank submits requests; None for a rank without requests."""
 
 TOKENS = "input_ids"
 
@@ -74,7 +74,7 @@ class ServingOptions:
     whole distribution."""
     settled: Callable[[], Awaitable[None]] | None = None
     """Function that returns when no further request will be submitted before an earlier request is
-    answered. Engines that compute requests in rounds await it. Default: return at once."""
+    answered. Engines with rounds of requests await this function. Default: return at once."""
 
 
 class Engine(ABC):
@@ -139,7 +139,7 @@ class Engine(ABC):
 
     @property
     def served_types(self) -> Collection[str] | None:
-        """Data types in which the servers compute; None on a rank without a connection to one."""
+        """Data types in which the servers compute; None on a rank without a server."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing else
@@ -147,7 +147,7 @@ class Engine(ABC):
 
 
 class TrainEngine(Engine):
-    """An engine that trains a model, or runs a frozen one on whole sequences."""
+    """An engine that trains a model, or runs a frozen model on whole sequences."""
 
     trained: bool
 
@@ -201,9 +201,9 @@ class TrainEngine(Engine):
 
         The result is the same on every rank: the sums (maxima) of ``loss_fn``'s statistics and
         ``loss`` (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. If
-        the gradient is not finite, the update is skipped and ``skipped`` is 1. ``veto`` gets those
-        sums with ``loss``, ``tokens`` and ``denominator``. If it returns true, the update is
-        skipped and ``vetoed`` is 1.
+        the gradient is not finite, the update is skipped and ``skipped`` is 1. ``veto`` gets the
+        sums of the statistics, with ``loss``, ``tokens`` and ``denominator``. If it returns true,
+        the update is skipped and ``vetoed`` is 1.
         """
 
     @abstractmethod
@@ -244,7 +244,7 @@ class TrainEngine(Engine):
     def load(self, directory: Path) -> None:
         """Resume from a checkpoint of any number of ranks. No-op if the model is not trained.
 
-        Raises CheckpointError for an incomplete checkpoint or one of another model.
+        Raises CheckpointError for an incomplete checkpoint or a checkpoint of another model.
         """
 
 

@@ -45,7 +45,7 @@ it is computed again, because the other columns are padding."""
 
 
 class HFBatch:
-    """Rows that share a cache. It lacks the last sampled token of each unfinished row."""
+    """Rows that share a cache. The cache lacks the last sampled token of each unfinished row."""
 
     def __init__(
         self,

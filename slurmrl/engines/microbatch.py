@@ -213,7 +213,7 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
 
 
 def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
-    """Return the names of the ranks that have some.
+    """Return the names from the ranks that have names.
 
     (The other ranks contribute zeros to a maximum over the encoded names.)
 
@@ -355,7 +355,7 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
     saved = [0] * (len(common) + 2)
     """For each sequence, the maximum number of tokens that it and later sequences can save."""
     choices = [(1, 0)] * (len(common) + 1)
-    """For each sequence, the number of sequences that share a prefix from it on, and its length."""
+    """For each sequence, the number of sequences with a common prefix from here, and its length."""
     for first in reversed(range(len(common))):
         saved[first], length = saved[first + 1], common[first]
         for count, tokens in enumerate(common[first : first + MOST - 1], 2):
@@ -376,7 +376,7 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
 
 
 def _common_tokens(sample: SequenceSample) -> list[int]:
-    """Return the number of initial tokens that each sequence has in common with the next one.
+    """Return the number of initial tokens that each sequence has in common with the next sequence.
 
     The last tokens of both sequences do not count.
     """
@@ -397,7 +397,7 @@ def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[in
     Items that share a prefix stay together as far as ``max_tokens`` allows.
     """
     again = [0] * sum(sample.sequence_counts(TOKENS))
-    """Number of tokens that each sequence shares with the previous one."""
+    """Number of tokens that each sequence shares with the previous sequence."""
     for prefix in shared_prefixes(sample):
         again[prefix.first + 1 : prefix.first + prefix.count] = [prefix.length] * (prefix.count - 1)
     groups: list[list[int]] = []

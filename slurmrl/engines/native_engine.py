@@ -52,8 +52,8 @@ class GatheredGeneration(GenerateEngine):
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
         """Serve requests as `GenerateEngine.serving` does, with gathered weights.
 
-        No rank may call another method of the engine until it leaves. Without turns, each rank gets
-        an engine.
+        A rank must leave before it calls another method of the engine. Without turns, each rank
+        gets an engine.
         """
         self._offload.check()
         with torch.no_grad(), self._shards.gathered() as decoder:

@@ -190,8 +190,8 @@ def _placed(settings: Settings, model: ModelPlan) -> PlacedLayout:
     section = model_of(settings.config, model.role)
     if section.implementation == "hf":
         raise UsageError(
-            f"moves of the weights of {model.role} are known only once it is built, because it is "
-            "a model of transformers (implementation: hf)"
+            f"moves of the weights of {model.role} are known only once the model is built, "
+            "because it is a model of transformers (implementation: hf)"
         )
     config = ModelConfig.from_hf(config_values(section))
     return PlacedLayout(planned_layout(model, section, config), model.ranks)

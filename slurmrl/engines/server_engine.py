@@ -296,7 +296,7 @@ class ServerEngine(GenerateEngine):
         self._installed = folder
 
     async def _serve(self, servers: Servers, version: WeightVersion) -> None:
-        """Make the servers load ``version``. Raises UsageError if they reject it."""
+        """Make the servers load ``version``. Raises UsageError if they reject the version."""
         try:
             await servers.engine.update_weights(version)
         except UsageError as error:

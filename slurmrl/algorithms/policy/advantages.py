@@ -61,7 +61,7 @@ class Responses:
     cu_seqlens: Tensor
     """[S+1] cumulative numbers of response tokens."""
     last: Tensor
-    """[S'] positions in [R] of the last response tokens of the S' sequences that have any."""
+    """[S'] positions in [R] of the last tokens of the S' sequences with response tokens."""
     answered: Tensor
     """[S'] numbers of the sequences that have response tokens."""
 
@@ -408,8 +408,7 @@ def whiten(x: Tensor, mean: float, std: float) -> Tensor:
 def old_logprobs(sample: SequenceSample) -> Tensor:
     """Return the log-probabilities [T] of the policy before the updates.
 
-    The training engine has recomputed them if the graph has that call. Otherwise, generation has
-    recorded them.
+    Return the training engine's values if a call has recomputed them, else generation's values.
     """
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 

@@ -138,7 +138,7 @@ def explained_variance(returns_std: float, error_std: float) -> float:
 def _training_sample(
     sample: SequenceSample, estimates: Estimates, settings: PolicyGradient
 ) -> SequenceSample:
-    """Return the sample with the return of each token at the position of the state before it."""
+    """Return the sample with each token's return at the position of the preceding state."""
     ids = sample.tensor("input_ids")
     counts = trained_completions(sample, settings)[estimates.responses.sequence]
     states = estimates.responses.tokens - 1

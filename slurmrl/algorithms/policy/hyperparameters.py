@@ -25,12 +25,12 @@ class Updates(Section):
     """Minibatches and epochs over a batch, and conditions that end them early."""
 
     n_minibatches: PositiveInt = 4
-    """Parts of a batch, with equal numbers of prompts and one optimizer step each. They are the
-    same for every number of ranks."""
+    """Parts of a batch, with equal numbers of prompts and one optimizer step each. The parts do not
+    depend on the number of ranks."""
     shuffle_minibatches: bool = False
-    """Select the minibatches of each epoch at random, whatever the number of ranks. `false`
-    uses consecutive parts of the batch: the ranks' shares of a part then have about equal
-    numbers of tokens, and not only on average."""
+    """Select the minibatches of each epoch at random, whatever the number of ranks. `false` uses
+    consecutive parts of the batch. The ranks' shares of a part then have about equal numbers of
+    tokens; with `true`, only on average."""
     n_epochs: PositiveInt = 1
     """Passes over each batch."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
@@ -148,9 +148,9 @@ class Correction(Section):
 
     recompute_logprobs: bool | None = None
     """Compute the old log-probabilities of a batch with the training engine before training,
-    instead of using those that generation recorded. Default: true with a `correction`; else
-    false if completions may be stale (`rollout.tasks.max_staleness`); else true in bfloat16 and
-    if generation has another precision than `actor.dtype`; else false."""
+    instead of using generation's values. Default: true with a `correction`. Otherwise false if
+    completions may be stale (`rollout.tasks.max_staleness`), and true if `actor.dtype` is bfloat16
+    or differs from generation's precision."""
     correction: Literal["none", "weight", "truncate", "mask"] | None = None
     """Importance weights of recomputed old probabilities over the probabilities of generation. They
     multiply the losses of tokens.
@@ -188,8 +188,8 @@ class Correction(Section):
     """Value that must be within the bounds.
 
     - `token`: the value of each token. Only the token is left out.
-    - `mean`, `sum`, `max`: this statistic over a response. All its tokens are left out. Mean and
-      sum of `ratio` are those of log r."""
+    - `mean`, `sum`, `max`: this statistic over a response. All its tokens are left out. For
+      `ratio`, mean and sum are of log r."""
     reject_upper: PositiveFloat | None = None
     """Largest value that is not rejected. `null` sets no bound. Example: `2.0`"""
     reject_lower: float | None = None
@@ -230,7 +230,7 @@ class Correction(Section):
             chosen = chosen if self.corrects else f"reject_by: {self.reject_by}"
             raise ValueError(
                 f"{chosen} is not allowed with recompute_logprobs: false: it compares recomputed "
-                "log-probabilities with those of generation; remove one"
+                "log-probabilities with generation's; remove one of the two"
             )
         return self
 
@@ -371,7 +371,7 @@ class Filters(Section):
         if self.mask_truncated and self.max_truncated == 0.0:
             raise ValueError(
                 "mask_truncated: true is not allowed with max_truncated 0.0, which drops every "
-                "prompt that has a truncated completion; remove one"
+                "prompt that has a truncated completion; remove one of the two"
             )
         return self
 
@@ -484,8 +484,8 @@ class RewardShaping(Section):
         if self.overlong_buffer is not None and self.mask_no_eos_with_zero:
             raise ValueError(
                 f"overlong_buffer {self.overlong_buffer} is not allowed with "
-                "mask_no_eos_with_zero: true: the penalty of a truncated completion would be "
-                "replaced by 0; remove one"
+                "mask_no_eos_with_zero: true: a reward of 0 would replace the penalty of a "
+                "truncated completion; remove one of the two"
             )
         if self.overlong_buffer is None and self.overlong_penalty != 1.0:
             raise ValueError(

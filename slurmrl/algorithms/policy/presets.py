@@ -177,8 +177,8 @@ BELONGS_TO: Final = {
     "sapo_tau_negative": "objective",
     "aggregation_length": "aggregation",
 }
-"""Settings whose preset values apply only with the preset's choice of another setting: setting ->
-other setting."""
+"""Setting -> other setting: the preset's value of the setting applies only with the preset's value
+of the other setting."""
 
 
 CHOICES: Final[dict[str, type[Section]]] = {

@@ -45,8 +45,7 @@ BACKENDS: Final = {
 
 
 ARCHON: Final = "archon"
-"""Name of AReaL's engine. ``megatron`` runs its layouts with stages or experts, ``fsdp`` the rest.
-"""
+"""Name of AReaL's engine. Its layouts with p or e run on ``megatron``, others on ``fsdp``."""
 SPELLED: Final = {**BACKENDS, ARCHON: Backend(ARCHON, "dtpce", halves=True)}
 """Engines by the names with which an allocation string may begin."""
 
@@ -115,7 +114,7 @@ class Allocation:
         return self.experts.dp if self.experts else self.sizes["dp"]
 
     def explain(self) -> dict[str, Any]:
-        """Return the sizes as plain values, with both halves if experts have a separate layout."""
+        """Return the sizes as plain values, per half if experts have a separate layout."""
         shown: dict[str, Any] = {
             "backend": self.backend,
             "name": self.name or None,
@@ -147,13 +146,13 @@ class Allocation:
 
     @property
     def _has_halves(self) -> bool:
-        """Whether the string needs two halves, because the short form means another layout."""
+        """Whether the string must spell both halves because its short form means another layout."""
         if self.experts is None:
             return False
         return self.sizes["ep"] == 1 or self.experts != self._spread_experts()
 
     def _spread_experts(self) -> ExpertSizes:
-        """Return the default layout: the ranks of a stage divide the experts and split none."""
+        """Return the default layout: the ranks of a stage share the experts and split no expert."""
         ep = self.sizes["ep"]
         if self.stage_size % ep:
             raise AllocationError(
@@ -183,7 +182,7 @@ def divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class Components:
-    """Allocations on disjoint, consecutive sets of ranks; ``places[i]`` shares the i-th set.
+    """Allocations by place: the disjoint, consecutive sets of ranks that allocations share.
 
     ``str()`` returns a string that parses to equal components.
     """
@@ -215,7 +214,7 @@ class Components:
         return list(accumulate(sizes[:-1], initial=0))
 
     def explain(self) -> dict[str, Any]:
-        """Return the sizes as plain values, and the first rank of each of several allocations."""
+        """Return the sizes as plain values; for several allocations, add their first ranks."""
         if len(self) == 1:
             return next(iter(self)).explain()
         parts = [

@@ -32,7 +32,7 @@ from slurmrl.errors import AllocationError
 from slurmrl.registry import near
 
 ENDS = frozenset({"", "+", "|"})
-"""Characters that may follow an allocation; the empty string is the end."""
+"""Characters that may follow an allocation; the empty string stands for the end."""
 
 
 def parse(text: str) -> Allocation:

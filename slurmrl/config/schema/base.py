@@ -32,7 +32,7 @@ class Section(BaseModel):
         validate_default=False,
     )
     null_means: ClassVar[str] = ""
-    """Source of the values of this section's null keys, in Markdown; empty if the keys differ."""
+    """Source of the value of each null key, in Markdown; empty without a common source."""
 
 
 class HasVariables:

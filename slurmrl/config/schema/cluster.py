@@ -93,8 +93,8 @@ class JobOptions(Section):
     null_means: ClassVar[str] = "the value in `cluster.slurm`"
 
     partition: Line | None = None
-    """Partition, or several separated by commas. The partition of tasks may be preemptible: a
-    preempted task returns its unfinished work, and Slurm queues its job again. Example: `gpu`"""
+    """Partition, or a comma-separated list. The partition of tasks may be preemptible: a preempted
+    task returns its unfinished work, and Slurm queues its job again. Example: `gpu`"""
     account: Line | None = None
     """Account to charge. Example: `ml-research`"""
     qos: Line | None = None
@@ -213,19 +213,19 @@ class Cluster(Section):
     `1`"""
     gpu_memory: Memory | None = None
     """Memory of one GPU. slurmrl rejects a layout whose estimate exceeds it, with a margin of 3 GiB
-    and 10 %. Default: the memory of a known `slurm.gpu_type`; if that is unknown, workers compare
+    and 10 %. Default: the memory of a known `slurm.gpu_type`; for an unknown type, workers compare
     the estimate with the memory of their GPU when they start. Example: `80G`"""
     hardware: PathText | None = None
     """Hardware profile: a file with the rates from which `slurmrl plan` and `slurmrl search`
-    predict seconds. `slurmrl profile-cluster` measures one. Default:
+    predict seconds. `slurmrl profile-cluster` measures such a profile. Default:
     `~/.config/slurmrl/hardware/NAME.yaml` if that exists, else the profile of a known
     `slurm.gpu_type` that comes with slurmrl. NAME is the type (`h100`), or `cpu` without GPUs.
     Example: `hardware/h100.yaml`"""
     threads_per_worker: PositiveInt = 1
     """CPU threads with which one worker computes. Results on CPUs depend on this number."""
     cpus_per_worker: PositiveInt | None = None
-    """CPU cores requested for each worker. Default: with GPUs under Slurm 8, or fewer if the hosts
-    have fewer for each GPU; otherwise `threads_per_worker`. Example: `8`"""
+    """CPU cores requested for each worker. Default: under Slurm with GPUs, the smaller of 8 and the
+    hosts' cores per GPU; otherwise `threads_per_worker`. Example: `8`"""
     mem_per_worker: Memory | None = None
     """Host memory requested for each worker, as Slurm writes it; a plain number is in megabytes.
     Default: with GPUs under Slurm, the estimate that `slurmrl plan` shows, or the memory of the
@@ -250,7 +250,7 @@ class Cluster(Section):
     Ranks that wait for each other still send heartbeats; `step_timeout_s` limits their wait."""
     start_timeout_s: PositiveFloat = 600.0
     """Time within which all workers of a new incarnation must start. While rank 0 tokenizes a
-    dataset, the time starts again with each of its reports, every 10 s."""
+    dataset, its reports (every 10 s) restart this time."""
     slurm: Slurm = Slurm()
 
     @property

@@ -121,9 +121,9 @@ class Mlflow(Section):
     experiment: Word
     """Name of the experiment. Example: `my-experiment`"""
     tracking_uri: Annotated[Word, AfterValidator(_check_tracking_uri)] | None = None
-    """URL of a tracking server, or absolute path of a folder. User, password or token of a server
-    are variables in `cluster.variables_file` (`MLFLOW_TRACKING_USERNAME`, …). Default: the
-    folder `mlflow/` in the run directory. Example: `https://mlflow.example.org`"""
+    """URL of a tracking server, or absolute path of a folder. Set the user, password or token of a
+    server in `cluster.variables_file` (`MLFLOW_TRACKING_USERNAME`, …). Default: the folder
+    `mlflow/` in the run directory. Example: `https://mlflow.example.org`"""
 
     @property
     def is_database(self) -> bool:
@@ -321,7 +321,7 @@ class Config(Section):
 
     @property
     def trainers_evaluate(self) -> bool:
-        """Whether the trainers evaluate, rather than separate trials or nobody."""
+        """Whether the trainers run the evaluations; false without evaluations."""
         return self.evaluation is not None and self.evaluation.tasks is None
 
     @property

@@ -42,7 +42,7 @@ OF_TYPES: Final[dict[str, tuple[str, ...]]] = {
 }
 """Types that use a setting, by name of the setting; all types use the other settings."""
 SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-BOTH: Final = "has both path and sources; a path belongs to each source"
+BOTH: Final = "has both path and sources; move path into the sources"
 FIRST_SETTINGS: Final = (
     "type",
     "prompt_template",
@@ -207,11 +207,11 @@ class Dataset(Section):
     the files of the processor, else 768. Example: `32`"""
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
-    may lack it."""
+    may lack this key."""
     tools: Sequence[ToolSchema] | None = None
     """JSON schemas of the tools that the chat template describes in rows without tools. `[]`
-    describes none. Default: with type `prompt` the schemas of `rollout.episode.tools`, which
-    `submit` makes (docs/rollouts.md); else none. Example: `[{function: {name: search}}]`"""
+    describes none. Default: with type `prompt`, made from `rollout.episode.tools`
+    (docs/rollouts.md); else none. Example: `[{function: {name: search}}]`"""
     chat_template: bool | PathText | None = None
     """Whether and how prompts become conversations. Type `messages` always applies a chat template.
     The trial's `config.yaml` holds the decision.
@@ -228,8 +228,8 @@ class Dataset(Section):
     """System message that is put before conversations without one. Requires a chat template.
     Default: none. Example: `Answer with a number.`"""
     id_key: Word = "id"
-    """Key of the id. If no row has the key `id`, line numbers are the ids. Every row must have any
-    other key."""
+    """Key of the id. If this is `id` and no row has it, line numbers are the ids. Any other key
+    must be in every row."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum length of a prompt; longer rows are skipped. Their number is reported at submission,
     in the log, and as the metric `rows_left_out`. `null` keeps all rows. Example: `1024`"""
@@ -269,9 +269,9 @@ class Dataset(Section):
         weights = [source.weight is not None for source in self.sources.values()]
         if any(weights) and not all(weights):
             without = next(name for name, own in self.sources.items() if own.weight is None)
-            raise ValueError(f"source '{without}' has no weight: every source has one, or none")
+            raise ValueError(f"source '{without}' has no weight: set all weights or none")
         if self.curriculum_key is not None and self.balanced_batches:
-            raise ValueError("curriculum_key and balanced_batches are two orders: use one of them")
+            raise ValueError("curriculum_key and balanced_batches both order rows: use only one")
         if self.balanced_batches and any(weights):
             raise ValueError("balanced_batches needs whole epochs: remove the sources' weights")
         return self

@@ -175,7 +175,7 @@ class Evaluation(Section):
         if self.dataset is None and not self.suites:
             raise ValueError("needs a dataset, or suites")
         if self.dataset is not None and self.suites:
-            raise ValueError("has both dataset and suites; a dataset belongs to each suite")
+            raise ValueError("has both dataset and suites; move dataset into the suites")
         return self
 
     @model_validator(mode="after")

@@ -315,8 +315,8 @@ class Model(Section):
     is then the actor without its adapters, on the actor's GPUs and without additional memory,
     unless `ref` sets weights, a layout or a `dtype`. Default: train all weights."""
     train_vision: bool = False
-    """Train the image encoder of a vision-language model too (docs/images.md). By default it keeps
-    its weights, and the optimizer has no state for it."""
+    """Train the image encoder of a vision-language model too (docs/images.md). By default the
+    encoder keeps its weights and has no optimizer state."""
     vision: bool = False
     """Build the image encoder of a family that transformers also runs without it, for example
     `qwen3_5` (docs/images.md). Without the encoder, the role trains and exports only the language
@@ -330,7 +330,7 @@ class Model(Section):
         return self
 
     def marked(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the object ``values`` of a ``config.json``, with `VISION` if `vision` is set."""
+        """Return the ``config.json`` in ``values``, with the key `VISION` if `vision` is set."""
         return {**values, VISION: True} if self.vision else values
 
     @property

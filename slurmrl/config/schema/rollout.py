@@ -107,8 +107,8 @@ class Tasks(Section):
     number."""
     max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
     """Maximum number of steps from the oldest weights that sampled a token of a completion to the
-    weights that are trained with it. slurmrl drops completions that exceed it. With 0, each step
-    waits for completions of its own weights."""
+    weights that are trained with it. slurmrl drops completions that exceed this number. With 0,
+    each step waits for completions of its own weights."""
     max_in_flight: Annotated[PositiveInt, Unit("prompts")] | None = None
     """Maximum number of prompts on which all tasks together work. Default: as many as
     `max_staleness` allows. Example: `256`"""
@@ -240,8 +240,8 @@ class EpisodeSettings(Section):
         ]
         if not self.has_turns and changed:
             raise ValueError(
-                f"{changed[0]} is not allowed with name: {SINGLE_TURN}, which has one turn and "
-                f"nothing between; choose another name ({MULTI_TURN}, verifiers, module:name)"
+                f"{changed[0]} is not allowed with name: {SINGLE_TURN}, which has a single turn; "
+                f"choose another name ({MULTI_TURN}, verifiers, module:name)"
             )
         if self.name == MULTI_TURN and self.environment is None:
             raise ValueError(f"environment is required with name: {MULTI_TURN}")
@@ -263,8 +263,8 @@ class Rollout(Section):
     each generation. `sglang` and `vllm` need `python` and `gpus` or `tasks`, or else `servers`.
     Default: the actor's engine, on its ranks. Example: `native:d4`"""
     gpus: Line = ""
-    """GPUs of the trainers' job for generation. Without GPUs, numbers of workers. Required with
-    `sglang` and `vllm`, unless `servers` or `tasks` are given.
+    """GPUs of the trainers' job for generation. On CPUs, these are numbers of workers. Required
+    with `sglang` and `vllm`, unless `servers` or `tasks` are given.
 
     With `tasks`, these are GPUs after the GPUs of the trainers' models. Tasks then run inside
     the trainers' job, equally many on each host, instead of in separate jobs. Default: from GPU
@@ -285,8 +285,8 @@ class Rollout(Section):
     folder in the run directory. Example: `/shared/weights`"""
     server_keys: PathText | None = None
     """File with the API key of `servers`. A second line may hold SGLang's admin key. Only you may
-    have access to the file (mode 0600). Default: SLURMRL_SERVER_KEY and SLURMRL_SERVER_ADMIN_KEY
-    of the job's environment, or no key. Example: `~/.config/slurmrl/server-keys`"""
+    have access to the file (mode 0600). Default: the variables SLURMRL_SERVER_KEY and
+    SLURMRL_SERVER_ADMIN_KEY of the job, or no key. Example: `~/.config/slurmrl/server-keys`"""
     server_args: Sequence[Line] = ()
     """Further arguments of each server, one word per item. They override slurmrl's own arguments,
     including its share of GPU memory. They must not set keys, addresses, the model, its layout, or
@@ -303,8 +303,8 @@ class Rollout(Section):
     fail."""
     server_silence_s: PositiveFloat = 60.0
     """Time without an answer, to a request or to a probe, after which a server counts as hung.
-    slurmrl then restarts the server, or sends no more requests to one of `servers`. It must be
-    at least the longest step of the server's model."""
+    slurmrl then restarts its own server; a server in `servers` gets no more requests. This time
+    must be at least the longest step of the server's model."""
     offload: bool | None = None
     """Free the memory of the generation weights while another model computes. The weights move
     again before the next generation, and servers sleep. Requires `backend`. Default: true if
@@ -332,12 +332,12 @@ class Rollout(Section):
     `top_k`. Example: `0.95`"""
     top_k: PositiveInt | None = None
     """Sample from this many of the most probable tokens; `null` uses all. Training records these
-    tokens at each position and computes log-probabilities over them. It allows at most 1024, and
-    not vllm. Example: `50`"""
+    tokens at each position and computes log-probabilities over them. Training allows at most 1024
+    tokens, and no generation by `vllm`. Example: `50`"""
     replay_experts: bool = False
     """Train the actor with the experts that generation has chosen for each token, instead of the
-    experts that its routers would choose now. For models with experts, with rollouts of native,
-    sglang or the actor's own engine."""
+    experts that its routers would choose now. Requires a model with experts, and generation by
+    `native`, `sglang` or the actor's engine."""
     greedy: bool = False
     """Always take the most probable token."""
     stop_token_ids: Sequence[NonNegativeInt] = ()
@@ -449,7 +449,7 @@ class ServerKeys:
 
 
 def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> ServerKeys:
-    """Return the keys in a file that only the user can read, or in the environment if None.
+    """Return the keys in ``path``, which only the user may read, or in the environment if None.
 
     The first line of the file is the API key, and the second line, if any, is the admin key.
 
@@ -476,8 +476,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> Ser
     keys = [_checked_key(line.strip(), str(path)) for line in lines if line.strip()]
     if not 1 <= len(keys) <= MOST_KEYS:
         raise UsageError(
-            f"{path} has {len(keys)} lines; allowed: the API key, then the admin key if there is "
-            "one"
+            f"{path} has {len(keys)} lines; allowed: the API key, then optionally the admin key"
         )
     return ServerKeys(api=keys[0], admin=keys[-1])
 

@@ -128,7 +128,7 @@ def _pictured(
 
 
 def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], value: Any) -> str:
-    """Return the problem of a value of the field ``name`` if it is no string and no messages."""
+    """Return the problem of a field's value if it is neither a string nor messages."""
     if not isinstance(value, list):
         return wrong_full_text(value)
     setting = f"{name}_template"

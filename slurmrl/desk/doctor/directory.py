@@ -156,7 +156,7 @@ def inodes(folder: Path) -> Check:
 
 @dataclass(frozen=True)
 class Quota:
-    """One line of quota(1) or lfs-quota(1); a limit of 0 is none."""
+    """One line of quota(1) or lfs-quota(1); a limit of 0 means no limit."""
 
     filesystem: str
     used_kib: int

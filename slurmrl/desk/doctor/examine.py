@@ -53,7 +53,7 @@ class Examination:
     config: Path | None
     overrides: tuple[str, ...]
     root: Path | None
-    """``--root`` or SLURMRL_ROOT; None leaves it to the configuration."""
+    """``--root`` or SLURMRL_ROOT; with None, the configuration decides."""
     fallback: Path
     """The root if no option, variable or configuration sets one."""
     scheduler: str | None
@@ -126,7 +126,7 @@ def _here(checks: list[Check]) -> list[Check]:
 
 
 def _group(kind: str, cluster: Cluster, plan: Plan | None) -> GroupRequest:
-    """Return the trainers of the configuration, with a second host where there is one."""
+    """Return the trainers of the configuration, with a second host if possible."""
     group = GroupRequest(name=GROUP)
     if plan is not None:
         trainers = plan.trainers

@@ -127,7 +127,7 @@ def running_settings(config: Config) -> dict[str, Any] | None:
 
 
 def _served(config: Config) -> ModelConfig | HFConfig:
-    """Return the actor's architecture. Raises UsageError for an unknown one."""
+    """Return the actor's architecture. Raises UsageError for an unknown architecture."""
     values = config_values(config.actor)
     if config.actor.implementation == "builtin":
         return ModelConfig.from_hf(values)

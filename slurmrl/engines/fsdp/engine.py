@@ -221,7 +221,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         )
 
     def _shares(self, sample: SequenceSample) -> bool:
-        """Return whether the model processes prefixes that sequences share only once."""
+        """Return whether the model processes shared prefixes of sequences only once."""
         if not self._may_share or not isinstance(self.config, ModelConfig):
             return False
         if EXPERTS in sample.keys:  # Rollouts may have routed equal tokens to different experts.

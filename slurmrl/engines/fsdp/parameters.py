@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
 
 DEVICE_BLOCK = 2**24
-"""Number of elements of a weight that a GPU merges at a time. They need few launches, and 128 MiB
-for float32 values in addition to their copy in the weight's type."""
+"""Number of elements of a weight that a GPU merges at a time. Blocks of this size need few
+launches, and 128 MiB for float32 values in addition to a copy in the weight's type."""
 
 
 def new_model(
@@ -163,7 +163,7 @@ def load(
 
     If another number of ranks wrote the checkpoint, the random state is seeded from the step and
     the rank. Raises CheckpointError for a checkpoint of another model, UsageError for adapters of
-    weights other than the ``frozen`` ones.
+    other weights than ``frozen``.
     """
     checkpoint = RoleCheckpoint(directory, role)
     checkpoint.check(layout.tensors)

@@ -55,7 +55,7 @@ class Shards:
     """A decoder and this rank's chunks of its parameters, sharded between calls."""
 
     def __init__(self, decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> None:
-        """Shard ``decoder``. If it is on the meta device, allocate uninitialized parameters."""
+        """Shard ``decoder``; on the meta device, allocate uninitialized parameters."""
         self.decoder = decoder
         self.plan = plan
         self._stuck = False

@@ -268,7 +268,7 @@ class MegatronEngine(TrainEngine):
         return dict(zip(names, self._pipeline.broadcast_from_last(rows).unbind(), strict=True))
 
     def _budget(self, sample: SequenceSample) -> int:
-        """Return the token budget of a micro-batch, so that there are enough for the pipeline."""
+        """Return the token budget of a micro-batch that gives the pipeline enough micro-batches."""
         tokens = sum(map(sum, sample.lengths[TOKENS]))
         return max(1, min(self._max_tokens, -(-tokens // self._place.pp)))
 
@@ -289,7 +289,7 @@ class MegatronEngine(TrainEngine):
     def _micro(self, sample: SequenceSample | None) -> Micro:
         """Return a micro-batch.
 
-        Without a sample, it has two tokens, with which a rank joins the collectives of the others.
+        Without a sample, return two tokens, with which a rank joins the collectives of the others.
         """
         device = self.context.device
         if sample is None:

@@ -200,7 +200,7 @@ def _mark(parameter: nn.Parameter | None, dim: int) -> None:
 
 
 def _forget(experts: MoELayer, *_: Any) -> None:
-    """Free the dispatcher's routing weights, which keep the graph of the last micro-batch.
+    """Free the dispatcher's routing weights, which keep the last micro-batch's graph alive.
 
     Through megatron's hooks, nodes of the graph keep the model until the process exits.
     """
@@ -213,7 +213,7 @@ last stage calls."""
 
 
 class PipelineSchedule:
-    """The pipeline of one model: 1F1B, interleaved, or with one stage one micro-batch at a time."""
+    """The pipeline of one model: 1F1B, interleaved, or (one stage) one micro-batch at a time."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class LatentSelfAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """Return outputs [T/c, 1, h] for hidden states [T/c, 1, h], and None for the bias.
 
-        With sequence parallelism, both have only this tensor rank's part of the tokens.
+        With sequence parallelism, all states have only this tensor rank's part of the tokens.
         """
         latent = self.latent
         x = hidden_states if latent.query_rank is None else self.q_norm(self.q_down(hidden_states))

@@ -175,7 +175,7 @@ class WholeExpertRow(RowProduct):
 
     megatron adds the bias to the output in place. The output must therefore not be a view, which
     collectives of one rank would return. Tensor ranks must not sum the bias's gradients, because
-    they have different experts, or tokens whose gradients the experts' own data axis sums.
+    they have different experts, or different tokens, whose gradients the experts' data axis sums.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -375,7 +375,7 @@ def micro_batch(
 def uses_te(wanted: bool | None, device: torch.device, dtype: str, moe: MoE | None = None) -> bool:
     """Return whether layers use TransformerEngine's modules.
 
-    If ``wanted`` is None, layers use installed ones on GPUs in half precision (in float32 they
+    If ``wanted`` is None, layers use installed modules on GPUs in half precision (in float32 they
     would compute in TF32). Raises UsageError if the modules are wanted and missing, or cannot be
     used.
     """

@@ -333,7 +333,7 @@ def misfits(
     """Yield the reasons why a model cannot be split in this way.
 
     ``vocabulary`` is the padded number of rows; ``trains_whole`` means training without sequence
-    parallelism. (The plan checks the same. megatron itself would silently drop layers or heads.)
+    parallelism. (The plan checks this too. megatron itself would silently drop layers or heads.)
     """
     heads, moe = config.num_heads, config.moe
     parts = [

@@ -114,8 +114,8 @@ class ModelState:
     def snapshot(self, role: str, step: int, host: HostCopies | None) -> RoleSnapshot:
         """Return this rank's part of a checkpoint. Collective.
 
-        With ``host``, tensors are copied to it now. Otherwise, they are read when the snapshot is
-        written. The random state is always read now.
+        With ``host``, tensors are copied to this host memory now. Otherwise, they are read when the
+        snapshot is written. The random state is always read now.
         """
         held = {name: tensor for name, (tensor, _) in self._saved().items()}
         if host is not None:
@@ -196,7 +196,7 @@ def saved_layout(
     held: Held,
     constants: Container[str] = (),
 ) -> Layout | None:
-    """Return the layout of a checkpoint on the model's first rank; None on others. Collective.
+    """Return the layout of a checkpoint on the model's first rank; None on other ranks. Collective.
 
     ``held`` are the weights that this rank updates and the ``constants``. Moments are placed like
     their weights; constants have none. Ranks exchange their shards, because only megatron on each

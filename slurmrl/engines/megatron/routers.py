@@ -125,7 +125,7 @@ class _Among:
 
 
 def balance_of(config: ModelConfig) -> Balance | None:
-    """Return the load-balancing loss of a model; None if it has none.
+    """Return the load-balancing loss of a model; None for a model without this loss.
 
     The loss is a mean over the layers with experts of all stages.
     """

@@ -90,7 +90,7 @@ def test_graph_has_only_models_that_the_settings_need(
         ({"advantage": "group", "gae_lambda": 0.9}, "has no values"),
         ({"kl": {"kind": "adaptive", "coef": 0.0}}, "use more than 0"),
         ({"kl": {"where": "loss"}}, "allowed: k2, k3"),
-        ({"overlong_buffer": 4, "mask_no_eos_with_zero": True}, "replaced by 0"),
+        ({"overlong_buffer": 4, "mask_no_eos_with_zero": True}, "a reward of 0 would replace"),
         ({"reward_scaling": 0.0}, "all rewards would be equal"),
         ({"overlong_penalty": 0.5}, "without overlong_buffer"),
         ({"mask_truncated": True, "max_truncated": 0.0}, "which drops every prompt"),

@@ -37,7 +37,7 @@ def test_keys_come_from_a_file_or_the_environment_and_are_never_shown(tmp_path: 
         ("key", 0o640, "other users may read the key in .* mode to 0600"),
         ("key", 0o604, "other users may read"),
         ("", 0o600, "has 0 lines"),
-        ("a\nb\nc", 0o600, "has 3 lines; allowed: the API key, then the admin key"),
+        ("a\nb\nc", 0o600, "has 3 lines; allowed: the API key, then optionally the admin key"),
         ("a b", 0o600, "has spaces or other characters"),
         ("k\N{LATIN SMALL LETTER E WITH ACUTE}y", 0o600, "has spaces or other characters"),
         ("k" * 5000, 0o600, "at most 4096 bytes"),

@@ -23,7 +23,7 @@ def test_tokenizer_is_trained_on_the_chosen_keys(tmp_path: Path) -> None:
     assert len(tokenizer("12").input_ids) == 2  # each digit is one
     assert len(tokenizer("zzzz").input_ids) == 4  # its key was not named
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "tokenizer"}
-    with pytest.raises(UsageError, match="exists: --output names another folder"):
+    with pytest.raises(UsageError, match="exists: choose another folder with --output"):
         make_tokenizer([file], ["prompt"], 300, output)
 
 

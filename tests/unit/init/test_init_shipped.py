@@ -36,7 +36,7 @@ def test_copied_example_appears_complete_or_not_at_all(
     assert {"addition", "custom", "tools", "sft.yaml"} <= names
     assert "data" not in names
     (target / "sft.yaml").write_text("mine")
-    with pytest.raises(UsageError, match="exists: --output names another"):
+    with pytest.raises(UsageError, match="exists: choose another folder"):
         initial_files.copy_examples(target)
     assert (target / "sft.yaml").read_text() == "mine"
 
