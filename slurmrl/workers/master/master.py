@@ -227,7 +227,7 @@ class Master:
         use = partial(self.progress.use_dataset, size, fingerprint, held_out, directories)
         retry("read the order of the dataset", use, timeout_s=READ_S)
         template = partial(template_file, self.config.dataset)
-        self.progress.chat_template = retry("read the chat template", template, timeout_s=READ_S)
+        self.progress.use_template(retry("read the chat template", template, timeout_s=READ_S))
         if self.rollouts is not None:
             self.rollouts.start(self.progress.items)
         self.status.update(total_steps=self.progress.total_steps)

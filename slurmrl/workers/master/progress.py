@@ -155,8 +155,8 @@ class Progress:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
-        self.dataset = state["dataset"]
-        self.metrics = state["metrics"]
+        self.dataset, self.metrics = state["dataset"], state["metrics"]
+        self.chat_template = state.get("chat_template")
         self.commits.restore(state["commits"])
         if missing := self.controller.state().keys() - state["controller"].keys():
             raise CheckpointError(f"the committed state has no {', '.join(sorted(missing))}")
@@ -179,11 +179,8 @@ class Progress:
     ) -> None:
         """Set the dataset that the ranks have read. ``directories`` contain the prepared rows.
 
-        ``held_out`` contains the sizes of the datasets of `Config.evaluations`.
-
-        Raises:
-            UsageError: the dataset differs from the dataset of the last commit.
-            CorruptFileError, EnvironmentFailure: the prepared rows cannot be read.
+        ``held_out`` contains the sizes of the datasets of `Config.evaluations`. Raises UsageError
+        for a changed dataset, CorruptFileError and EnvironmentFailure for unreadable rows.
         """
         dataset = {"size": size, "fingerprint": fingerprint, "sources": self._sources(directories)}
         before = self.dataset
@@ -199,10 +196,18 @@ class Progress:
             self.config.dataset, self.config.seed, self.batch_size, size, directories
         )
 
+    def use_template(self, template: str | None) -> None:
+        """Set the content of the template file. Raises UsageError if prompts would change."""
+        if self.chat_template not in (None, template):
+            raise UsageError(
+                f"the chat template {self.config.dataset.chat_template} has changed since the last "
+                "commit: put the old content back and resume, or submit a new trial"
+            )
+        self.chat_template = template
+
     def _sources(self, directories: Sequence[Path]) -> dict[str, str]:
         """Return the fingerprint of the files of each source, by the source's name."""
-        manifests = (read_manifest(directory) for directory in directories)
-        named = zip(self.config.dataset.parts, manifests, strict=False)
+        named = zip(self.config.dataset.parts, map(read_manifest, directories), strict=False)
         return {name: manifest.source for name, manifest in named if manifest is not None}
 
     def _changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -310,18 +315,14 @@ class Progress:
 
     @property
     def known_steps(self) -> int | None:
-        """Number of steps of the whole run; None if it is unknown.
-
-        In a single pass, it depends on the dataset, so it is unknown until the first read.
-        """
+        """Number of steps of the whole run; in a single pass, None until the dataset was read."""
         given = self.config.total_steps
         if not self._one_pass:
             assert given is not None, "checked at submission"
             return given
         if self.dataset is None:
             return None
-        size: int = self.dataset["size"]
-        steps = -(-size // self.batch_size)
+        steps: int = -(-self.dataset["size"] // self.batch_size)
         return steps if given is None else min(given, steps)
 
     def finish_reason(self) -> str | None:
@@ -339,8 +340,7 @@ class Progress:
         if self.evaluations is None or self.config.evaluation is None:
             return False
         due = self.evaluations.check(self.step, self.epoch, time.monotonic())
-        last = self.step >= self.total_steps
-        return due or (last and self.config.evaluation.at_end)
+        return due or (self.step >= self.total_steps and self.config.evaluation.at_end)
 
     def log_due(self) -> bool:
         return self.log_lines.check(self.step, self.epoch, time.monotonic())

@@ -205,6 +205,17 @@ def test_changed_file_is_named_if_the_commit_lists_sources(
         again.use_dataset(SIZE, "f2", {"": 7})
 
 
+def test_changed_chat_template_is_rejected(make_settings: Any) -> None:
+    """A commit without a template file, or of an old version, accepts any template."""
+    progress = start(make_settings())
+    progress.use_template("{{ messages }}")
+    again = Progress(make_settings(), committed(progress))
+    again.use_template("{{ messages }}")
+    with pytest.raises(UsageError, match=r"the chat template .* has changed"):
+        again.use_template("{{ messages[0] }}")
+    Progress(make_settings(), committed(start(make_settings()))).use_template("{{ messages }}")
+
+
 def test_data_order_needs_the_dataset(make_settings: Any) -> None:
     with pytest.raises(RuntimeError, match="use_dataset"):
         Progress(make_settings(), None).take_batch()
