@@ -22,19 +22,10 @@ from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
+from tests.support import trials
 
 VOCABULARY, END, WANTED = 12, 1, 7
-ARCHITECTURE = {
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+ARCHITECTURE = {**trials.ARCHITECTURE, "vocab_size": VOCABULARY, "tie_word_embeddings": False}
 
 
 @dataclass

@@ -92,7 +92,6 @@ def test_recomputation_and_correction_follow_staleness_and_precision(
 
 
 def test_training_reads_generation_logprobs_only_if_used() -> None:
-    """Training reads generation's log-probabilities only if its settings use them."""
     kept, recomputed = (
         {call.name: call for call in PolicyGradient(batch_size=8).calls(configured(*each))}
         for each in [("bfloat16", STALE), ("float32", BFLOAT16_SERVER)]

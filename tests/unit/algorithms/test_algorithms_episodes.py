@@ -96,7 +96,6 @@ def test_episode_logprobs_equal_those_of_the_whole_sequence(make_world: MakeWorl
 
 
 def test_episode_does_not_depend_on_other_episodes(make_world: MakeWorld) -> None:
-    """An episode depends neither on the other episodes nor on their number."""
     world = make_world()
     every, _ = generated(world, context_of(world, SEVERAL, n=2), ["a", "bb", "ccc", "dddd"])
     few, _ = generated(world, context_of(world, {**SEVERAL, "concurrency": 1}, n=2), ["dddd", "bb"])

@@ -139,7 +139,6 @@ def test_reward_does_not_get_the_stop_token(make_world: MakeWorld) -> None:
 
 
 def test_completion_ends_at_a_stop_string(make_world: MakeWorld) -> None:
-    """The completion includes the token that completes the string. The reward gets its text."""
     world = make_world()
     context = judging(with_rollout(world.context(step=1), stop_strings=STOPS), samples=1)
     for asked in (context, evaluating(context, max_new_tokens=9)):

@@ -29,19 +29,8 @@ from slurmrl.config.schema import Config, Dataset, Evaluation, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.plan.settings import Settings
-from slurmrl.tensors.parallel.groups import ParallelContext
-from slurmrl.tensors.parallel.topology import ProcessTopology
-from tests.unit.algorithms.conftest import means
+from tests.unit.algorithms.conftest import ARCHITECTURE, alone, means
 
-ARCHITECTURE = {
-    "model_type": "qwen2",
-    "vocab_size": 12,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 LENGTHS = [[3, 4], [5, 3, 2, 6, 3, 3], [2, 2]]
 """Tokens of the sequences of each item; each prompt has one token, so an answer may have one."""
 LABELED = [[3, 4], [5, 3], [2, 2], [4, 2]]
@@ -151,7 +140,6 @@ def test_dpo_equals_its_formula(dpo: DPO) -> None:
 
 
 def test_dpo_metrics_are_means_over_prompts_of_pair_means() -> None:
-    """The metrics are means over prompts of the means over their pairs."""
     dpo, sample, at = DPO(batch_size=3, beta=0.5), judged(LENGTHS), tokens_of(LENGTHS)
     _, stats = dpo_loss({"logp": at}, sample, dpo)
     refs = iter(sample.tensor("ref_logps").tolist())
@@ -285,7 +273,6 @@ def test_equal_answers_tie_despite_rounding_of_their_values(seed: int) -> None:
 
 
 def engine(head: Any = "lm", *, most_tokens: int = 1000, seed: int = 1) -> FSDPEngine:
-    topology = ProcessTopology(("dp",), (1,))
     return FSDPEngine(
         "actor",
         Model(
@@ -295,7 +282,7 @@ def engine(head: Any = "lm", *, most_tokens: int = 1000, seed: int = 1) -> FSDPE
         ),
         head=head,
         trained=True,
-        context=ParallelContext("actor", torch.device("cpu"), 0, (0,), topology, {}),
+        context=alone("actor"),
         seed=seed,
         total_steps=100,
         source=None,

@@ -27,6 +27,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.dataflow import Estimate, Measure
 from slurmrl.plan.settings import Settings, load_settings
+from tests.support.trials import ARCHITECTURE
 
 PAIRS = [{"id": "b", "chosen": [2.0], "rejected": [1.0]}]
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -82,7 +83,6 @@ def test_record_of_a_prompt_holds_all_its_completions(completions: SequenceSampl
 
 
 def test_an_episode_is_recorded_with_its_turns() -> None:
-    """The record has two turns with a message between them. A failed episode has no turns."""
     lengths = [[6, 1]]
     packed = ("input_ids", "prompt_mask", "logprobs", "turn_rewards")
     sample = SequenceSample(
@@ -164,19 +164,9 @@ def test_pair_of_equal_answers_is_recorded_as_a_tie() -> None:
 
 def make_settings(folder: Path, *overrides: str, example: str = "evaluate") -> Settings:
     """Settings of the example from new weights."""
-    architecture = json.dumps(
-        {
-            "model_type": "qwen2",
-            "vocab_size": 16,
-            "hidden_size": 8,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-        }
-    )
     more = [
         "actor.path=null",
-        f"actor.architecture={architecture}",
+        f"actor.architecture={json.dumps(ARCHITECTURE)}",
         f"actor.tokenizer={EXAMPLES / 'addition' / 'tokenizer'}",
     ]
     return load_settings(EXAMPLES / f"{example}.yaml", [*more, *overrides], root=folder)

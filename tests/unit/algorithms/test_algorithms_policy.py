@@ -73,7 +73,6 @@ def test_empty_minibatches_are_left_out(make_world: MakeWorld) -> None:
 def test_host_waits_do_not_grow_with_micro_batches(
     make_world: MakeWorld, train: str, budget: int
 ) -> None:
-    """On a GPU, losses, masks and indices of a micro-batch cause no host waits."""
     world = make_world(n_minibatches=2)
     sample = world.rollout(step=1)
     for engine in (world.actor, world.critic):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.hyperparameters import KL, Value
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.scalars import EPS, PolicyScalars, ReturnMoments, adaptation
+from tests.unit.algorithms.conftest import MakeWorld, means
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,49 @@ def test_moving_moments_equal_moments_of_all_returns() -> None:
     returns = torch.tensor([x for batch in batches for x in batch], dtype=torch.float64)
     assert found.mean == pytest.approx(float(returns.mean()))
     assert found.std == pytest.approx(float((returns.var(correction=0) + EPS).sqrt()))
+
+
+def test_normalization_is_reversible_and_starts_as_identity() -> None:
+    moments = ReturnMoments().moving(3.0, 13.0, 5.0)
+    assert moments.normalized(5.0) == pytest.approx(1.0, abs=1e-5)
+    assert moments.denormalized(moments.normalized(0.7)) == pytest.approx(0.7)
+    assert ReturnMoments().normalized(0.7) == 0.7
+    same = ReturnMoments().moving(2.0, 4.0, 5.0)
+    assert same.normalized(2.0) == 0.0
+
+
+def take_rewards(world: Any, step: int, scalars: dict[str, float]) -> Any:
+    """Return finished completions with large rewards, and the values of ``scalars``."""
+    sample = world.rollout(step)
+    sample.data["finished"] = torch.ones_like(sample.tensor("finished"))
+    sample.data["rewards"] = 100.0 + 20.0 * sample.tensor("rewards")
+    context = world.context(step, sample.ids, kl_coef=0.0, **scalars)
+    output = CriticInterface().inference(world.critic, sample, context).sample
+    assert output is not None
+    sample.update_(output)
+    return sample, context
+
+
+OPTIONS = {"reward_clip": None, "n_minibatches": 1, "value_clip": 0.2, "value_norm": "moving"}
+
+
+def test_critic_predicts_normalized_returns(make_world: MakeWorld) -> None:
+    """The outputs are rescaled for the advantages."""
+    world = make_world(**{**OPTIONS, "value_norm": "none"})
+    before = ReturnMoments().moving(90.0, 90.0**2 + 25.0, 10.0)
+    plain, _ = take_rewards(world, 1, {})
+    raw = plain.tensor("values")
+    world = make_world(**OPTIONS)
+    sample, context = take_rewards(world, 1, before.scalars())
+    torch.testing.assert_close(sample.tensor("values"), raw * before.std + 90.0)
+    estimates = world.estimate(sample)
+    returns, own = estimates.returns.double(), raw[estimates.responses.tokens - 1].double()
+    after = before.moving(float(returns.mean()), float(returns.square().mean()), len(returns))
+    stats = means(CriticInterface().train_step(world.critic, sample, context))
+    assert {name: stats[name] for name in after.scalars()} == pytest.approx(after.scalars())
+    expected = 0.5 * ((own - (returns - after.mean) / after.std) ** 2).mean()
+    assert stats["value_loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert stats["value_clip_fraction"] == 0.0
 
 
 def test_value_norm_decay_requires_exponential_moments() -> None:

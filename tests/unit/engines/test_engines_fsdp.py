@@ -39,7 +39,6 @@ def placing(layers: int, d: int, t: int, rank: int) -> Placing:
 
 @pytest.mark.parametrize(("d", "t"), [(1024, 1), (256, 4), (3, 4)])
 def test_layout_size_does_not_grow_with_the_layers(d: int, t: int) -> None:
-    """The layout has as many parts as the layout of one layer, moments included."""
     counts = [
         sum(len(p.parts) for p in {*placing(layers, d, t, 0).layout(MOMENTS).holders.values()})
         for layers in (1, 40)

@@ -152,48 +152,11 @@ def test_completions_with_a_shared_prefix_keep_their_own_masks(
     assert (apart[20:24] - apart[44:]).abs().min() > 1e-3
 
 
-def test_generation_in_rounds_records_sampling_masks() -> None:
-    """The engine that answers requests in rounds cuts masks together with tokens."""
-    model = engine(implementation="hf")
-    texts = prompts(4)
-    sizes = (3, 12, 5, 7)
-
-    async def run(served: RolloutEngine) -> list[Completion]:
-        made = [
-            served.submit(_request(text, index, size))
-            for index, (text, size) in enumerate(zip(texts, sizes, strict=True))
-        ]
-        return [completion for (completion,) in await asyncio.gather(*made)]
-
-    with model.serving("1.1", ServingOptions()) as served:
-        assert served is not None
-        found = asyncio.run(run(served))
-    batch = SequenceSample.grouped(
-        [[len(text) + len(made.tokens)] for text, made in zip(texts, found, strict=True)],
-        [str(n) for n in range(4)],
-        {
-            "input_ids": torch.tensor(
-                [t for text, made in zip(texts, found, strict=True) for t in (*text, *made.tokens)]
-            )
-        },
-    )
-    masks = SampledMasks()
-    for text, made in zip(texts, found, strict=True):
-        assert made.masks is not None
-        masks.skip(len(text))
-        masks.extend(made.masks)
-    add_masks(batch, masks)
-    logp = model.forward(batch, temperature=0.7)["logp"].split(batch.item_lengths("input_ids"))
-    for text, made, values in zip(texts, found, logp, strict=True):
-        wanted = torch.tensor(made.logprobs)
-        assert (values[len(text) :] - wanted).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("implementation", ["builtin", "hf"])
 def test_logprobs_use_the_sampling_mask_even_if_it_is_not_recorded(implementation: str) -> None:
     """``ServingOptions.masked=False`` selects the whole distribution instead."""
     model = engine(implementation=implementation)
-    asked = _request(prompts(1)[0], 5, 12)
+    asked = request(5, prompts(1)[0], OPTIONS, 5)
     unrecorded = replace(asked, options=replace(asked.options, masks=False))
 
     def completion(wanted: GenerationRequest, *, masked: bool) -> Completion:
@@ -210,13 +173,6 @@ def test_logprobs_use_the_sampling_mask_even_if_it_is_not_recorded(implementatio
     assert recorded.tokens == under.tokens == whole.tokens
     assert under.logprobs == recorded.logprobs
     assert sum(whole.logprobs) < sum(under.logprobs) - 0.1
-
-
-def _request(prompt: tuple[int, ...], key: int, size: int) -> GenerationRequest:
-    options = replace(OPTIONS, max_new_tokens=size)
-    return GenerationRequest(
-        request_id=str(key), prompt=prompt, keys=(key,), seed=1, step=2, options=options
-    )
 
 
 EXPERTS_OF_TWO = {

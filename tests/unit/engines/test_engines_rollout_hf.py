@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.hf_batch import CHECK_TOKENS, HFBatch
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.rollouts.completions import Completion
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest, RolloutEngine
 from tests.support.generated import GenerationOutput, generated
 from tests.unit.engines.test_engines_rollout_native import letters
@@ -49,32 +47,6 @@ def test_stop_strings_end_completions_of_a_whole_batch(
     assert found.finished.tolist() == [
         bool(stop) or ended for stop, ended in zip(stopped, whole.finished.tolist(), strict=True)
     ]
-
-
-def test_requests_of_a_round_have_their_own_limits() -> None:
-    """The last turns of episodes may have fewer tokens left than the minimum."""
-    model, batch = engine(implementation="hf"), sample("prompt_ids")
-    stops = tuple(range(3, 20))
-    limits = [
-        GenerationOptions(max_new_tokens=most, min_new_tokens=min(4, most), stop_token_ids=stops)
-        for most in islice(cycle((2, 9, 4, 1, 3)), len(batch.cu_seqlens("prompt_ids")) - 1)
-    ]
-    requests = requests_of(batch, limits, range(len(limits)))
-
-    def asked(*requests: GenerationRequest) -> list[Completion]:
-        async def run() -> list[tuple[Completion, ...]]:
-            assert served is not None
-            return await asyncio.gather(*map(served.submit, requests))
-
-        with model.serving("1.0", ServingOptions()) as served:
-            return [made for (made,) in asyncio.run(run())]
-
-    alone = [made for request in requests for made in asked(request)]
-    together = asked(*requests)
-    assert [(each.tokens, each.finish) for each in together] == [
-        (each.tokens, each.finish) for each in alone
-    ]
-    assert {each.finish for each in together} == {"stop", "length"}
 
 
 @pytest.mark.parametrize("rows", [2, 256])

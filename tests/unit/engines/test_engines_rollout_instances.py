@@ -283,7 +283,6 @@ async def test_each_request_is_answered_once_with_current_or_later_weights(
 
 @in_virtual_time
 async def test_lost_instance_loses_only_its_own_requests() -> None:
-    """The other instance serves these requests, and serves its own requests once."""
     servers = [FakeServer(), FakeServer()]
     instances = await serving(servers)
     sent = [request(f"r{index}", (index,) * 32) for index in range(8)]

@@ -565,7 +565,6 @@ def test_thousand_simultaneous_requests_are_served() -> None:
 def test_requests_that_can_never_be_served_are_rejected(
     prompt: tuple[int, ...], limits: Limits | None, more: dict[str, Any], message: str
 ) -> None:
-    """Only these requests fail, with the reason. The engine serves the other requests."""
     decoder = decoder_of()
     options = GenerationOptions(max_new_tokens=10)
 

@@ -167,7 +167,6 @@ def test_server_ends_if_its_supervisor_is_killed(tmp_path: Path) -> None:
 
 
 def test_report_of_an_ended_server_quotes_its_last_output(tmp_path: Path) -> None:
-    """The report has the signal or exit code, and the end of the output of this start."""
     first = start(tmp_path)
     pids = family(tmp_path)
     os.kill(pids["server"], signal.SIGKILL)

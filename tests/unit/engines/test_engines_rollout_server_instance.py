@@ -357,8 +357,6 @@ def test_server_that_a_request_crashes_is_not_restarted_forever(tmp_path: Path) 
 
 
 def test_abort_ends_a_request_even_without_a_running_server(tmp_path: Path) -> None:
-    """The request returns the sampled tokens, or none if its server start has ended."""
-
     async def test(engine: Instances, dialect: PickyDialect) -> None:
         first = engine.submit(request("first"))
         while "first-0-0" not in dialect.draws:

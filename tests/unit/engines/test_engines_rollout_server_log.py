@@ -113,7 +113,6 @@ LOGGED = "ERROR 11-23 09:00:00 [a.py:1] no kernel for this GPU\nINFO 11-23 09:00
     ],
 )
 def test_log_error_comes_from_the_process_that_failed_first(text: str, error: str) -> None:
-    """The error is not from the process that waited for it, unless no other error is known."""
     assert last_error(text.splitlines()) == error
 
 

@@ -182,6 +182,15 @@ def test_completion_paused_at_the_context_length_ends() -> None:
     assert (made.tokens, made.finish) == ((3, 4, 5), "length")
 
 
+def test_completion_cut_inside_a_character_begins_again() -> None:
+    """A stop string may begin within this character."""
+    drawing = PiecewiseSampling(draw(stop_strings=("é",)))
+    made = Completion(tokens=(3,), logprobs=(-1.0,), versions=("1.1",), finish="aborted")
+    assert drawing.add(replace(made, text="a\ufffd")) == "aborted"
+    assert drawing.completion("aborted").tokens == (3,)
+    assert drawing.rest() == drawing.sampling
+
+
 def test_abort_ends_a_completion_even_if_the_server_is_paused() -> None:
     """The request returns the tokens sampled so far."""
 
@@ -351,7 +360,6 @@ RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, 
 def test_servers_without_correct_expert_records_are_rejected(
     info: Mapping[str, Any], message: str | None
 ) -> None:
-    """Servers are rejected only if records are needed."""
     for needed in (False, True):
         model = replace(MODEL, experts=needed)
         refuses = pytest.raises(UsageError, match=message) if needed and message else nullcontext()

@@ -79,7 +79,6 @@ def test_language_model_is_compared_next_to_an_image_encoder(tmp_path: Path, sto
 
 
 def test_parameters_are_not_compared_if_the_config_omits_their_heads(tmp_path: Path) -> None:
-    """Configs of gemma3 omit them in text_config, for which transformers has defaults."""
     save_file(tensors(), tmp_path / "model.safetensors")
     config: dict[str, Any] = {"model_type": "gemma3", "text_config": {}, "vision_config": {}}
     names = ("self_attn.qkv_proj.bias", "input_layernorm.weight", "mlp.gate_up_proj.weight")

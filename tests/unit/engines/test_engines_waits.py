@@ -18,10 +18,9 @@ from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.models import inference as inference_module
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
-from slurmrl.tensors.parallel.groups import ParallelContext
-from slurmrl.tensors.parallel.topology import ProcessTopology
 from tests.support.generated import generated
 from tests.support.host_waits import host_waits
+from tests.unit.algorithms.conftest import alone
 
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -39,13 +38,12 @@ MOST_OF_A_STEP = 2
 
 
 def engine(head: Any = "lm", **settings: Any) -> FSDPEngine:
-    topology = ProcessTopology(("dp",), (1,))
     return FSDPEngine(
         "actor",
         Model(**{"architecture": ARCHITECTURE, "optimizer": {"lr": 1e-3}, **settings}),
         head=head,
         trained=True,
-        context=ParallelContext("actor", torch.device("cpu"), 0, (0,), topology, {}),
+        context=alone("actor"),
         seed=3,
         total_steps=10,
         source=None,
