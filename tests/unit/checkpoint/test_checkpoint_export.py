@@ -147,7 +147,6 @@ def test_export_prefers_trained_tensors_to_added_tensors(tmp_path: Path) -> None
 
 
 def test_export_keeps_one_tensor_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export holds one tensor and its conversion, for any number of tensors and ranks."""
     monkeypatch.setitem(globals(), "SHAPES", {f"model.{n}": (512, 512) for n in range(12)})
     tensor_bytes = 4 * 512 * 512
     write_checkpoint(tmp_path, "float32", 3)

@@ -59,7 +59,6 @@ def source_of(index: int) -> int:
 
 
 def test_mixture_takes_items_of_each_source_once_and_in_order() -> None:
-    """Each source has its own unlimited order without gaps, so each (epoch, index) occurs once."""
     items = mixture(1).items(range(600))
     for source, (first, size) in enumerate(((0, 7), (7, 5), (12, 40))):
         own = [(e, i - first) for e, i in items if source_of(i) == source]

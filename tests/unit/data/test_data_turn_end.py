@@ -141,7 +141,6 @@ def test_end_of_a_turn_is_the_token_that_follows_its_content(
 def test_end_of_turn_comes_from_the_tools_template_if_tools_exist(
     tokenizer: Any, tools: Any, end: str, between: str
 ) -> None:
-    """A tokenizer may have a separate template for tools."""
     tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CLOSED}
     config = Dataset(type="prompt", path="rows.jsonl", chat_template=True, tools=tools)
     chat = ChatTemplate(config, tokenizer)
@@ -150,7 +149,6 @@ def test_end_of_turn_comes_from_the_tools_template_if_tools_exist(
 
 
 def test_next_role_s_token_is_trained_if_it_ends_the_turn(tokenizer: Any) -> None:
-    """A conversation ends with the token that generation stops at."""
     text = marked(tokenizer, NEXT_ROLE, USER, CALL, TOOL, SAID, USER, SAID)
     first = "<|user|>Hi<|assistant|>[add<|observation|>]3<|assistant|>[Hello<|user|>]"
     assert text == f"{first}Hi<|assistant|>[Hello<|user|>]"

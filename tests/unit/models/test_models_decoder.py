@@ -88,7 +88,6 @@ def test_gradients_equal_transformers(
 @pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-yarn", "gpt_oss", "mixtral", "gpt2"])
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_float64_results_do_not_depend_on_micro_batches(name: str, head: Head) -> None:
-    """Outputs and gradients do not depend on micro-batches, except for float64's rounding."""
     config = small_decoder(name).config
     decoder = build(config, head).double()
     for parameter_name, parameter in decoder.named_parameters():

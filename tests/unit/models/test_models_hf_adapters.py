@@ -168,7 +168,6 @@ def test_outputs_gradients_and_exports_equal_peft(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_targets_equal_peft(family: str) -> None:
-    """If PEFT has no default for a family, the targets are all linear layers."""
     found = adapted_shapes(tiny(family), "lm", Lora())
     model = tiny_model(family)
     if family in PEFTS:

@@ -48,7 +48,6 @@ def judge(made: WeightedReward, completions: Sequence[str]) -> list[float | None
 
 
 def test_weighted_sum_adds_scores_and_reports_each_part(reward: Make) -> None:
-    """The metrics are means of the scores before weights, so they do not depend on weights."""
     parts = {
         "right": {"name": "exact_match"},
         "short": {**LENGTHS, "options": {"by": 1.0}, "weight": -0.5},

@@ -73,7 +73,6 @@ def test_summary_gives_rewards_speed_and_end_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cli", "plan", "train"])
 def test_benchmarks_print_help_and_reject_unknown_arguments(name: str) -> None:
-    """``--help`` prints the description, and an unknown argument is an error of usage."""
     command = [sys.executable, str(ROOT / "scripts" / "bench" / f"{name}.py")]
     for arguments, code, words in ((["--help"], 0, "--rounds"), (["10"], 2, "unrecognized")):
         done = subprocess.run(

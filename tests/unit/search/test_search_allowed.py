@@ -66,7 +66,6 @@ def searched(
 def test_allowed_changes_are_made_and_marked(
     capsys: pytest.CaptureFixture[str], config: Path, allowed: str, learned: set[str]
 ) -> None:
-    """The written file has the predicted seconds, and only the allowed changes."""
     best = config.with_name("best.yaml")
     found = searched(capsys, config, f"--allow={allowed}", f"--write={best}")
     first = found["answers"][0]

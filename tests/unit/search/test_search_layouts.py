@@ -118,7 +118,6 @@ def test_best_answer_is_the_best_of_all_combinations(
 
 
 def test_answers_fit_into_memory_and_are_valid_settings(config: Path) -> None:
-    """Answers are sorted, differ in their layouts, and their settings have their predictions."""
     found = answers(config)
     given = load(config)
     first = predict_step(given, MEAN)
