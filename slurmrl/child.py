@@ -42,7 +42,7 @@ class ChildEnd:
 
     @property
     def last_line(self) -> str:
-        """The last line of the child's standard error; empty if there is none."""
+        """The last line of the child's standard error; empty without output."""
         return self.errors.splitlines()[-1] if self.errors else ""
 
 

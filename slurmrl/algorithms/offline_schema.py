@@ -38,7 +38,7 @@ class Generate(AlgorithmSchema):
     """Offline sampling: `rollout.n` completions of each prompt of the dataset, without training.
 
     The completions are in `results.jsonl`, with scores if the configuration has a reward. The run
-    ends after the last row. It resumes after any interruption, and the results have each row
+    ends after the last row. The run resumes after any interruption, and the results have each row
     exactly once.
     """
 
@@ -64,7 +64,7 @@ class Generate(AlgorithmSchema):
 class Evaluate(AlgorithmSchema):
     """Evaluation of a model on a whole dataset, in `results.jsonl` and `summary.json`.
 
-    It trains no model. With `measure: completions`, the reward scores `rollout.n` completions of
+    No model is trained. With `measure: completions`, the reward scores `rollout.n` completions of
     each prompt. The results are `avg@n`, `pass@k` and `maj@k`, with 95 % confidence intervals.
     """
 
@@ -86,8 +86,8 @@ class Evaluate(AlgorithmSchema):
 
     suite: Word | None = None
     """Name of the suite of `evaluation.suites` that this trial evaluates; `slurmrl eval` sets it.
-    It is part of the metrics' names in the trial whose checkpoint is evaluated. Default: none.
-    Example: `gsm8k`"""
+    Metrics in the trial of the evaluated checkpoint include this name. Default: none. Example:
+    `gsm8k`"""
 
     dataset_types: ClassVar[tuple[str, ...]] = tuple(
         kind for kinds in MEASURED.values() for kind in kinds

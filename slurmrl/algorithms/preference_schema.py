@@ -33,7 +33,7 @@ PAIR_METRICS = (
 class DPO(AlgorithmSchema):
     """Direct preference optimization: the actor learns from pairs of answers.
 
-    It needs no reward model and no generation. Evaluation on held-out pairs computes loss, margins
+    DPO needs no reward model and no generation. Evaluation on held-out pairs computes loss, margins
     and accuracies. Evaluation on held-out prompts generates completions and scores them with the
     reward.
     """
@@ -55,7 +55,7 @@ class DPO(AlgorithmSchema):
     long answers count no more than pairs of short answers."""
     sft_coef: NonNegativeFloat = 0.0
     """Coefficient of the chosen answer's cross entropy (mean over its tokens) in the loss of a
-    pair. It keeps chosen answers likely. Example: `0.1`"""
+    pair. This term keeps chosen answers likely. Example: `0.1`"""
     reference_free: bool = False
     """Use no reference model: all answers count as equally likely under it."""
 

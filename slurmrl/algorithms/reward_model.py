@@ -5,8 +5,8 @@ is the first stop token of the answer's last turn, or the last token of a trunca
 Tokens that a chat template adds after the end of a turn, such as a newline after ``<|im_end|>``, do
 not count, because a completion never has them.
 
-Models without `SCORE_AT` in their config.json were trained on whole rendered conversations. Their
-score is the value at the last token of a conversation.
+Models without `SCORE_AT` in their config.json were trained on whole rendered conversations. For
+such models, the score is the value at the last token of a conversation.
 
 S is the number of sequences, T the number of packed tokens and P the number of pairs.
 """

@@ -1,8 +1,8 @@
 """The calls that give a step its completions.
 
 `RolloutInterface` generates completions with the trainers' engine, as single turns or in episodes.
-`StoredInterface` reads the completions of rollout tasks from files. Both produce the same keys and
-metrics.
+`StoredInterface` reads the completions of rollout tasks from files. Both interfaces produce the
+same keys and metrics.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def as_sample(
     turns: bool,
     metadata: Mapping[str, list[Any]] | None = None,
 ) -> SequenceSample:
-    """Return the groups as a sample. Its tensors are on ``device``, like generated tokens."""
+    """Return the groups as a sample. The tensors are on ``device``, like generated tokens."""
     data: dict[str, Tensor | None] = {
         "input_ids": _joined([each.input_ids for each in groups], torch.int64),
         "prompt_mask": _joined([each.drawn_by < 0 for each in groups], torch.bool),

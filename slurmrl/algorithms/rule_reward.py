@@ -253,7 +253,7 @@ def of_places(arguments: Mapping[str, Any], places: Sequence[int]) -> dict[str, 
 
 
 def with_tokens(arguments: Mapping[str, Any], places: Iterable[int]) -> list[int]:
-    """Return the places of completions with a token. Failed episodes have none and score 0."""
+    """Return the places of completions with a token. Failed episodes have no tokens and score 0."""
     return [place for place in places if arguments["extras"]["token_ids"][place]]
 
 
@@ -263,7 +263,7 @@ def decode_completions(
     """Decode each completion to a string without special tokens.
 
     The string excludes the stop token that ended the completion, even if this is no special token.
-    It includes a stop string that ended the completion.
+    The result includes a stop string that ended the completion.
     """
     finished, stops = sample.tensor("finished").tolist(), context.stop_token_ids
     tokenizer: Any = context.tokenizer

@@ -224,8 +224,8 @@ def of_preferences(records: Iterable[Record]) -> Summary:
     """Summarize the ``accuracy`` and the ``margin`` of preference pairs.
 
     ``accuracy`` is the share of pairs whose chosen answer scores higher; a tie counts as wrong.
-    ``margin`` is the chosen score minus the rejected score. Both are averaged over the pairs of a
-    prompt, and then over the prompts.
+    ``margin`` is the chosen score minus the rejected score. Both metrics are averaged over the
+    pairs of a prompt, and then over the prompts.
     """
     scores = []
     for record in records:

@@ -86,8 +86,8 @@ def resume(
 
     Overrides may change settings that do not affect results (total_steps, stop_when, cluster,
     checkpoint, …) and the layout (actor.backend=fsdp:d4). A new layout keeps the order of the data
-    and the optimizer state; the command prints the differences. It also warns if a new total_steps
-    changes the learning rate.
+    and the optimizer state; the command prints the differences. The command also warns if a new
+    total_steps changes the learning rate.
 
     If the trial is running and few Slurm jobs are left in its chain, the command adds jobs.
     """

@@ -67,7 +67,7 @@ def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
 
 
 def again(root: Path) -> str:
-    """Return the option with which another command uses ``root``; "" if that is its default."""
+    """Return the option with which another command uses ``root``; "" if ``root`` is the default."""
     if root_folder(None) != root:
         return f" --root {shlex.quote(str(root))}"
     profile = click.get_current_context().obj.profile
@@ -300,7 +300,7 @@ def complete_checkpoints(
 
 
 def _trial(ctx: click.Context) -> str:
-    """Return the trial that the command line names before the incomplete option; "" without one.
+    """Return the trial that the command line names before the incomplete option, or "".
 
     Click leaves the trial in ``args``, because it stops parsing at an option without a value.
     """

@@ -40,8 +40,8 @@ FASTER = 1.2
 MOST_GPUS_OF_PLAN = 64
 MOST_GPUS = 65536
 MOST_SIZES = 16
-"""Maximum number of sizes of a range that are all tried. Of larger ranges, only doublings and the
-last size are tried."""
+"""Maximum number of sizes in a range of which every size is tried. In larger ranges, only doublings
+and the last size are tried."""
 
 
 def _size_range(
@@ -444,7 +444,7 @@ def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
     """Return the numbers of GPUs to try: numbers from ``first`` to ``last`` that fill hosts.
 
     ``step`` is the number of GPUs of a host. With more than `MOST_SIZES` numbers, return only
-    doublings and the last one. If no number fills hosts, return ``first``.
+    doublings and the last number. If no number fills hosts, return ``first``.
     """
     whole = [number for number in range(first, last + 1) if number % step == 0 or number < step]
     if len(whole) <= MOST_SIZES:

@@ -283,7 +283,7 @@ def _check_costs(costs: TrialCosts, options: dict[str, Any]) -> None:
         raise click.UsageError("a step must take some time: --step-seconds is 0")
     if costs.tasks is not None and options["reward_seconds"]:
         raise click.UsageError(
-            "--reward-seconds: rollout tasks score their groups; give --groups-per-hour"
+            "--reward-seconds does not apply to rollout tasks; give --groups-per-hour"
         )
     of_tasks = ("tasks", "groups_per_hour", "task_wait")
     if costs.tasks is None and any(options[name] for name in of_tasks):

@@ -90,7 +90,7 @@ def commit(status: Status) -> str:
 def note(status: Status) -> str:
     """Return the reason why the trial failed or waits, or why its status is uncertain.
 
-    The line may be empty. It has no ages, so that it only changes if the reason changes.
+    The line may be empty. The line has no ages, so that it only changes if the reason changes.
     """
     if status["state"] in ("FAILED", "CANCELLED"):
         return first_line(status["reason"])
@@ -341,7 +341,7 @@ def _tasks(status: Status) -> list[tuple[str, ...]]:
 
 
 def _kind(index: int, task: Status, many: bool) -> tuple[Any, ...]:
-    """Return a key that is equal for tasks on the same line.
+    """Return a key; tasks with equal keys share a line.
 
     Tasks without a host share a line if they are equal, and so do tasks of a large group.
     """

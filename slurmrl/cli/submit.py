@@ -166,8 +166,8 @@ def carry_out(
 ) -> int:
     """Check and start trials, or only print them (``dry_run``).
 
-    ``check_s`` limits the seconds of the checks; None does only instant checks. All trials are
-    checked before the first one starts. After a watched trial that did not finish, no other starts.
+    ``check_s`` limits the seconds of the checks; None does only instant checks. All checks come
+    before the first start. After a watched trial that did not finish, no other starts.
     """
     from slurmrl.desk.submitting import rehearse
 

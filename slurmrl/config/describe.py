@@ -136,7 +136,7 @@ def by_schema(algorithms: Mapping[str, type[BaseModel]]) -> dict[type[BaseModel]
 def _chapters(
     schema: type[BaseModel], path: KeyPath, found: dict[type[BaseModel], Chapter]
 ) -> dict[type[BaseModel], Chapter]:
-    """Return a chapter for each section class below ``schema``; its first place sets the page."""
+    """Return a chapter for each section class below ``schema``, on the page of its first place."""
     for one in facts_of(schema, path):
         if one.section is not None:
             page = "algorithm" if path[:1] == ("algorithm",) else str(one.path[0])

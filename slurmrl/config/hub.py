@@ -194,7 +194,7 @@ class HubCache:
         return reference
 
     def newest(self, reference: HubReference) -> Path | None:
-        """Return the newest complete folder of the revision in the cache; None without one."""
+        """Return the newest complete folder of the revision in the cache, or None."""
         commits = reference.commits(self.folder)
         folders = (reference.folder(self.folder, commit) for commit in commits)
         return next((folder for folder in folders if not damage(folder)), None)

@@ -1,7 +1,7 @@
 """The child process that fetches a repository.
 
-It downloads one commit into ``<home>/fetching``, or resumes an interrupted download. From the
-download it makes the folder ``<home>/<commit>.<pid>`` and renames the folder to
+The process downloads one commit into ``<home>/fetching``, or resumes an interrupted download. From
+the download it makes the folder ``<home>/<commit>.<pid>`` and renames the folder to
 ``<home>/<commit>``. ``<home>/<commit>.json`` lists the files of the folder. The library shows its
 progress on stderr.
 """
@@ -187,7 +187,7 @@ class RepositoryFetcher:
 
 
 def replies(request: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield the reply to a request with a reference's fields and ``home``, the target folder."""
+    """Yield the reply to a request: a reference's fields, and ``home``, the target folder."""
     os.umask(0o077)
     values = {key: value for key, value in request.items() if key != "home"}
     reference = HubReference(**{**values, "kind": HubKind(values["kind"])})

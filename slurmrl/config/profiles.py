@@ -81,7 +81,7 @@ def in_force() -> Path | None:
 
 
 def root() -> str | None:
-    """Return the selected profile's folder of all runs; None without one. Raises UsageError."""
+    """Return the selected profile's folder of all runs, or None. Raises UsageError."""
     path = in_force()
     if path is None:
         return None

@@ -74,8 +74,8 @@ class ChatTemplate:
     def conversation(self, messages: Sequence[Message], tools: Any) -> MarkedText:
         """Render a conversation. The targets are the turns of the assistant.
 
-        A target begins after the generation prompt. It includes everything that the template puts
-        after the turn, except white space after a special token.
+        A target begins after the generation prompt. The target includes everything that the
+        template puts after the turn, except white space after a special token.
         """
         messages = self._whole(messages)
         text = whole = self._render(messages, tools)
@@ -291,7 +291,7 @@ class ChatTemplate:
         return first + kept
 
     def _trimmed(self, text: str, first: int, last: int) -> int:
-        """Return the end of the token that ends a turn; without one, return ``last``."""
+        """Return the end of the token that ends a turn; without this token, return ``last``."""
         turn = text[first:last]
         if not self.turn_end.by_next and self.turn_end.tokens:
             (token,) = self.turn_end.tokens
@@ -395,8 +395,8 @@ class EndOfTurn(NamedTuple):
     """
 
     tokens: tuple[str, ...] = ()
-    """The strings of the tokens; empty if the template ends a turn without a token. The first one
-    is the token that comes before a message of the user."""
+    """The strings of the tokens; empty if the template ends a turn without a token. The first
+    string is the token that comes before a message of the user."""
     by_next: bool = False
     """Whether the token is the beginning of the next message, as in GLM-4's template."""
 

@@ -1,8 +1,8 @@
 """Checks of strings and of conversations: lists of messages with a role and a content. Torch-free.
 
-`left_out` finds the parts of a conversation that a chat template omits. It puts a mark into every
-value that the model must see, and searches for the marks in the rendered text. A mark is found even
-if the template changes the form of the value, and no other text contains it.
+`left_out` finds the parts of a conversation that a chat template omits. The function puts a mark
+into every value that the model must see, and searches for the marks in the rendered text. A mark is
+found even if the template changes the form of the value, and no other text contains it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MEDIA: Final = ("image", "video")
 
 
 def wrong_messages(value: Any) -> str:
-    """Return why a value is not a conversation; "" if it is one."""
+    """Return why a value is not a conversation; "" for a conversation."""
     if not isinstance(value, list) or not value:
         return f"must be a list of messages, but is {kind_of(value)}"
     for place, message in enumerate(value, start=1):
@@ -116,7 +116,7 @@ SWITCHES: Final = ("train", "training", "trainable")
 
 
 def _wrong_switch(messages: Sequence[Message]) -> str:
-    """Return the problem of a target that another trainer would exclude; "" if there is none."""
+    """Return the problem of a target that another trainer would exclude, or ""."""
     for place, message in enumerate(messages, start=1):
         switch = next((key for key in SWITCHES if message.get(key) == 0), None)
         if switch is not None and is_target(message):
@@ -152,7 +152,7 @@ SHOWN = 60
 
 
 def wrong_text(value: Any) -> str:
-    """Return the reason why a value is not a string; "" if it is one.
+    """Return the reason why a value is not a string; "" for a string.
 
     Other values are never converted to strings, because prompts would then contain Python syntax
     such as ``None`` or ``[{'role': …``.

@@ -145,7 +145,7 @@ class Encoder:
         return PictureEncoder(self._config, self._tokenizer, self._directory, self.images)
 
     def pictured(self, chat: Pictured, tools: Any, *, prompt: bool) -> RowTokens | str:
-        """Return the tokens of a conversation with images and videos, or why it has none.
+        """Return the tokens of a conversation with images and videos, or why it has no tokens.
 
         With ``prompt``, the conversation ends with the beginning of the assistant's turn and has no
         targets. Otherwise the assistant's turns are the targets.
@@ -238,7 +238,7 @@ class Continuations:
     """Tokenizes strings that continue a context.
 
     Many tokenizers (Llama 2, Mistral, T5) add a space at the beginning of a string. A continuation
-    must not have this space. It is therefore tokenized together with an anchor before it, and the
+    must not have this space. Each string is therefore tokenized with an anchor before it, and the
     anchor's tokens are removed.
     """
 

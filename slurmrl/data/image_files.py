@@ -45,8 +45,7 @@ MAY_PASS: Final = frozenset(
         *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
     )
 )
-"""Error numbers of problems that may be temporary or only on this host; Pillow's errors have none.
-"""
+"""Error numbers of problems that may be temporary or only on this host; Pillow reports none."""
 WIDE: Final = ("I", "F")
 """Pillow's modes of integers and floats with 32 bits, whose range is unknown."""
 

@@ -53,7 +53,7 @@ class Admission:
 
         ``version`` is the step of the newest weights available to the tasks, and ``step`` the last
         trained step. ``leased`` items are with tasks, others are ``finished`` or ``in_flight``.
-        Each step after the next one is expected to use ``used`` items, at least a batch.
+        Each step after the next step is expected to use ``used`` items, at least a batch.
 
         AReaL counts the trained items. This rule uses ``step * batch_size`` instead, so that steps
         with fewer items (filters, an earlier batch size) do not change the result.
@@ -250,8 +250,8 @@ class SampleLedger(Ledger):
     def expected(self, count: int, admission: Admission) -> int:
         """Return how many items a step probably uses to train ``count`` items.
 
-        The result is at least ``count``. It is scaled by the minimum number of items that one of
-        the last `USED_STEPS` steps used for its batch: surplus items would become stale.
+        The result is at least ``count``. The result is scaled by the minimum number of items that
+        one of the last `USED_STEPS` steps used for its batch: surplus items would become stale.
         """
         batch = admission.batch_size
         fewest = min(self._used_by, default=batch)

@@ -116,7 +116,7 @@ class LedgerRecord:
     """
 
     settled: Number = 0
-    """All items before this one are trained or dropped."""
+    """All items before this item are trained or dropped."""
     next: Number = 0
     """This item and all after it were never taken."""
     in_flight: tuple[StepRun, ...] = ()
@@ -166,7 +166,7 @@ class Ledger:
         self._settled = record.settled
         self._next = record.next
         self._in_flight: dict[int, int] = {}
-        """Step by item in flight. This table and the next ones have no items before `_settled`."""
+        """Step by item in flight. None of these tables has items before `_settled`."""
         self._trained = _expanded((run.first, run.stop, run.step) for run in record.trained)
         self._dropped = _expanded((run.first, run.stop, run.reason) for run in record.dropped)
         self._dropped_before = Counter(

@@ -45,7 +45,7 @@ TEXT_FIELDS: Final = frozenset(
         "token_type_ids",
     )
 )
-"""Outputs of processors that are not arguments about pictures."""
+"""Outputs of processors that do not describe pictures."""
 
 
 class EncodedPictures(NamedTuple):
@@ -204,8 +204,8 @@ def _video_processor(folder: Path, name: str, config: DatasetConfig) -> Any:
 def _video_processors() -> tuple[Any, Any]:
     """Return the classes of video processors for Qwen3-VL and for older families.
 
-    Both derive from transformers' class for Qwen3-VL, but resize and normalize with torch instead
-    of torchvision. The older families resize videos and choose frames in a different way.
+    Both classes derive from transformers' class for Qwen3-VL, but resize and normalize with torch
+    instead of torchvision. The older families resize videos and choose frames in a different way.
     """
     import torch
     from torch.nn.functional import interpolate
@@ -299,7 +299,7 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 def _outside(
     places: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]
 ) -> tuple[int, int] | None:
-    """Return the place of the first placeholder outside all replacements; None if there is none."""
+    """Return the place of the first placeholder outside all replacements, or None."""
     spans, more = [], 0
     for each in replaced:
         first, last = each["span"]

@@ -74,7 +74,7 @@ class Entry(NamedTuple):
     row_check: int
     """CRC-32 of the row's bytes."""
     difficulty: float
-    """The row's number under ``curriculum_key``; 0 without one."""
+    """The row's number under ``curriculum_key``; 0 without a curriculum."""
     check: int
     """CRC-32 of the row's number and the fields above."""
 

@@ -183,7 +183,7 @@ def _converted(convert: Convert, row: dict[str, Any]) -> tuple[dict[str, Any] | 
 
 
 class _Ids:
-    """The ids of a file: either all rows have an id or none has. Only hashes of ids are kept."""
+    """The ids of a file: all rows have an id, or no row has an id. Only hashes of ids are kept."""
 
     def __init__(self, path: Path, key: str, split: str | None, convert: Convert | None) -> None:
         self._convert = convert
@@ -243,7 +243,7 @@ class _Ids:
 def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """Return the first `MOST_PROBLEMS` problems, with equal problems of several rows as one.
 
-    Its place is the first of these rows. Its message has the number of rows and names the next.
+    Its place is the first of these rows. Its message has the number of rows and names more rows.
     """
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems[:MOST_PROBLEMS]:
@@ -271,7 +271,7 @@ def _short(where: str) -> str:
 
 
 def _wrong_id(value: Any) -> str:
-    """Return why a value is not an id; "" if it is one."""
+    """Return why a value is not an id; "" for an id."""
     if isinstance(value, str):
         return wrong_text(value)
     whole = isinstance(value, int) and not isinstance(value, bool)

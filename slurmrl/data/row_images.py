@@ -24,8 +24,8 @@ from slurmrl.data.image_files import (
 from slurmrl.data.types import ABSENT, Row, value_at
 
 UNREAD: Final = ("video", "videos", "audio", "audios", "image", "images")
-"""Usual names of columns with media. They are rejected without their key, because training would
-ignore them."""
+"""Usual names of columns with media. These columns are rejected without their key, because training
+would ignore them."""
 READ: Final = frozenset(("type", "video"))
 """Keys of a part of type video. Other libraries read further keys, such as ``fps``."""
 CHECKS: Final = {"image": check_image, "video": check_video}

@@ -122,7 +122,7 @@ class DatasetRows:
         return [self._kind.text(self.records.rows[row]) for row in rows]
 
     def answers(self, rows: Sequence[int]) -> list[str]:
-        """Return the reference answers of rows; "" for a row without one."""
+        """Return the reference answers of rows; "" for a row without an answer."""
         return [reference(self._config, self.records.rows[row]) for row in rows]
 
     def scored(self, rows: Sequence[int]) -> list[Row]:
@@ -135,7 +135,7 @@ class DatasetRows:
 
     @property
     def have_references(self) -> bool:
-        """Whether the prompts have reference answers: either all have one, or none has."""
+        """Whether all prompts have reference answers; otherwise, no prompt has an answer."""
         return value_at(self.records.rows[0], self._config.answer_key) is not ABSENT
 
     def may_be_longer(self, most: int | None) -> bool:

@@ -182,8 +182,8 @@ def begins_array(path: Path) -> bool:
 class JsonArray(RowSource):
     """Rows of a file with one JSON array.
 
-    Its elements are parsed one by one. Memory grows with the file only by the line number of each
-    element.
+    The elements of the array are parsed one by one. Memory grows with the file only by the line
+    number of each element.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:

@@ -89,7 +89,7 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
 def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the end-of-text token, which ends answers and completions.
 
-    Raises UsageError if the tokenizer has none.
+    Raises UsageError if the tokenizer lacks this token.
     """
     if tokenizer.eos_token_id is None:
         raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")

@@ -1,4 +1,4 @@
 """Operations on trials on the login node: find, make, submit, check and cancel them.
 
-All of them work without a terminal, and only the inspector's child process imports torch.
+All operations work without a terminal, and only the inspector's child process imports torch.
 """

@@ -116,7 +116,7 @@ def _manifests(prepared: Path) -> Iterator[tuple[Path, PreparedManifest]]:
 
 
 def _weight(config: Config, state: TrialState) -> Weight:
-    """Return the weight of changed data: only a warning if the trial will not read it again."""
+    """Return the severity of changed data: a warning if the trial will not read the data again."""
     end = state.end
     if end is None or end.kind is not Kind.FINISHED:
         return Weight.FAILED

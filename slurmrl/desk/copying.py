@@ -204,7 +204,7 @@ def _archive(contents: Mapping[str, bytes]) -> bytes:
 
 
 def _packed(contents: Mapping[str, bytes]) -> bytes:
-    """Return the archive. Its bytes only depend on the contents and the version of Python."""
+    """Return the archive. Its bytes depend only on the contents and the version of Python."""
     output = io.BytesIO()
     with ZipFile(output, "w", ZIP_DEFLATED, compresslevel=1) as file:
         for name, content in contents.items():

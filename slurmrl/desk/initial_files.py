@@ -271,7 +271,7 @@ class Question:
 
     key: KeyPath
     about: str
-    """Description of the setting, and findings."""
+    """Description of the setting, with facts about this cluster."""
     proposal: str = ""
     """Proposed answer; empty to leave the setting out."""
 
@@ -338,7 +338,7 @@ def value_of(question: Question, answer: str) -> Any:
 
 
 def doubt(question: Question, answer: str, found: Survey) -> str:
-    """Return a doubt about an allowed answer; empty if there is none.
+    """Return a warning about an allowed answer; empty without a warning.
 
     A partition that sinfo does not show may be right, because it may be hidden from the user.
     """

@@ -297,7 +297,7 @@ class FoundRows:
         return self._kind.text(row.values)
 
     def answer(self, row: DataRow) -> str:
-        """Return the reference answer of a row; "" without one."""
+        """Return the reference answer of a row, or ""."""
         return reference(self.config, row.values)
 
     def _reader(self) -> RecordReader:

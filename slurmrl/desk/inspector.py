@@ -1,7 +1,7 @@
 """The inspector: a child process on the login node that reads large files and runs user code.
 
-It answers one `slurmrl.child.ChildRequest` about a configuration. The request's ``subject`` is one
-of:
+The process answers one `slurmrl.child.ChildRequest` about a configuration. The request's
+``subject`` is one of:
 
 - ``inputs``: the checks before a submission (`input_checks`)
 - ``tools``: the schemas of an episode's tools, for chat templates that describe them

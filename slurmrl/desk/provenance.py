@@ -182,7 +182,7 @@ class Repository:
 
 
 def repository_of(folder: Path) -> Repository | str:
-    """Return the repository that contains a folder, or the reason why there is none."""
+    """Return the repository that contains a folder, or the reason why no repository was found."""
     root = _ask(folder, "rev-parse", "--show-toplevel")
     if root.failed:
         return root.note

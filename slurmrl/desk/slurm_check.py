@@ -82,7 +82,7 @@ def _rejected(
 
 
 def _known_names(name: str, value: str, client: SlurmClient) -> str:
-    """Return a hint about a name that Slurm does not know in a rejected value; "" without one."""
+    """Return a hint about a name that Slurm does not know in a rejected value, or ""."""
     try:
         known = client.names(name, user_name())
     except SchedulerError:

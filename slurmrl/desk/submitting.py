@@ -59,7 +59,7 @@ class Outlook:
     complete: bool
     """Whether the trial has finished, and would finish again at once."""
     left: Jobs | None
-    """Remaining jobs of the trial, none of which trains. They will be replaced."""
+    """Remaining jobs of the trial, none of which trains. The submission replaces these jobs."""
     submission: int = 0
     """Number of the newest submission."""
     notes: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ def _hand_over(
     """Write the changed configuration of an existing trial, and submit the jobs.
 
     ``state`` is the state of the existing trial; None for a new trial. If the scheduler rejects the
-    jobs, restore the trial or remove the new one. Raises SchedulerError.
+    jobs, restore the existing trial or remove the new trial. Raises SchedulerError.
     """
     paths = proposal.paths
     before = None if state is None else Before.of(paths, state.end)
@@ -247,7 +247,7 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 
 def _check_code(proposal: Proposal) -> None:
-    """Raise UsageError if the trial runs another slurmrl, which may not read this one's files."""
+    """Raise UsageError if the trial runs another slurmrl: it may not read files of this version."""
     code = trial_code.current_code(proposal.paths)
     if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial

@@ -162,7 +162,7 @@ def places(settings: Settings) -> list[Finding]:
 
 
 def _torch(settings: Settings, plan: Plan) -> list[Finding]:
-    """Check that torch is built for GPUs if workers get some. A container has its own torch."""
+    """Check that torch is built for GPUs if workers get GPUs. A container has its own torch."""
     build = torch_build()
     gpus = any(group.gpus_per_worker for group in plan.groups)
     if not gpus or build is None or build.gpus or settings.config.cluster.slurm.container:

@@ -33,7 +33,7 @@ def chosen_root(option: str | None) -> Path | None:
 def root_folder(option: str | None) -> Path:
     """Return the root folder for commands without a configuration.
 
-    This is the result of `chosen_root`, else the root of the site profile, else ./runs. Raises
+    The order is: the result of `chosen_root`, the root of the site profile, ./runs. Raises
     UsageError for a profile that cannot be used.
     """
     return chosen_root(option) or Path(os.path.abspath(profiles.root() or DEFAULT_ROOT))
@@ -86,7 +86,7 @@ def find(root: Path, name: str) -> RunPaths:
 
 
 def newest(root: Path) -> RunPaths:
-    """Return the trial that was submitted or resumed last. Raises UnknownNameError without one."""
+    """Return the trial that was submitted or resumed last. Raises UnknownNameError."""
     found = all_trials(root)
     if not found:
         raise UnknownNameError(f"there are no trials in {root / user_name()} yet")
@@ -94,7 +94,7 @@ def newest(root: Path) -> RunPaths:
 
 
 def _submitted_ns(paths: RunPaths) -> int:
-    """Return the time of the newest submission in nanoseconds since the epoch; 0 without one."""
+    """Return the time of the newest submission in nanoseconds since the epoch, or 0."""
     try:
         return paths.submissions.stat().st_mtime_ns
     except FileNotFoundError:

@@ -67,7 +67,7 @@ class ServingOptions:
     decode: Decode | None = None
     """Function from token ids to text, for stop strings."""
     turns: bool = True
-    """Whether a request may continue the sequence of an earlier one. Without turns all requests
+    """Whether a request may continue the sequence of an earlier request. Without turns all requests
     are submitted at once."""
     masked: bool = True
     """Whether log-probabilities refer to the distribution after top-k and top-p, instead of the
@@ -216,7 +216,7 @@ class TrainEngine(Engine):
     ) -> Outputs:
         """Return outputs without gradients, or the results of ``output_fn`` on them.
 
-        Each is [T] in the order of the sample. A micro-batch may have only some of an item's
+        Each tensor is [T] in the order of the sample. A micro-batch may have only some of an item's
         sequences.
         """
 

@@ -215,7 +215,7 @@ class HFBatch:
     def _read(self, rows: Items[Sequence], width: int = 0) -> tuple[HFSession, Tensor]:
         """Return a session that has prefilled rows, and the logits [S, V] after these tokens.
 
-        It prefills the prompt of a new row, and all tokens except the last of any other row. Rows
+        For a new row, prefill the prompt; for other rows, prefill all tokens except the last. Rows
         with equal tokens and pictures are prefilled once. ``width``: see `HFModel.session`.
         """
         texts: dict[tuple[str, tuple[int, ...]], int] = {}

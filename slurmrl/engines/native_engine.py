@@ -1,6 +1,6 @@
 """Generation by a model whose shards are gathered on each rank, and the native engine.
 
-The native engine only generates. It has a copy of the model for each group of tensor ranks.
+The native engine only generates. Each group of tensor ranks has a copy of the model.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class NativeEngine(GatheredGeneration):
         return self._shards.local() | self._shards.decoder.constants()
 
     def offload(self) -> None:
-        """Free the weights without a copy. They are zero from ``onload`` until the next move."""
+        """Free the weights without a copy. ``onload`` makes them zero until the next move."""
         self._offload.take((), self.storages().values())
 
     def onload(self) -> None:

@@ -1,7 +1,7 @@
 """Optimizers on local shards, with which every engine steps.
 
 All optimizers work element by element, so a step does not depend on how parameters are sharded. (A
-step of Muon or Adafactor would, since they use whole matrices.) Moments have the shape of their
+step of Muon or Adafactor would, because it uses whole matrices.) Moments have the shape of their
 parameter and start at 0. Together with the step count, they suffice to resume.
 """
 

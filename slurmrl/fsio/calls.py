@@ -50,7 +50,7 @@ def is_local(directory: Path) -> bool:
 
 
 class SystemCalls:
-    """The real file system operations. They raise the OSErrors of the operating system."""
+    """The real file system operations. All methods raise the OSErrors of the operating system."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         """Open a regular file.

@@ -75,7 +75,7 @@ def _file_name(value: Any) -> bool:
 
 
 MOST_COUNT = 10**7
-"""Larger than any number of hosts, ranks or array elements, and small enough to loop over."""
+"""Maximum of a count: above all numbers of hosts, ranks or elements, and safe for a loop."""
 LONGEST_S = 1e11
 """Maximum of a duration and of a time since the epoch: about 3,000 years."""
 
@@ -101,7 +101,7 @@ def list_of(kind: FieldType) -> FieldType:
 
 
 def items(*kinds: FieldType) -> FieldType:
-    """Return the type of a list whose items have these types, one each."""
+    """Return the type of a list with one item of each of these types, in order."""
 
     def accepts(value: Any) -> bool:
         return (
@@ -405,7 +405,7 @@ class LineFile:
         return self._read(0, min(count, self.size))
 
     def backward(self, stop: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, line) of the complete lines from the last one back to offset ``stop``."""
+        """Yield (offset, line) of the complete lines from the last line back to offset ``stop``."""
         start, rest, chunk = self.size, b"", min(FIRST_BYTES, CHUNK_BYTES)
         skip = True  # The text after the last line end is an incomplete line.
         while start > stop:

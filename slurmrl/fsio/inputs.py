@@ -149,7 +149,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the OSError that caused an exception; None if there is none."""
+    """Return the OSError that caused an exception, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error

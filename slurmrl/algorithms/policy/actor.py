@@ -85,8 +85,8 @@ class RecomputeInterface(Interface):
     ) -> CallResult:
         """Return ``old_logprobs``, the training engine's log-probabilities of the completions.
 
-        Report the mean and the largest absolute difference to generation's log-probabilities, over
-        response tokens, and the mismatch of the two policies.
+        Over response tokens, report mean and maximum of the absolute difference to generation's
+        log-probabilities, and the mismatch of the two policies.
         """
         assert engine is not None
         sample = sample.to(engine.context.device)

@@ -34,12 +34,12 @@ class Updates(Section):
     n_epochs: PositiveInt = 1
     """Passes over each batch."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
-    """Limit of the mean probability ratio of a minibatch's tokens. If a minibatch exceeds it, the
-    step skips this update of the actor and all later ones. `null` disables the limit."""
+    """Limit of the mean probability ratio of a minibatch's tokens. If a minibatch exceeds the
+    limit, the step skips this and all later updates of the actor. `null` disables the limit."""
     early_stop_kl: Annotated[PositiveFloat, Unit("nats")] | None = None
-    """Limit of the estimated KL(old || new) per token (the metric `approx_kl`). If a
-    minibatch exceeds it, the step skips this update of the actor and all later ones. `null`
-    disables the limit. Example: `0.1`"""
+    """Limit of the estimated KL(old || new) per token (the metric `approx_kl`). If a minibatch
+    exceeds the limit, the step skips this and all later updates of the actor. `null` disables the
+    limit. Example: `0.1`"""
 
 
 class Objective(Section):
@@ -61,8 +61,8 @@ class Objective(Section):
     - `sequence_token`: the value of `sequence`, with the gradient of only this token (GSPO-token).
     """
     clip_ratio: PositiveFloat = 0.2
-    """Distance of the ratio's lower bound from 1; at 1 or more there is no lower bound. It is also
-    the distance of the upper bound unless `clip_ratio_high` is set."""
+    """Distance of the ratio's lower bound from 1; at 1 or more there is no lower bound. The upper
+    bound has the same distance unless `clip_ratio_high` is set."""
     clip_ratio_high: PositiveFloat | None = None
     """Distance of the ratio's upper bound from 1. Default: the value of `clip_ratio`. Example:
     `0.28`"""
@@ -152,8 +152,8 @@ class Correction(Section):
     completions may be stale (`rollout.tasks.max_staleness`), and true if `actor.dtype` is bfloat16
     or differs from generation's precision."""
     correction: Literal["none", "weight", "truncate", "mask"] | None = None
-    """Importance weights of recomputed old probabilities over the probabilities of generation. They
-    multiply the losses of tokens.
+    """Importance weights of recomputed old probabilities over the probabilities of generation. The
+    weights multiply the losses of tokens.
 
     - `none`: no weights.
     - `weight`: without bounds (the decoupled objective).
@@ -292,7 +292,7 @@ class Advantages(Section):
     - `batch_leave_one_out`: the mean over the other completions of the batch.
     - `none`: no baseline."""
     advantage_std: Literal["none", "group", "batch"] = "none"
-    """Standard deviation by which advantages are divided. Not with `gae` and `greedy`. With
+    """Standard deviation by which advantages are divided. Not allowed with `gae` and `greedy`. With
     `advantage: none`, it is the deviation from 0: the root of the mean square.
 
     - `none`: no division.
@@ -465,9 +465,9 @@ class RewardShaping(Section):
     function's score."""
     overlong_buffer: Annotated[PositiveInt, Unit("tokens")] | None = None
     """Number of tokens before the maximum length where the reward of a completion begins to fall.
-    It falls linearly, by `overlong_penalty` at the maximum length. This happens before bias,
-    scaling and clipping. The maximum length is `rollout.max_new_tokens`, or the policy's maximum in
-    an episode. `null` disables this. Example: `512`"""
+    The reward falls linearly, by `overlong_penalty` at the maximum length. The penalty precedes
+    bias, scaling and clipping. The maximum length is `rollout.max_new_tokens`, or the policy's
+    maximum in an episode. `null` disables this. Example: `512`"""
     overlong_penalty: PositiveFloat = 1.0
     """Maximum penalty for the length of a completion."""
     kl: KL = KL()

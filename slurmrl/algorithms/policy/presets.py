@@ -1,6 +1,6 @@
 """Named choices of settings: tables of defaults, each value with its source.
 
-A preset changes defaults only. Whatever a configuration sets takes precedence.
+A preset changes defaults only. Values that a configuration sets take precedence.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class _Reader:
         return _shifted(self._scanner, f"{backend}:")
 
     def _dimensions(self) -> Allocation:
-        """Read dimensions without an engine. Megatron runs layouts with p or e, fsdp the others."""
+        """Read dimensions without an engine: layouts with p or e get megatron, others fsdp."""
         start = self._scanner.position
         if self._scanner.comes("attn") or self._scanner.comes("("):
             return self._as("megatron")

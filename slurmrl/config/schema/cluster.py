@@ -159,14 +159,14 @@ class Slurm(JobOptions):
     spares: NonNegativeInt = 0
     """Additional hosts in a fixed group's job that replace lost hosts. Example: `1`"""
     signal_lead_s: PositiveInt = 120
-    """Time before the time limit at which Slurm signals the run to commit and stop. It must be
-    shorter than `time`."""
+    """Time before the time limit at which Slurm signals the run to commit and stop. The lead must
+    be shorter than `time`."""
     extra_lines: Sequence[Line] = ()
     """Additional `#SBATCH` lines, with or without the `#SBATCH` prefix. Example:
     `["--mail-type=FAIL"]`"""
     setup: Sequence[Line] = ()
-    """Shell lines at the top of the batch script. They run on the first host, and the workers on
-    all hosts inherit the resulting environment. Example: `["module load cuda"]`"""
+    """Shell lines at the top of the batch script. The lines run on the first host, and the workers
+    on all hosts inherit the resulting environment. Example: `["module load cuda"]`"""
     container: Command | None = None
     """Command prefix that runs the workers, and nothing else, in a container. The run directory
     must have the same path inside the container. Example: `apptainer exec --nv --bind /shared
@@ -234,9 +234,9 @@ class Cluster(Section):
     """Network interface for communication between workers. Default: loopback for a job on one host,
     otherwise the interface of the default route. Example: `ib0`"""
     env: Annotated[dict[str, Line], AfterValidator(_check_env)] = Field(default_factory=dict)
-    """Environment variables of the run's processes. They override the variables of the submitting
-    shell. Do not put secrets here: use `variables_file`. Example: `{NCCL_DEBUG: INFO, NCCL_IB_HCA:
-    mlx5}`"""
+    """Environment variables of the run's processes. These variables override the variables of the
+    submitting shell. Do not put secrets here: use `variables_file`. Example: `{NCCL_DEBUG: INFO,
+    NCCL_IB_HCA: mlx5}`"""
     variables_file: PathText | None = None
     """File of `NAME=VALUE` lines that are added to the environment of the run's processes, for
     example access tokens. You must own the file, and its mode must be 0600. Each job reads it at
@@ -269,8 +269,8 @@ def _check_root(text: str) -> str:
 class Profile(Section):
     """Settings of a cluster that configurations need not repeat.
 
-    They are merged under a configuration, key by key. A key that the configuration sets, even to
-    null, takes precedence.
+    Each value applies if a configuration does not set the key. Null in a configuration counts as
+    set.
     """
 
     root: Annotated[PlainPathText, AfterValidator(_check_root)] | None = None

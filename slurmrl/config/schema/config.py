@@ -63,7 +63,7 @@ ExportForm = Literal["merged", "adapter"]
 
 
 class Checkpoint(Section):
-    """When the run commits, and which checkpoints it keeps. It always commits at its end."""
+    """When the run commits, and which checkpoints it keeps. A run always commits at its end."""
 
     every_steps: PositiveInt | None = 10
     """Steps between commits. `null` disables commits by steps."""
@@ -89,8 +89,8 @@ class Checkpoint(Section):
 
     - `source`: each tensor keeps its type in the folder `<role>.path`. A new model has the
       `dtype` of its `architecture`, or float32.
-    - `auto`: `source` if at least 90 % of the training's update survives its rounding, else
-      float32.
+    - `auto`: `source` if at least 90 % of the training's update survives rounding to that type,
+      else float32.
     - `float32`, `bfloat16`, `float16`: all tensors have this type."""
     export_form: ExportForm = "merged"
     """Form of the export of an actor with `lora`; `slurmrl export --form` overrides it.
@@ -139,7 +139,7 @@ class Logging(Section):
     """Steps between progress lines in the log; `metrics.jsonl` has every step. `null` disables
     lines by steps."""
     every_seconds: PositiveFloat | None = None
-    """Time between progress lines. They are written at the end of a step. `null` disables lines by
+    """Time between progress lines. Lines are written at the end of a step. `null` disables lines by
     time. Example: `60`"""
     every_epochs: PositiveInt | None = None
     """Epochs of the dataset between progress lines. `null` disables lines by epochs. Example: `1`
@@ -153,7 +153,7 @@ class Logging(Section):
     """Also log metrics to MLflow."""
     output_mib: PositiveInt = 64
     """Maximum size in `logs/` of the output of one host's processes, over all attempts. The master
-    has a separate limit of the same size. slurmrl keeps the newest output. It checks sizes every
+    has a separate limit of the same size. slurmrl keeps the newest output. Sizes are checked every
     few seconds, so a file may briefly exceed the limit."""
     samples: Annotated[NonNegativeInt, Unit("completions")] = 4
     """Number of completions per step and per evaluation that each rank writes to `samples/`,
@@ -235,8 +235,8 @@ class Config(Section):
     code: Sequence[PathText] = ()
     """Your Python files and folders that the run imports. slurmrl copies them when you submit,
     together with the modules that `algorithm.name`, `reward.name` and `dataset.type` name and their
-    imports from the same folder. Each can be imported by its name. Example: `[rewards.py,
-    my_package]`"""
+    imports from the same folder. Each file and folder can be imported by its name. Example:
+    `[rewards.py, my_package]`"""
     allocation_mode: Line = ""
     """Deprecated: the layouts of all roles in one string, as ReaL and AReaL write it. Write
     `<role>.backend` instead; a warning shows the new spelling. Example: `sglang.d2t2p1+d1t4p1`"""
@@ -252,10 +252,10 @@ class Config(Section):
     """The reference model of the KL penalty, for algorithms that have one. Default: the initial
     actor."""
     teacher: Model | None = None
-    """The model from which `distill` learns. It needs a `path`, and its tokenizer must equal the
-    actor's."""
+    """The model from which `distill` learns. `teacher` needs a `path`, and its tokenizer must equal
+    the actor's."""
     reward_model: Model | None = None
-    """The model behind a reward named `model`. It needs a `path`: an export of `algorithm.name:
+    """The model behind a reward named `model`. `path` is required: an export of `algorithm.name:
     reward_model`, or another folder with a scalar head. Its tokenizer must equal the actor's."""
     models: dict[RoleName, Model] = Field(default_factory=dict)
     """Models of a custom algorithm, by the names of its roles (docs/algorithms/custom.md). A role
@@ -295,7 +295,7 @@ class Config(Section):
     def evaluations(self) -> dict[str, Config]:
         """The configuration with which each suite is evaluated, by the suite's name.
 
-        It has the suite's dataset, settings and reward. An evaluation without suites has the name
+        Each has the suite's dataset, settings and reward. An evaluation without suites has the name
         `WHOLE`.
         """
         if self.evaluation is None or not self.evaluation.suites:
@@ -386,9 +386,9 @@ class Config(Section):
 
     @property
     def evaluates_completions(self) -> bool:
-        """Whether an evaluation of training on given answers generates completions.
+        """Whether evaluations generate completions, if the algorithm trains on given answers.
 
-        Otherwise the evaluation computes the loss of held-out answers.
+        Otherwise evaluations compute the loss of held-out answers.
         """
         return self.evaluation is None or self.held_out.kind == "prompt"
 

@@ -104,9 +104,9 @@ class DataSource(Section):
     split: Word | None = None
     """Split to read, for a folder that has several. Example: `train`"""
     weight: PositiveFloat | None = None
-    """Share of the items that come from this source, relative to the other weights. Either every
-    source has a weight or none has. Default: none; each epoch has each row of every source once.
-    Example: `0.5`"""
+    """Share of the items that come from this source, relative to the other weights. Set the weights
+    of all sources or of none. Default: none; each epoch has each row of every source once. Example:
+    `0.5`"""
     prompt_template: TemplateText | None = None
     r"""Template of a prompt. Example: `"Question: {question}\n"`"""
     answer_template: TemplateText | None = None
@@ -225,7 +225,7 @@ class Dataset(Section):
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template. Example: `{enable_thinking: false}`"""
     system_prompt: str | None = None
-    """System message that is put before conversations without one. Requires a chat template.
+    """System message for conversations that have no system message. Requires a chat template.
     Default: none. Example: `Answer with a number.`"""
     id_key: Word = "id"
     """Key of the id. If this is `id` and no row has it, line numbers are the ids. Any other key
@@ -244,7 +244,7 @@ class Dataset(Section):
     Example: `difficulty`"""
     balanced_batches: bool = False
     """Order each epoch into batches of about equal numbers of tokens, the longest first, so that a
-    batch that does not fit into memory fails early. Lengths are those in the dataset, without
+    batch that does not fit into memory fails early. Lengths are lengths in the dataset, without
     completions. `shuffle` changes which rows of equal length share a batch."""
 
     @model_validator(mode="after")
@@ -298,7 +298,7 @@ class Dataset(Section):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Weights of the sources; empty if the sources have none."""
+        """Weights of the sources; empty for sources without weights."""
         return tuple(each.weight for each in self.sources.values() if each.weight is not None)
 
     @property

@@ -115,9 +115,9 @@ class Reward(Section):
     """Run your own function or class in separate processes: `{}`, or with other limits. Default:
     the rank's process scores all its completions in one call."""
     parts: dict[PartName, RewardPart] = Field(default_factory=dict)
-    """Functions whose weighted scores are added, by names of your choice. Each is also the metric
-    `reward/<name>`: the mean of its scores before the weight. Example: `{correct: {name: math},
-    form: {name: "rewards.py:form", weight: 0.2}}`"""
+    """Functions whose weighted scores are added, by names of your choice. Each part is also the
+    metric `reward/<name>`: the mean of its scores before the weight. Example: `{correct: {name:
+    math}, form: {name: "rewards.py:form", weight: 0.2}}`"""
 
     @model_validator(mode="after")
     def _one_form(self) -> Reward:
@@ -125,8 +125,8 @@ class Reward(Section):
             raise ValueError("needs a name, or parts")
         if self.parts and (self.name is not None or self.options or self.pool is not None):
             raise ValueError(
-                "has both parts and settings of a single function (name, options, pool); with "
-                "parts, these belong to each part"
+                "has both parts and settings of a single function (name, options, pool); move "
+                "these settings into the parts"
             )
         for name in ("low", "high"):
             if name in self.parts:

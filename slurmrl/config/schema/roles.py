@@ -165,7 +165,7 @@ class Optimizer(Section):
     """Number that `adamw` and `adam` add to the square root of the second moment, to keep the
     denominator above 0."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of matrices per step; norms and biases have none. `adamw` and `sgd` shrink
+    """Weight decay of matrices per step; norms and biases do not decay. `adamw` and `sgd` shrink
     weights by this number times the learning rate. `adam` adds this number times the weights to the
     gradient. Example: `0.01`"""
     warmup_steps: Annotated[NonNegativeInt, Unit("optimizer steps")] = 0

@@ -72,8 +72,8 @@ class Publish(Section):
     """Weight versions: the actor's weights as files in `versions/` of the run directory.
 
     Generation outside the trainers' job reads the versions. A version has the tensors of an export
-    in `actor.dtype`, or with `actor.lora` only the adapters, in float32. The first version of each
-    start has the step from which the start continues.
+    in `actor.dtype`, or with `actor.lora` only the adapters, in float32. Each start first publishes
+    a version with the step from which it continues.
     """
 
     every_steps: PositiveInt = 1
@@ -102,9 +102,9 @@ class Tasks(Section):
     """Maximum number of tasks that run at a time. Default: the `d` of `backend`, or as many as fill
     `rollout.gpus`. Example: `8`"""
     min: PositiveInt = 1
-    """Number of tasks that must have joined before each start of the trainers requests completions,
-    so that the first task does not get all prompts. `slurmrl scale` accepts 0 or at least this
-    number."""
+    """Number of joined tasks for which each start of the trainers waits before it requests
+    completions, so that the first task does not get all prompts. `slurmrl scale` accepts 0 or at
+    least this number."""
     max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
     """Maximum number of steps from the oldest weights that sampled a token of a completion to the
     weights that are trained with it. slurmrl drops completions that exceed this number. With 0,
@@ -260,7 +260,7 @@ class Rollout(Section):
 
     backend: Line = ""
     """Engine and layout for generation (docs/allocation.md). The actor's weights move there before
-    each generation. `sglang` and `vllm` need `python` and `gpus` or `tasks`, or else `servers`.
+    each generation. `sglang` and `vllm` need `servers`, or `python` with `gpus` or `tasks`.
     Default: the actor's engine, on its ranks. Example: `native:d4`"""
     gpus: Line = ""
     """GPUs of the trainers' job for generation. On CPUs, these are numbers of workers. Required
@@ -270,8 +270,8 @@ class Rollout(Section):
     the trainers' job, equally many on each host, instead of in separate jobs. Default: from GPU
     0 of the trainers. Example: `4-7`"""
     python: PlainPathText | None = None
-    """Python of the environment in which `sglang` or `vllm` is installed. It may differ from the
-    Python of slurmrl, and must have the same path on all hosts. Default: none. Example:
+    """Python of the environment in which `sglang` or `vllm` is installed. This Python may differ
+    from slurmrl's, and must have the same path on all hosts. Default: none. Example:
     `/shared/sglang/bin/python`"""
     servers: Sequence[ServerAddress] = ()
     """Addresses of running `sglang` or `vllm` servers: `http://host:30000`, `https://host:30000` or
@@ -289,8 +289,8 @@ class Rollout(Section):
     SLURMRL_SERVER_ADMIN_KEY of the job, or no key. Example: `~/.config/slurmrl/server-keys`"""
     server_args: Sequence[Line] = ()
     """Further arguments of each server, one word per item. They override slurmrl's own arguments,
-    including its share of GPU memory. They must not set keys, addresses, the model, its layout, or
-    files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
+    including its share of GPU memory. The arguments must not set keys, addresses, the model, its
+    layout, or files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
     quantization: Literal["fp8"] | None = None
     """Precision of the weights of the run's own `vllm` servers (docs/engines.md#fp8).
     Training is unchanged. Default: `actor.dtype`. Example: `fp8`"""

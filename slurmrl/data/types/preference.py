@@ -2,8 +2,8 @@
 
 ``preference``: a chosen and a rejected answer to a prompt. ``kto``: an answer that is labeled as
 desirable or not. The second sequence of a ``kto`` row is a mismatched answer, from which KTO
-estimates its KL divergence. It has the prompt of the row and the answer of another row: the last
-earlier row with another prompt, or else the first later one.
+estimates its KL divergence. This sequence has the prompt of the row and the answer of another row:
+the last earlier row with another prompt, or else the first such later row.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Preferences(PromptAnswers):
             where = f"the messages with which '{keys[0]}' and '{keys[1]}' begin"
             return (
                 self.config.prompt_key,
-                f"is in none of {where}; remove '{self.config.prompt_key}', or begin both with it",
+                f"is in none of {where}; remove '{self.config.prompt_key}' or add it there",
             )
         return None
 
@@ -169,7 +169,7 @@ class Preferences(PromptAnswers):
 
 
 def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
-    """Return the sequences of all rows in one list, or the first reason why a row has none."""
+    """Return the sequences of all rows in a list, or the first reason for missing sequences."""
     sequences: list[TokenSequence] = []
     for row in rows:
         if isinstance(row, str):

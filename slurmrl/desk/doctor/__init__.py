@@ -26,7 +26,7 @@ class Check:
     state: State
     measured: str
     advice: str = ""
-    """Next step for the user; empty if there is none."""
+    """Next step for the user; may be empty."""
     where: str = ""
     """The host on which the check ran."""
     values: Mapping[str, float] = field(default_factory=dict)

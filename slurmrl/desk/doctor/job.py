@@ -71,7 +71,7 @@ def scratch(root: Path) -> Iterator[RunPaths]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Turn the first of ENDINGS into SystemExit, so that the job is cancelled; ignore later ones.
+    """Turn the first of ENDINGS into SystemExit, so that the job is cancelled; ignore others.
 
     Ignored signals (nohup) stay ignored. Outside of the main thread, Python allows no handlers.
     """
@@ -239,8 +239,8 @@ class ProbeJob(ShortJob):
         checks = [check for task in sorted(results) for check in results[task]] + cleared
         if missing := self.missing(results, ended):
             advice = (
-                "a job that does not start: raise --timeout or look at 'squeue --me'; one that "
-                "fails: the first error of its output"
+                "if the job does not start, raise --timeout or see 'squeue --me'; if it fails, "
+                "see the first error of its output"
             )
             checks.append(failed("job", missing, advice))
         elif hosts == 1:

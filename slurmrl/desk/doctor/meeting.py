@@ -40,8 +40,8 @@ NETWORK_ADVICE = (
     "or have the firewall between compute nodes opened"
 )
 DELAY_ADVICE = (
-    "the hosts cache the absence of files: runs work, but react late; "
-    "mount it with lookupcache=positive or a small acdirmin/acdirmax"
+    "the hosts cache the absence of files: runs work, but react late; mount the directory with "
+    "lookupcache=positive or a small acdirmin/acdirmax"
 )
 CONNECT_S: Final = 5.0
 POLL_S: Final = 0.005

@@ -1,7 +1,7 @@
 """The program that the short job runs on each of its hosts.
 
 ``python -P -m slurmrl.desk.doctor.probe FOLDER`` reads ``ask.json`` in the folder and writes
-``result.<task>.json``. It ends within two minutes, even if other hosts do not respond.
+``result.<task>.json``. The program ends within two minutes, even if other hosts do not respond.
 
 The program starts the workers' container once, with the workers' command. The stage that the
 container reaches shows the missing part. `checks_inside` runs in the container and writes its

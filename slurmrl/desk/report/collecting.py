@@ -344,10 +344,9 @@ def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
 
     A value is None if a trial lacks the key.
 
-    If a trial lacks a section, the key is the section. The values of the other trials are mappings
-    of their settings in the section, without defaults and by the remainder of the dotted key. A
-    setting that a trial lacks does not count if the other trials have its default. The name of a
-    trial never counts.
+    If a trial lacks a section, the key is the section. For each other trial, the value maps the
+    rest of the dotted key to the setting, without defaults. A setting that a trial lacks does not
+    count if the other trials have its default. The name of a trial never counts.
     """
     found: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for one in settings for key in one):
@@ -370,7 +369,7 @@ def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
 
 
 def _lacking(key: str, settings: Sequence[Flat]) -> str | None:
-    """Return the outermost section around a setting that some trial lacks; None without one."""
+    """Return the outermost section around a setting that a trial lacks; None if all have it."""
     parts = key.split(".")
     for length in range(1, len(parts)):
         section = ".".join(parts[:length])

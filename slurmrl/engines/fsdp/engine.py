@@ -77,7 +77,7 @@ from slurmrl.tensors.parallel.groups import ParallelContext
 class FSDPEngine(TrainEngine, GatheredGeneration):
     """One role's model on the data-parallel ranks of ``context``.
 
-    It generates with all shards gathered.
+    The engine generates with all shards gathered.
 
     Trained models keep float32 weights and compute in ``model.dtype``; frozen models are stored in
     that dtype. Weights are read from the folder ``source``, or initialized at random for

@@ -41,8 +41,8 @@ class ShardPlan:
     """Whether FSDP2 is used; a single float32 rank does not need it."""
     small: bool
     """Whether the whole model is one unit, gathered from the first micro-batch's forward to the
-    last one's backward. Otherwise each layer, the embedding and the vocabulary projection are
-    units, gathered when needed."""
+    last micro-batch's backward. Otherwise each layer, the embedding and the vocabulary projection
+    are units, gathered when needed."""
     mixed: bool
     """Whether float32 shards are gathered and computed in bfloat16, with gradients reduced in
     float32."""

@@ -199,8 +199,8 @@ def saved_layout(
     """Return the layout of a checkpoint on the model's first rank; None on other ranks. Collective.
 
     ``held`` are the weights that this rank updates and the ``constants``. Moments are placed like
-    their weights; constants have none. Ranks exchange their shards, because only megatron on each
-    rank knows how its buffers divide the weights.
+    their weights; constants have no moments. Ranks exchange their shards, because only megatron on
+    each rank knows how its buffers divide the weights.
     """
     own = [shard.to_json() for _, shards in held.values() for shard in shards]
     texts = _gathered(json.dumps([context.rank, own]).encode(), context)

@@ -61,8 +61,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and the choices, both [T, E], for ``logits`` [T, 1, E].
 
-        ``padding_mask`` [T, 1, 1 + L * E] has the tokens' `marks`. It is None if there is neither a
-        record nor a loss.
+        ``padding_mask`` [T, 1, 1 + L * E] has the tokens' `marks`. The mask is None if record and
+        loss are missing.
         """
         if padding_mask is None:
             assert self.balance is None
