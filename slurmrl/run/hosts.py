@@ -179,13 +179,13 @@ TRY_S = 300
 EARLY_TRAPS = """\
 shopt -s execfail
 trap 'slurmrl_told=1; exit 143' TERM
-trap 'slurmrl_code=$?
-[ $slurmrl_code = 0 ] || slurmrl_ended $slurmrl_code "${BASH_COMMAND:-}"' EXIT
+trap 'slurmrl_ended $? "${BASH_COMMAND:-}"' EXIT
 slurmrl_setup=yes"""
-"""Shell code before the set-up lines. It keeps a script that ends early from using up its link.
-Without execfail, a failing exec would skip the trap."""
+"""Shell code before the set-up lines. It keeps a script that ends early, even with 0, from using up
+its link. Without execfail, a failing exec would skip the trap."""
 AFTER_SETUP = """\
 slurmrl_setup=
+unset IFS
 command -v srun >/dev/null || export PATH=$PATH:$slurmrl_own_path"""
 """Shell code after the set-up lines. ``module purge`` may have removed Slurm's commands from PATH.
 """

@@ -115,7 +115,8 @@ slurmrl_leave() {  # WHY: nothing can start here. Record it, avoid this host, re
 }
 
 slurmrl_give_back() {  # WHY HOST: the same; an empty HOST means that no host is to blame
-    set +eu
+    set +euf
+    unset IFS
     PATH=$slurmrl_own_path
     trap - EXIT
     trap '' INT USR1 USR2

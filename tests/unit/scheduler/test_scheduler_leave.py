@@ -145,7 +145,7 @@ def test_job_being_cancelled_is_not_requeued(paths: RunPaths, run_leave: Leave) 
     assert failed_starts(paths) == []
 
 
-@pytest.mark.parametrize("text", ["false", "exit 9", "exec /nowhere/python"])
+@pytest.mark.parametrize("text", ["false", "exit 9", "exit 0", "exec /nowhere/python"])
 def test_setup_lines_that_exit_count_as_a_host_failure(
     paths: RunPaths, run_leave: Leave, text: str
 ) -> None:
@@ -212,6 +212,11 @@ def test_setup_failures_of_another_submission_are_ignored(
     for restart, host in enumerate(("n1", "n2", "n3")):
         said = run_leave(SETUP, host=host, restart=restart)
     assert any(line.startswith("fail") for line in said)
+
+
+def test_script_splits_words_at_spaces_after_setup_line_that_sets_ifs(run_leave: Leave) -> None:
+    text = f"{EARLY_TRAPS}\nset -eu; IFS=$'\\n\\t'\n{AFTER_SETUP}\nblock='env true'"
+    assert run_leave(f"{text}\n$block && trap - EXIT; exit 1") == []
 
 
 def test_job_starts_if_setup_lines_remove_srun_from_path(run_leave: Leave) -> None:

@@ -33,13 +33,13 @@ slurmrl_several=3
 slurmrl_fail() { PYTHONPATH='/shared/it'"'"'s 100% mine/code' PYTHONDONTWRITEBYTECODE=1 '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun --failed "$1"; }
 # leave.sh
 trap 'slurmrl_told=1; exit 143' TERM
-trap 'slurmrl_code=$?
-[ $slurmrl_code = 0 ] || slurmrl_ended $slurmrl_code "${BASH_COMMAND:-}"' EXIT
+trap 'slurmrl_ended $? "${BASH_COMMAND:-}"' EXIT
 slurmrl_setup=yes
 command -v module >/dev/null || [ ! -r /etc/profile ] || {
     slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }
 module load cuda
 slurmrl_setup=
+unset IFS
 command -v srun >/dev/null || export PATH=$PATH:$slurmrl_own_path
 export PYTHONPATH='/shared/it'"'"'s 100% mine/code'"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONDONTWRITEBYTECODE=${PYTHONDONTWRITEBYTECODE-1}
