@@ -34,10 +34,14 @@ LONGEST_FIRST = (
     "distributed/engines/test_engines_transformer_engine.py",
     "slurm/test_slurm_accounting.py",
     "slurm/test_slurm_networks.py",
+    "unit/test_docs.py",
+    "unit/test_site.py",
 )
 """Files and folders. A process takes the next file when it has done one, so what takes minutes must
 not come last. The others follow in the order of LANES; those that wait lie among those that
 compute."""
+LAST = "distributed/test_families.py"
+"""File whose tests check other families at each commit. Its tests skip first if time is short."""
 
 # Whoever runs the tests may have runs and a site profile of their own.
 os.environ.pop(env.ROOT.name, None)
@@ -85,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gone = [name for name in LONGEST_FIRST if not (HERE / name).exists()]
+    gone = [name for name in (*LONGEST_FIRST, LAST) if not (HERE / name).exists()]
     if gone:
         raise pytest.UsageError(f"tests/conftest.py: LONGEST_FIRST names nothing: {gone}")
     for item in items:
@@ -116,4 +120,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 def _place(item: pytest.Item) -> tuple[int, int, str]:
     path = item.path.relative_to(HERE)
     places = (place for place, name in enumerate(LONGEST_FIRST) if path.is_relative_to(name))
-    return next(places, len(LONGEST_FIRST)), LANES.index(path.parts[0]), str(path)
+    place = len(LONGEST_FIRST) + 1 if path == Path(LAST) else next(places, len(LONGEST_FIRST))
+    return place, LANES.index(path.parts[0]), str(path)
