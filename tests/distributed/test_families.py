@@ -9,6 +9,7 @@ import pytest
 from tests.support.family_table import (
     COLUMNS,
     LIMIT_S,
+    SERVERS,
     all_families,
     checked,
     commit,
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 def compare(family: str) -> None:
     """Fail if a check of the family has another result than the kept one."""
     results = kept_results()
-    columns = [column for column in COLUMNS if column in results.get(family, {})]
+    known = results.get(family, {})
+    # A server that fails is started three times, so this is not repeated.
+    columns = [one for one in COLUMNS if one in known and not (one in SERVERS and known[one])]
     wrong = differences({family: checked(family, columns)}, results)
     assert not wrong, "\n".join([*wrong, f"see build/models/{family}.log"])
 

@@ -58,6 +58,12 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
         "topk_method": "noaux_tc",
     },
     "glm4_moe": {"first_k_dense_replace": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "mtp_layers_block_type": ["attention", "moe"],
+    },
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "qwen3_next": {"full_attention_interval": 2},
 }
 """Fields of published configs that servers read and transformers' classes lack."""
 REASON: Final = 300
@@ -272,8 +278,13 @@ def finished(site: Site, config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def said(site: Site, text: str) -> str:
     """Return the first error in the trial's logs, or else in what a command printed."""
     logs = [log.read_text(errors="replace") for log in sorted(site.root.rglob("*.log"))]
-    lines = [line.strip() for part in (*logs, text) for line in part.splitlines() if line.strip()]
-    raised = [line for line in lines if re.match(r"\w[\w.]*(Error|Exception|Failure)\b", line)]
+    whole = [line.rstrip() for part in (*logs, text) for line in part.splitlines() if line.strip()]
+    lines = [line.strip() for line in whole]
+    raised = [
+        f"{line} {below.strip()}" if below.startswith(" ") else line
+        for line, below in zip(lines, [*whole[1:], ""], strict=True)
+        if re.match(r"\w[\w.]*(Error|Exception|Failure)\b", line)
+    ]
     refused = [line for line in lines if re.search("not allowed|cannot|required", line)]
     line = (raised or refused or lines or ["the trial failed"])[0]
     line = re.sub(r"^\S+:\d+: ", "", line)  # file and line of the configuration
