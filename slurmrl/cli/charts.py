@@ -135,7 +135,7 @@ def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
     """Show the settings in which two trials differ, and the metrics that both have.
 
     The table has each metric's values at the last step of both trials, and its minimum and maximum
-    with their steps. For a section that one trial lacks, it shows the settings of the other trial.
+    with their steps. For a section that one trial lacks, the table has the other trial's settings.
     """
     from dataclasses import asdict
 

@@ -272,7 +272,7 @@ def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     """Remove trials with all their files: checkpoints, exports, metrics, logs.
 
     Nothing is removed if one of the trials has a job, or if the configuration of another trial
-    names its files.
+    names files of these trials.
     """
     from slurmrl.desk import trial_jobs, trials
 

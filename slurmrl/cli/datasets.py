@@ -73,7 +73,7 @@ def show(
 @json_option
 @common
 def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | None) -> int:
-    """Read and tokenize all data of CONFIG, like its run, and list the unusable lines.
+    """Read and tokenize all data of CONFIG as its run does, and list the unusable lines.
 
     The exit code is 2 if a line is unusable.
     """
@@ -164,7 +164,7 @@ def _print(sample: DataSample) -> None:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Score the completions of a JSONL file, such as 'slurmrl samples --json' prints. Each "
-    "object has the key completion, and id unless the file is in the order of the rows.",
+    "object has the key completion. It also has id, unless objects follow the order of the rows.",
 )
 @click.option(
     "--timeout",

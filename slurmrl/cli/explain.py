@@ -54,7 +54,7 @@ class Explanation(NamedTuple):
     "--algorithm",
     metavar="NAME",
     shell_complete=complete_algorithms,
-    help="Show the keys and defaults of the algorithm with this algorithm.name.",
+    help="Show the keys and defaults for this value of algorithm.name.",
 )
 @json_option
 def explain(key: str | None, algorithm: str | None, as_json: bool) -> int:
@@ -318,7 +318,7 @@ def _topics(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
     )
 )
 @click.argument("topic", required=False, shell_complete=_topics)
-@click.option("--search", metavar="WORDS", help="List the sections that have all of these words.")
+@click.option("--search", metavar="WORDS", help="List the sections that contain all WORDS.")
 @click.option("--path", "as_path", is_flag=True, help="Print the path of the page's file.")
 @click.option(
     "--browser",

@@ -136,7 +136,7 @@ def _limits(text: str) -> list[str]:
     "--first-wait",
     callback=_checked(_first_wait),
     metavar="TIME|slurm",
-    help="Wait of the first job; slurm asks 'sbatch --test-only' for its start.",
+    help="Wait of the first job. slurm: until the start that 'sbatch --test-only' predicts.",
 )
 @click.option(
     "--failures", type=RATE, default=0.0, metavar="RATE", help="Host failures per host and day."
@@ -198,7 +198,7 @@ def _limits(text: str) -> list[str]:
 @click.option(
     "--restart-seconds",
     type=SECONDS,
-    help="Seconds from a failure that leaves the job running to the next step.",
+    help="Seconds from a failure to the next step, if the job keeps running.",
 )
 @click.option("--commit-seconds", type=SECONDS, help="Time for which a commit stops training.")
 @click.option(
@@ -236,7 +236,7 @@ def _limits(text: str) -> list[str]:
     "--runs",
     type=click.IntRange(1, MOST_RUNS),
     default=10,
-    help="Number of runs with different seeds, from which the intervals follow. Default: 10.",
+    help="Number of runs with different seeds. The intervals cover these runs. Default: 10.",
 )
 @click.option(
     "--seed", type=click.IntRange(0), default=1, help="Seed of the first run. Default: 1."

@@ -383,7 +383,7 @@ def bundle(
 
     `slurmrl submit` takes the bundle on a cluster without a network. The bundle contains models,
     datasets, your code, and wheels of slurmrl and its requirements. The command downloads
-    repositories of the hub.
+    repositories from the Hugging Face Hub.
     """
     from slurmrl.desk.bundling import make_bundle
 

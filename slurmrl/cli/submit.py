@@ -102,10 +102,10 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of CONFIG's model in a separate trial; training may continue.
 
-    CONFIG is the configuration that trains the model, or a configuration of algorithm evaluate. In
+    CONFIG is the configuration that trains the model, or one with `algorithm.name: evaluate`. In
     the first case, the command uses the `evaluation` section and all rows of its dataset. Overrides
-    change the evaluation, with the keys of algorithm evaluate: rollout.n=16, dataset.path=FILE,
-    trial=NAME. Pass experiment=NAME if the training was submitted with it.
+    use the keys of an `evaluate` configuration: rollout.n=16, dataset.path=FILE, trial=NAME. Repeat
+    experiment=NAME if the training was submitted with this override.
 
     The trial is EXPERIMENT-eval/CHECKPOINT. With suites, each suite has the trial
     EXPERIMENT-eval/CHECKPOINT-SUITE. The same command continues an interrupted evaluation.
