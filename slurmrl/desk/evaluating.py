@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -79,9 +80,8 @@ class EvaluatedModel:
 def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
     """Return the model that ``EXPERIMENT/TRIAL[@STEP]``, a folder or a hub repository names.
 
-    Without a step, use the newest checkpoint that the trial has now.
-
-    Raises UsageError for any other ``text``.
+    Without a step, use the newest checkpoint that the trial has now. Raises UsageError for any
+    other ``text``.
     """
     if text.startswith(HUB_PREFIX):
         return EvaluatedModel(text, _as_name(text.removeprefix(HUB_PREFIX)))
@@ -102,10 +102,7 @@ def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
 
 
 def _newest(paths: RunPaths) -> int | Literal["last"]:
-    """Return the step of the newest commit.
-
-    Without a commit, return `LAST`, which a later check rejects with the reason.
-    """
+    """Return the newest commit's step, else `LAST`, which a later check rejects with a reason."""
     commit = fold(History(paths.history).read()).last_commit if paths.history.exists() else None
     return LAST if commit is None else commit.step
 
@@ -116,8 +113,11 @@ def _name_of(trial: str, step: int | str) -> str:
 
 
 def _as_name(text: str) -> str:
+    """Return a valid name. A digest replaces the start of a long one, so different texts differ."""
     name = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", text).strip(".-_")
-    return name[-LONGEST_NAME:].lstrip(".-_") or "model"
+    if len(name) > LONGEST_NAME:
+        name = f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{name[9 - LONGEST_NAME :]}"
+    return name or "model"
 
 
 def of_evaluation(overrides: Sequence[str]) -> list[str]:

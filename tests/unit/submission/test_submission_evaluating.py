@@ -278,3 +278,10 @@ def test_model_path_is_evaluated_under_its_own_name(tmp_path: Path) -> None:
         find_checkpoint("./absent", tmp_path)
     with pytest.raises(UsageError, match="expected trial:EXPERIMENT/TRIAL"):
         find_checkpoint("sft", tmp_path)
+
+
+def test_evaluations_of_trials_with_long_names_have_different_names(tmp_path: Path) -> None:
+    common = "c" * 57
+    names = {find_checkpoint(f"ev/lr{n}e-3-{common}@2", tmp_path).name for n in (1, 3)}
+    assert len(names) == 2
+    assert {(len(name), name[9:]) for name in names} == {(64, f"{'c' * 48}-step-2")}
