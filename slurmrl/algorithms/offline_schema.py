@@ -77,8 +77,8 @@ class Evaluate(AlgorithmSchema):
     - `preferences`: how often a reward model prefers the chosen answer of a pair.
     - `likelihood`: loss and perplexity of given answers."""
     pass_score: float | None = None
-    """With `completions`: minimum reward of a correct completion, for pass@k and maj@k. Default: as
-    for `evaluation.pass_score`. Example: `1.0`"""
+    """With `completions`: minimum reward of a correct completion, for pass@k and maj@k. Default:
+    the default of `evaluation.pass_score`. Example: `1.0`"""
     vote_pattern: Pattern | None = None
     """With `completions`: regular expression of the answer for which a completion votes in maj@k:
     its last match, or the group in the match. A completion without a match has no vote. Default:

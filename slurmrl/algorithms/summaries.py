@@ -321,7 +321,7 @@ def ratio(values: Sequence[float], weights: Sequence[float]) -> Estimate:
 
 
 def rate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values in [0, 1], with Wilson's interval; NaN for a NaN."""
+    """Return the mean of values in [0, 1], with Wilson's interval; NaN if any value is NaN."""
     if any(map(math.isnan, values)):
         return Estimate(math.nan, math.nan, math.nan)
     center = min(max(math.fsum(values) / len(values), 0.0), 1.0)

@@ -217,7 +217,7 @@ def _values(key: str) -> Iterable[str]:
 
 
 def _below(typed: str) -> list[KeyFacts]:
-    """Return the keys that begin with ``typed`` and have as many parts."""
+    """Return the keys that begin with ``typed`` and have the same number of parts."""
     from slurmrl.config.key_facts import children
 
     parent = tuple(typed.split(".")[:-1])

@@ -120,7 +120,7 @@ def _site(name: str | None, *, yes: bool, force: bool) -> int:
 
     path = profiles.file_of(name or profiles.DEFAULT)
     if path.exists() and not force:
-        raise click.UsageError(f"{path} exists: --force replaces it, --name writes another one")
+        raise click.UsageError(f"{path} exists: --force replaces it, --name writes another file")
     if not yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("there is no terminal for questions: --yes accepts all proposals")
     found = survey()

@@ -180,7 +180,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
 
 
 def texts(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
-    """Yield the strings under ``keys`` of all rows. Raises UsageError for a row without them."""
+    """Yield the strings under ``keys`` of all rows. Raises UsageError for a missing key."""
     for file in files:
         source = open_source(file)
         for number, _, row, problem in source.rows():

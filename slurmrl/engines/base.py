@@ -1,6 +1,6 @@
 """The contracts of engines for training and for generation.
 
-One engine may fulfill both. Algorithms do not depend on the engine.
+One engine may fulfill both contracts. Algorithms do not depend on the engine.
 
 Shapes: T packed tokens. Per-token outputs are aligned with the tokens: ``logp[t]`` is log
 p(x_t | x_<t), ``entropy[t]`` is the entropy of the distribution from which x_t was sampled, and

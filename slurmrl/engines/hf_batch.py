@@ -183,7 +183,7 @@ class HFBatch:
     def _remove_ended(self, *, fraction: float) -> None:
         """Update the tensors if rows have ended.
 
-        If at most a ``fraction`` of the rows is unfinished, remove the others, which copies the
+        If at most a ``fraction`` of the rows is unfinished, remove ended rows, which copies the
         cache.
         """
         left = [place for place, row in enumerate(self._rows) if row.finish is None]

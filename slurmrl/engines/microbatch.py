@@ -52,7 +52,7 @@ MOST = 64
 class MicrobatchSchedule:
     """The micro-batches of a rank.
 
-    All ranks run the same number of them, because each contains collectives.
+    All ranks run the same number, because micro-batches contain collectives.
     """
 
     parts: tuple[tuple[int, ...], ...]
@@ -88,7 +88,7 @@ def agree(
     rows: RowKind | None = None,
     shared: bool = False,
 ) -> MicrobatchSchedule:
-    """Cut the sample into micro-batches and exchange the number of them with the other ranks.
+    """Cut the sample into micro-batches and exchange their number with the other ranks.
 
     With ``rows``, padding counts as tokens, and sequences with pictures do not share rows. With
     ``shared``, a prefix that adjacent sequences share counts once.
@@ -355,7 +355,7 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
     saved = [0] * (len(common) + 2)
     """For each sequence, the maximum number of tokens that it and later sequences can save."""
     choices = [(1, 0)] * (len(common) + 1)
-    """For each sequence, the number of sequences with a common prefix from here, and its length."""
+    """For each sequence, how many sequences from here share a prefix, and the prefix's length."""
     for first in reversed(range(len(common))):
         saved[first], length = saved[first + 1], common[first]
         for count, tokens in enumerate(common[first : first + MOST - 1], 2):

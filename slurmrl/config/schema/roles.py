@@ -318,7 +318,7 @@ class Model(Section):
     """Train the image encoder of a vision-language model too (docs/images.md). By default the
     encoder keeps its weights and has no optimizer state."""
     vision: bool = False
-    """Build the image encoder of a family that transformers also runs without it, for example
+    """Build the image encoder of a family that also runs without an image encoder, for example
     `qwen3_5` (docs/images.md). Without the encoder, the role trains and exports only the language
     model. Default: true if rows have images or with `train_vision`."""
     optimizer: Optimizer = Optimizer()

@@ -281,7 +281,7 @@ class Rollout(Section):
     trainers' GPUs instead of one. Default: slurmrl starts the servers. Example:
     `["http://node01:30000"]`"""
     server_weights: PathText | None = None
-    """Folder in which `servers` find new weights, under the same path as the trainers. Default: a
+    """Folder for new weights, which `servers` and trainers see under the same path. Default: a
     folder in the run directory. Example: `/shared/weights`"""
     server_keys: PathText | None = None
     """File with the API key of `servers`. A second line may hold SGLang's admin key. Only you may

@@ -197,9 +197,7 @@ def granted_gpus(expected: int, visible: str, seen: list[str] | None) -> Check:
         return failed("gpus", measured, f"the job got too few: {GPU_ADVICE}", **values)
     unseen = [device.text for device in given if seen is not None and not _is_seen(device, seen)]
     if unseen:
-        advice = (
-            "the driver does not show what Slurm granted: report the host and set slurm.exclude"
-        )
+        advice = "the driver does not show the granted GPUs: report the host and set slurm.exclude"
         return failed("gpus", f"{measured}; not {', '.join(unseen)}", advice, **values)
     if seen is not None and expected and len(seen) > len(given):
         advice = (

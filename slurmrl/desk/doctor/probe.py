@@ -54,8 +54,8 @@ probe.main_inside(sys.argv[1:])
 """
 _STAGES = ("has python", "sees the folder", "has slurmrl")
 _ADVICE = (
-    "try cluster.slurm.container and container_python by hand on a host of the job; what has to be "
-    "loaded first belongs in cluster.slurm.setup",
+    "try cluster.slurm.container and container_python by hand on a host of the job; load required "
+    "modules in cluster.slurm.setup",
     "mount the directory of --root inside at the same path (apptainer: --bind, enroot: --mount)",
     "install slurmrl's packages (setup.cfg) in the image, for its container_python",
     "the directory of --root must be the same inside, and writable for you",

@@ -182,7 +182,7 @@ def load(
 def split_of(
     role: str, config: ModelConfig | HFConfig, context: ParallelContext, *, sequence: bool
 ) -> Split:
-    """Return this rank's split. Raises UsageError if the model cannot be split that way."""
+    """Return the split of parameters on this rank. Raises UsageError if it is impossible."""
     for axis in ("pp", "ep"):
         if context.axis_size(axis) > 1:
             raise UsageError(f"{role}: the fsdp engine does not split along {axis}")

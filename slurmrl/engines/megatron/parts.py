@@ -34,7 +34,7 @@ Rows = tuple[str, int, int]
 """Name of a parameter, its first row and its number of rows."""
 SHAPES = ("weight", "bias")
 CORRECTION = "e_score_correction_bias"
-"""Name of a router's correction, here and in the model."""
+"""Name of a router's correction bias, in megatron's module and in the model."""
 EXPERTS = {
     False: "experts.local_experts.{index}.linear_{matrix}.weight",
     True: "experts.linear_{matrix}.weight{index}",
