@@ -1,4 +1,4 @@
-"""The plan: from a configuration to the calls of each process and GPU.
+"""Planning: from a configuration to the calls of each process and GPU.
 
 ``settings`` loads a configuration and its algorithm's schema, and ``build`` makes the
 ``model.Plan``. ``inherited_settings`` replaces shorthand and inherited settings, ``checks/`` reject

@@ -29,7 +29,7 @@ PolicyGradientName: TypeAlias = Literal[
     "lite_ppo",
     "m2po",
 ]
-"""Names of the same algorithm with different defaults."""
+"""Names of one algorithm with different defaults."""
 POLICY_GRADIENTS: Final[tuple[PolicyGradientName, ...]] = get_args(PolicyGradientName)
 ALGORITHMS = Registry(
     "algorithm",
@@ -98,7 +98,7 @@ class Algorithm(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Number of dataset items in one step."""
+        """Return the number of dataset items in one step."""
         ...
 
     def completed(self, config: Config) -> Self:
@@ -110,7 +110,7 @@ class Algorithm(Protocol):
         ...
 
     def why_unused(self, role: str) -> str:
-        """Return why the algorithm does not use a model, and which setting would use it."""
+        """Return why the algorithm does not use a model, and the setting that would change this."""
         ...
 
     def calls(self, config: Config) -> tuple[Call, ...]:
@@ -153,7 +153,7 @@ class Algorithm(Protocol):
         ...
 
     def notes(self, config: Config) -> Iterable[str]:
-        """Return sentences for the user about parts that the run leaves out with these settings."""
+        """Return sentences for the user about parts of the run that these settings disable."""
         ...
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:

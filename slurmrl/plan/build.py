@@ -31,7 +31,7 @@ from slurmrl.scheduler.parse import HostRow
 ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.task_setup:build_rollout"
 """Function that creates the worker of a rollout task."""
 STORED: Final = "slurmrl.algorithms.rollout_calls:StoredInterface"
-"""Interface that reads the completions of rollout tasks instead of generating."""
+"""Interface of the call that reads the completions of rollout tasks instead of generating."""
 STORED_METRICS: Final = ("response_length", "prompt_length", "finished")
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
 """Axes from outermost to innermost, in Megatron's order (Narayanan et al. 2021). Tensor-parallel
@@ -229,7 +229,7 @@ CPUS: Final = 8
 """Default number of cores of a worker with a GPU, which also run the reward, tokenization,
 checkpoints and NCCL."""
 SHARE_OF_MEMORY: Final = 0.9
-"""Share of a host's memory that a default request may use, because Slurm may reserve memory."""
+"""Share of a host's memory that a default request may use. Slurm may reserve the rest."""
 MEMORY_OPTIONS: Final = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
 
 
@@ -274,7 +274,7 @@ def _best(hosts: Sequence[HostRow], needed: int) -> list[HostRow]:
 
 
 def _cpu_share(host: HostRow, workers_per_host: int) -> int:
-    """Return the cores for each of a host's GPUs, so that other jobs can use the other GPUs."""
+    """Return the cores for each of a host's GPUs that leave cores for the other GPUs."""
     return host.cpus // max(host.gpus, workers_per_host) if host.cpus else CPUS
 
 
@@ -310,7 +310,7 @@ def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
 
 
 def _unknown_partitions(config: Config, hosts: Hosts) -> Iterator[str]:
-    """Yield messages about partitions that do not exist, for which sinfo prints no error."""
+    """Yield messages about partitions that do not exist. sinfo prints no error for them."""
     named = {
         (name, slurm_of(config, name).partition or "")
         for name, found in hosts.items()
@@ -367,13 +367,14 @@ def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
         estimate = slot_bytes(settings, group)
         if group.gpus_per_worker and cores < CPUS and cluster.cpus_per_worker is None:
             found.append(
-                f"the {group.name} group requests only {cores} cores for each GPU, because the "
-                f"hosts have no more; {CPUS} are usual, and fewer may slow down rewards and data"
+                f"the {group.name} group requests only {cores} cores for each GPU, because hosts "
+                f"have no more cores; {CPUS} are usual, and fewer may slow down rewards and data"
             )
         if memory and estimate and memory < estimate and cluster.mem_per_worker is None:
             found.append(
                 f"the {group.name} group requests {memory / GIB:.1f} GiB of host memory for each "
-                f"worker, because the hosts have no more; the estimate is {estimate / GIB:.1f} GiB"
+                f"worker, because hosts have no more; the estimate is "
+                f"{estimate / GIB:.1f} GiB"
             )
     return found
 
@@ -383,7 +384,7 @@ def lacking_gpus(settings: Settings, plan: Plan) -> list[Problem]:
     gpus = {group.name: group.gpus_per_worker for group in plan.groups}
     cause = "cluster.gpus_per_worker is 0"
     if settings.config.cluster.gpus_per_worker is None:
-        cause = "this machine, where the trial would run, has none"
+        cause = "this machine, where the trial would run, has no GPU"
     found: dict[str, Problem] = {}
     for model in plan.models.values():
         if gpus[model.group] or model.backend in found:

@@ -1,4 +1,4 @@
-"""The dataflow graph: the calls of an algorithm, their models, dataset keys, and results.
+"""The dataflow graph: an algorithm's calls with their models, keys and results.
 
 The keys that calls produce and read determine the edges. This module also makes the JSON values and
 the document that show the graph of a plan.
@@ -61,7 +61,7 @@ class Call:
 
 
 Record: TypeAlias = Mapping[str, Any]
-"""A line of a trial's results about one item, as JSON values."""
+"""A line about one item in the trial's results, as JSON values."""
 
 
 class Measure(StrEnum):
@@ -73,9 +73,9 @@ class Measure(StrEnum):
     RATE = "rate"
     """Mean of values between 0 and 1."""
     REWARD = "reward"
-    """Mean of rewards, which is a rate if all rewards are 0 or 1."""
+    """Mean of rewards. It is a rate if all rewards are 0 or 1."""
     LOSS = "loss"
-    """Mean of -log p over all ``tokens`` of answers, from each item's ``logprob``."""
+    """Mean of -log p over all ``tokens`` of answers. The scores are the items' ``logprob``."""
     PERPLEXITY = "perplexity"
     """Exponential of the loss."""
 
@@ -223,7 +223,7 @@ class Graph:
 
     @staticmethod
     def _cycle(waiting: dict[str, set[str]]) -> str:
-        """Return a cycle of waiting calls: follow a needed call until a name repeats."""
+        """Return a cycle of waiting calls. Follow needed calls until a name repeats."""
         path = [next(iter(waiting))]
         while True:
             needed = min(waiting[path[-1]])
@@ -330,7 +330,7 @@ def _makers(
 def document(title: str, graph: Mapping[str, Any]) -> Document:
     """Return the document that shows the graph in `values`.
 
-    The legend has all models, so that a model has the same color as in the plan.
+    The legend lists all models, so that each model has the same color as in the plan.
     """
     calls = graph["calls"]
     makers = _makers(graph["dataset"], [(call["name"], call["outputs"]) for call in calls])

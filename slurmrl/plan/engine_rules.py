@@ -1,8 +1,8 @@
 """The engines and the kinds of servers, with their capabilities and requirements.
 
 To add an engine, add a package to ``slurmrl/engines``, a line to ENGINES, and its name to rows of
-CAPABILITIES. Checks of a configuration, the doctor and the start of a server read the table of
-servers.
+CAPABILITIES. The checks of a configuration, `slurmrl doctor` and the start of servers read the
+table of servers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "training": Capability(TRAINING, "only generates"),
     "rollouts": Capability(GENERATING, "is for training"),
     "generation": Capability((*BUILT_IN, "sglang", "vllm", HF), "cannot generate"),
-    "transformers": Capability((*BUILT_IN, "sglang", "vllm"), "runs its own models only"),
+    "transformers": Capability((*BUILT_IN, "sglang", "vllm"), "runs only its own models"),
     "cpu_offload": Capability((*FSDP, HF), "cannot keep weights and optimizer state on the CPU"),
     "transformer_engine": Capability(
         ("megatron", HF), "does not build layers from TransformerEngine"
@@ -47,7 +47,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "fp8": Capability(("megatron",), "does not compute in FP8"),
     "adapters": Capability((*FSDP, HF), "does not train adapters"),
     "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
-    "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
+    "cache_limit": Capability(BUILT_IN, "has no cache whose size can be limited"),
     "masks": Capability(
         (*BUILT_IN, "sglang", HF),
         "does not report the sampling mask of each token, which the losses need",
@@ -66,7 +66,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     ),
     "whole_sequences": Capability(
         (*FSDP, *GENERATING),
-        "trains experts on several tensor ranks with sequence parallelism only",
+        "trains experts on several tensor ranks only with sequence parallelism",
     ),
     "split_biases": Capability(
         (*FSDP, *GENERATING, HF),
@@ -86,7 +86,7 @@ def can(engine: str, capability: str) -> bool:
 def lacking(engine: str, capability: str) -> str:
     """Return why an engine lacks a capability, and which engines have it; empty if it has it.
 
-    Name only engines with the same task (training or generation) if there are any.
+    Name only engines for the same task (training or generation) if there are any.
     """
     engines, lack = CAPABILITIES[capability]
     if engine in engines:
@@ -126,9 +126,9 @@ EXPERTS_NEED: Final[Mapping[str, object]] = {
     "radix_cache_backend": None,
     "speculative_algorithm": None,
 }
-"""Settings that SGLang must have to report experts. Other values fill or move KV-cache entries
-without their expert records, or skip layers. The server would then report experts of other
-tokens."""
+"""Settings that SGLang must have to report experts. With other values, SGLang fills or moves
+KV-cache entries without their expert records, or skips layers. It would then report experts of
+other tokens."""
 ENGINES: Final = {
     **dict.fromkeys(FSDP, EngineRules("dtc", DECODER)),
     "megatron": EngineRules(
@@ -174,7 +174,7 @@ LEAST: Final = len("--tp")
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
     """Return the value of the last argument that is one of the flags; None without one.
 
-    As for argparse, the value follows `=` or a letter (`-qfp8`), or is the next word. A flag may
+    As in argparse, the value follows `=` or a letter (`-qfp8`), or is the next word. A flag may
     have `_` for `-` and may be abbreviated.
     """
     parted = (re.sub(r"(?<=^-\w)(?=\w)", "=", argument) for argument in arguments)
@@ -212,8 +212,8 @@ RETRACTING_NEEDS: Final[Mapping[str, object]] = {
     "max_queued_requests": None,
     "tokenizer_worker_num": 1,
 }
-"""Settings that SGLang must have to retract requests. With other values a server may compute or
-move keys and values during the pause, so that its cache cannot be emptied, or reject its own
+"""Settings that SGLang must have to retract requests. With other values, a server may compute or
+move keys and values during the pause, so that its cache cannot be emptied. Or it may reject its own
 requests."""
 KEY: Final = "all users of the host could read the key; slurmrl's Unix socket needs no key"
 ADDRESS: Final = "slurmrl chooses the server's address"
@@ -245,19 +245,19 @@ class ServerRules:
     newest: tuple[int, ...]
     """Last version that was tested."""
     words: tuple[str, ...]
-    """Routes in quotes, and names of settings, that the server's source must contain."""
+    """Strings that the server's source must contain: routes in quotes, and names of settings."""
     to_sleep: tuple[str, ...] = ()
-    """Import statements of modules that the server needs to free the memory of GPUs."""
+    """Import statements of modules that the server needs to free GPU memory."""
     least_temperature: float
     """Minimum temperature. Below it, the server silently samples at another temperature."""
     conflicts: Mapping[str, str]
     """Reasons why ``rollout.server_args`` must not have a flag, by flag."""
     experts_conflicts: Mapping[str, str] = field(default_factory=dict)
-    """Further ``conflicts`` with ``rollout.replay_experts``."""
+    """Additional ``conflicts`` with ``rollout.replay_experts``."""
     stale_cache_conflicts: Mapping[str, str] = field(default_factory=dict)
-    """Further ``conflicts`` with ``rollout.tasks.stale_cache``."""
+    """Additional ``conflicts`` with ``rollout.tasks.stale_cache``."""
     image_conflicts: Mapping[str, str] = field(default_factory=dict)
-    """Further ``conflicts`` with images."""
+    """Additional ``conflicts`` with images."""
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -274,7 +274,7 @@ class ServerRules:
         return numbers_of(version) < self.oldest
 
     def is_newer(self, version: str) -> bool:
-        """Return whether a version is newer than the tested versions."""
+        """Return whether a version is newer than all tested versions."""
         return numbers_of(version)[: len(self.newest)] > self.newest
 
 

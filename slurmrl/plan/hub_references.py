@@ -1,7 +1,7 @@
 """Settings whose values depend on files: hub references and the use of chat templates.
 
 ``hf://org/name@revision`` becomes a folder in the cache of repositories. The rows of a dataset
-decide if its prompts get the chat template.
+decide whether its prompts get the chat template.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def are_in(config: Config) -> bool:
 class HubResolver:
     """Replaces references to repositories by folders, and collects ``problems``.
 
-    With ``planning``, it fetches only tokenizers and architectures of models, and datasets only
-    with ``data``. An existing trial keeps its commits unless its configuration names other
-    revisions.
+    With ``planning``, it fetches only tokenizers and architectures of models; with ``data``, also
+    datasets. An existing trial keeps its commits unless its configuration names other revisions.
     """
 
     def __init__(self, config: Config, source: Source, *, planning: bool, data: bool) -> None:
@@ -184,7 +183,7 @@ class HubResolver:
         return self._cache.fetch(reference) if fetch else self._cache.newest(reference)
 
     def _no_path(self, key: KeyPath) -> str:
-        """Return a hint for a string that the user may have meant as a path."""
+        """Return a hint for a string that may be meant as a path."""
         text = value_at(self._source.values, key)
         if not isinstance(text, str) or text.startswith(PREFIX):
             return ""
@@ -202,7 +201,7 @@ def value_at(values: Any, key: KeyPath) -> Any:
 
 
 HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
-"""Function that reads a row, which ``plan`` may import by name only."""
+"""Function that reads a row. ``plan`` must import it by name."""
 
 
 def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:

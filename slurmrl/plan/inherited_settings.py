@@ -40,9 +40,9 @@ DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 TASKS_BACKEND: Final = "native:d1"
 WITHOUT_ENCODER: Final = "slurmrl.models.families:WITHOUT_ENCODER"
-"""Table that ``plan`` may import by name only."""
+"""Table that ``plan`` must import by name."""
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
-"""Roles that never start from the actor's weights, because a copy of the actor is no teacher."""
+"""Roles that never start from the actor's weights: a copy of the actor could not teach it."""
 INHERITED: Final = (
     "implementation",
     "dtype",
@@ -93,7 +93,7 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
 
 
 def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
-    """Return the section with the algorithm's number of completions of a prompt, if it sets none.
+    """Return the section with the algorithm's default number of completions of a prompt.
 
     Greedy sampling keeps the number 1, because all completions would be the same.
     """
@@ -124,7 +124,7 @@ def _with_pass_score(config: Config) -> Config:
 def _for_one_pass(config: Config) -> Config:
     """Return a configuration with the rows in file order, and a commit after each step.
 
-    Keep the user's choices. A commit costs less than to repeat a step after a kill.
+    Keep the user's choices. A commit costs less than repeating a step after a kill.
     """
     dataset, checkpoint = config.dataset, config.checkpoint
     if "shuffle" not in dataset.model_fields_set:
@@ -192,7 +192,7 @@ def _rollout(config: Config) -> tuple[Any, list[Disagreement]]:
 
 
 def _of_tasks(rollout: Rollout) -> Rollout:
-    """Return the section with an engine and weight versions for rollout tasks, if there are any."""
+    """Return the section with an engine and weight versions if there are rollout tasks."""
     if rollout.tasks is None:
         return rollout
     backend, publish = rollout.backend or TASKS_BACKEND, rollout.publish or Publish()
@@ -252,7 +252,7 @@ USUAL_GPUS_PER_HOST: Final = 8
 
 
 def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[str]]:
-    """Replace ``allocation_mode`` by backend strings of the roles.
+    """Replace ``allocation_mode`` with backend strings of the roles.
 
     Return the configuration, the problems found, and a note with the current spelling.
     """
@@ -290,7 +290,7 @@ def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Place
     """Return the layouts by role in a string of the current or the legacy grammar.
 
     Without training, an actor without a layout uses the GPUs of the servers. Raises the
-    AllocationError of the grammar that read further.
+    AllocationError of the grammar that parsed more of the string.
     """
     try:
         components = parse_components(text)
@@ -330,9 +330,9 @@ def _serves(placed: Mapping[str, Placed]) -> bool:
 def explain(text: str) -> dict[str, Any]:
     """Return the sizes of a layout as plain values.
 
-    For a string of an earlier system, the result also has the current spelling
-    (``write_instead``). Words such as ``pipe_model`` apply to one host of `USUAL_GPUS_PER_HOST`.
-    Raises AllocationError.
+    For a string of an earlier system, the result also has the current spelling (``write_instead``).
+    Words such as ``pipe_model`` apply to one host with `USUAL_GPUS_PER_HOST` GPUs. Raises
+    AllocationError.
     """
     try:
         return parse_components(text).explain()
@@ -426,7 +426,7 @@ def is_engine_only(backend: str) -> bool:
 def merge(
     backend: str, sizes: dict[str, int], gpus: int | None
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the complete backend string for separate sizes, and axis and message of differences.
+    """Return the complete backend string for separate sizes, and differences by axis.
 
     If ``backend`` is only an engine's name, the layout comes from ``sizes``, and data parallelism
     fills the rest of ``gpus``.
@@ -477,5 +477,5 @@ def _differences(allocation: Allocation, sizes: dict[str, int]) -> Iterator[tupl
             yield (
                 axis,
                 f"{size} is not allowed: backend '{allocation}' has {letters[axis]} = "
-                f"{stated[axis]}; both must agree",
+                f"{stated[axis]}; the two must agree",
             )

@@ -140,7 +140,7 @@ class CallPlan(_PlanPart):
     """One call of the graph and the ranks that execute it.
 
     Data-parallel ranks get balanced parts of the batch. Ranks that differ only along other axes
-    work on the same part.
+    work on equal parts.
     """
 
     name: str
@@ -157,7 +157,7 @@ class CallPlan(_PlanPart):
     pre_hooks: tuple[Reallocation, ...] = ()
     """Actions of the ranks of both layouts before the call."""
     post_hooks: tuple[Reallocation | Offloading, ...] = ()
-    """Actions of the ranks of the concerned models after the call."""
+    """Actions of the ranks of the models involved after the call."""
 
 
 class Plan(_PlanPart):
@@ -212,7 +212,7 @@ class Plan(_PlanPart):
 
     @property
     def hosts(self) -> int:
-        """Number of hosts of all groups, and of tasks in the trainers' job, because tasks poll."""
+        """Number of hosts, counting tasks in the trainers' job as hosts, because tasks poll."""
         return sum(group.hosts for group in self.groups)
 
     def models_of(self, group: str) -> dict[str, ModelPlan]:

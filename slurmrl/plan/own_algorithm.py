@@ -55,7 +55,7 @@ def is_own(name: object) -> bool:
 
 
 def own_name(text: str, folder: Path) -> OwnName | None:
-    """Return the name in one of both forms; None for another string.
+    """Return the name in one of these two forms; None for another string.
 
     A relative file starts at ``folder``. Raises UsageError if the file does not exist, or if Python
     cannot import it by its name.
@@ -195,7 +195,7 @@ SECTIONS: Final = {"name": {"reward", "episode"}, "type": {"dataset"}}
 
 
 def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
-    """Replace the names of files in the values by the names of their modules.
+    """Replace the names of files in the values with the names of their modules.
 
     Return the folders of the files, and the problems found.
     """
@@ -210,7 +210,7 @@ def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
             if folders.setdefault(own.reference.partition(":")[0], own.folder) != own.folder:
                 raise UsageError(
                     f"'{text}' is not allowed: another setting names a file with the same name in "
-                    "another folder; rename one of both files"
+                    "another folder; rename one of the two files"
                 )
             section[key] = own.reference
         except UsageError as error:
@@ -230,7 +230,7 @@ def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, Ke
 
 
 BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
-"""Class that ``plan`` may import by name only."""
+"""Class that ``plan`` must import by name."""
 RECORDED: Final = {
     "rollout.top_k": "slurmrl.algorithms.schema:supports",
     "rollout.replay_experts": "slurmrl.algorithms.schema:routes",
@@ -270,7 +270,7 @@ def wrong_class(schema: Any) -> str:
 
 
 def _wrong_default(schema: type[BaseModel]) -> str:
-    """Return why a setting cannot have its default; pydantic checks defaults only on demand."""
+    """Return why a setting's default is invalid. pydantic checks defaults only on demand."""
     strict = {"model_config": ConfigDict(validate_default=True)}
     try:
         return _rejected_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))

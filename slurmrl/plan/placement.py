@@ -28,7 +28,7 @@ OWN: Final = (
 )
 """Settings that a reference must share with the actor to use the actor's frozen weights."""
 LARGEST_HOST: Final = 8
-"""Maximum number of workers on one host, unless the user sets their number."""
+"""Maximum number of workers on one host, unless the user sets the number."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
 
 
 def in_tasks(rollout: Rollout) -> bool:
-    """Return whether rollout tasks generate, which also holds for servers without GPUs.
+    """Return whether rollout tasks generate, with or without servers' GPUs.
 
     Raises AllocationError.
     """
@@ -135,7 +135,7 @@ def slurm_of(config: Config, group: str) -> Slurm:
 
 
 def layout_of(call: Call, names: Sequence[str]) -> str | None:
-    """Return which of the plan's models ``names`` a call uses; None for a call without a model."""
+    """Return the model in ``names`` that a call uses; None for a call without a model."""
     if call.method is Method.GENERATE and ROLLOUTS in names:
         return ROLLOUTS
     return "actor" if call.role == REFERENCE and REFERENCE not in names else call.role

@@ -50,7 +50,7 @@ def _seconds(report: Mapping[str, Any]) -> str:
 def _profile(profile: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return title and lines about the site profile and the settings that come from it."""
     lines = [f"{key}: {show(value)}" for key, value in profile["settings"].items()]
-    return f"site profile {profile['file']}:", lines or ["the configuration sets everything itself"]
+    return f"site profile {profile['file']}:", lines or ["the configuration sets all values itself"]
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -192,7 +192,7 @@ def _episode(episode: Mapping[str, Any]) -> Iterator[str]:
         parts.append(f"tools {', '.join(episode['tools'])}")
     yield ", ".join(parts)
     turns = _count(episode["max_turns"], "turn")
-    yield f"up to {turns} of {episode['max_new_tokens']} tokens, {episode['max_tokens']} in all"
+    yield f"up to {turns} of {episode['max_new_tokens']} tokens, {episode['max_tokens']} in total"
     limit, most = f"{episode['timeout_s']:g} s outside the engine", episode["concurrency"]
     yield f"{limit}; {most} at a time on each rank"
 

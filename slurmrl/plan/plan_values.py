@@ -85,7 +85,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 
 
 def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
-    """Return only the estimates of a plan: for the fullest GPU, and for the calls by name."""
+    """Return only the estimates of a plan: of the fullest GPU, and of the calls by name."""
     sized = _sized(settings, plan)
     placed = call_costs.placed_models(settings)
     calls = _calls(_on_ranks(settings, plan), plan, placed)
@@ -226,7 +226,7 @@ def _precision(settings: Settings, role: str, plan: Plan) -> tuple[str, str]:
 
 
 def _dtype_from(settings: Settings, role: str, plan: Plan) -> str:
-    """Return the key of the configuration that sets a role's precision, or a default in words."""
+    """Return the configuration key that sets a role's precision, or the default's description."""
     for name in (role, "actor"):
         key = (*role_key(name), "dtype")
         if settings.source.writes(*key):
@@ -334,7 +334,7 @@ def _warnings(plan: Plan) -> list[str]:
 
 
 Wanted: TypeAlias = tuple[str, tuple[int, ...]]
-"""A use of a process group, and the ranks of the group."""
+"""A use of a process group, and the group's ranks."""
 
 
 @dataclass(frozen=True)

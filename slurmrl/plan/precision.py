@@ -1,4 +1,4 @@
-"""The precision of generation, its difference from training, and bfloat16 on processors."""
+"""The precision of generation, its difference from training, and bfloat16 on CPUs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def generating(config: Config) -> GeneratingPrecision:
 
 
 def unlike_training(config: Config) -> str:
-    """Return how the precision of generation differs from training; empty without a difference."""
+    """Return how the precision of generation differs from training; empty if it does not."""
     found, own = generating(config), config.actor.dtype
     if found.dtype is None:
         return f"the precision of {found.source} may differ from actor.dtype"
@@ -106,7 +106,7 @@ def rounds_to(config: Config, served: Collection[str] = ()) -> str | None:
     """Return the narrower type to which generation rounds the actor's float32 weights.
 
     With adapters, generation may round the sum of weights and adapters. ``served`` has the types of
-    running servers. Return None if generation does not round, or if only a running server knows.
+    running servers. Return None if generation does not round, or if the type is unknown.
     """
     types = {generating(config).dtype, *served}
     return next((dtype for dtype in NARROW if dtype in types), None)
@@ -114,7 +114,7 @@ def rounds_to(config: Config, served: Collection[str] = ()) -> str | None:
 
 CPUINFO: Final = Path("/proc/cpuinfo")
 FLAGS: Final = ("flags", "Features")
-"""Names of the line with a core's instructions, for x86 and aarch64."""
+"""Names of the line that lists a core's instructions, for x86 and aarch64."""
 INSTRUCTIONS: Final = ("avx512_bf16", "amx_bf16", "bf16")
 """Names of the instructions for products of bfloat16 matrices, for x86 and aarch64."""
 

@@ -104,7 +104,7 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     image_checks.pillow,
 )
 """Additional checks of a submission: memory, existing files and engines. A layout can be planned
-even if no engine of this version can run it."""
+even if no engine of this version can run the layout."""
 
 
 def check(draft: Draft) -> list[Problem]:
@@ -306,7 +306,7 @@ def _schema(
 ) -> tuple[type[BaseModel] | None, list[Path], list[Problem]]:
     """Return the schema of ``algorithm.name``, the folders of the user's code, and problems.
 
-    Replace the name of a file in the values by the name of its module.
+    Replace the name of a file in the values with the name of its module.
     """
     values = source.values.get("algorithm")
     if not isinstance(values, dict):
@@ -363,8 +363,8 @@ def _with_root(config: Config, root: Path | None) -> Config:
 def with_present_defaults(config: Config, algorithm: Algorithm) -> Config:
     """Return a trial's resolved configuration with defaults for new settings of its algorithm.
 
-    The algorithm did not have these settings when the trial was submitted. The class of
-    ``algorithm`` has the defaults.
+    The algorithm did not have these settings at the trial's submission. The class of ``algorithm``
+    has the defaults.
     """
     if config.algorithm.get("name") != algorithm.name:
         return config

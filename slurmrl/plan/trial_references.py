@@ -32,9 +32,9 @@ from slurmrl.run.paths import RunPaths
 FIELDS: Final = ("path", "tokenizer")
 LAST: Final = "last"
 LONGEST: Final = 8
-"""Maximum number of trials to follow that start from each other."""
+"""Maximum length of a chain of trials, each of which starts from the next."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_actor"
-"""Function that ``plan`` may import by name only."""
+"""Function that ``plan`` must import by name."""
 _EXPORT: Final = re.compile(r"step-(?P<step>\d+)(?P<adapter>-adapter)?")
 _PINNED: Final = re.compile(r"step-(\d+)\.(\d+)-checkpoint")
 """Pattern of a linked checkpoint's folder, with step and incarnation (`RunPaths.pinned`)."""
@@ -69,9 +69,9 @@ def parse(text: str) -> TrialReference:
 class TrialResolver:
     """Replaces references to trials by folders, and collects ``problems``.
 
-    The roles in ``frozen`` are not trained. With ``planning``, it writes nothing: a model with
+    The roles in ``frozen`` are not trained. With ``planning``, it writes no files: a model with
     only an architecture replaces a checkpoint or a future export. A trial with a commit keeps the
-    folder of its reference to a newest checkpoint or export.
+    folder to which its reference to a newest checkpoint or export resolved.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TrialResolver:
         self._source = source
         self._root = Path(config.root)
         self._configs = source.path.parent
-        """Folder that may have the configuration of a trial that must be submitted first."""
+        """Folder that may have the configuration of a trial that must be submitted before."""
         self._frozen = frozen
         self._planning = planning
         run = RunPaths.of(self._root, user_name(), config.experiment, config.trial)
@@ -159,7 +159,7 @@ class TrialResolver:
         if not frozen:
             raise UsageError(
                 f"'{text}' has no export yet (exports in {paths.exports}: {exports.listed()}), and "
-                "a model that is trained starts from one; export the checkpoint first: slurmrl "
+                f"training must start from an export; export the checkpoint first: slurmrl "
                 f"export {reference.name} --step {step}{exports.form}"
             )
         # The newest checkpoint may have been deleted by now, so look it up again.
@@ -167,7 +167,7 @@ class TrialResolver:
         return None if self._planning else _pinned(text, paths, None if newest else step)
 
     def _kept(self, key: KeyPath, reference: TrialReference, paths: RunPaths) -> Path | None:
-        """Return the folder that the trial's configuration already has for a reference, or None."""
+        """Return the folder that the trial's configuration has for a reference, or None."""
         before = value_at(self._before, key)
         if isinstance(reference.step, int) or not isinstance(before, str):
             return None
@@ -186,7 +186,7 @@ class TrialResolver:
             f"model: slurmrl export {reference.name} --step {exports.newest}{exports.form}"
         )
         if exports.whole:
-            message += f", or name an older one: {text}@{max(exports.whole)}"
+            message += f", or name an older export: {text}@{max(exports.whole)}"
         return message
 
     def _submit(self, reference: TrialReference) -> str:

@@ -1,11 +1,11 @@
-"""Child processes that cannot outlive their parent and that only their parent ends.
+"""Child processes that cannot outlive their parent, and that only their parent ends.
 
 Children ignore the signals that Slurm sends to whole steps, because their agent handles these
 signals. When the parent dies, the kernel sends SIGKILL to its children, and they read end of file
 from their pipe. Children drop output that the output file does not accept.
 
 Children send pulses over their pipe. A process sends no pulses while it is stopped or its
-interpreter lock is held. A process that waits for other ranks still sends pulses; the master's
+interpreter lock is held. A process that waits for other ranks still sends pulses. The master's
 deadline limits such waits.
 
 On request, a process writes its stacks, even if it hangs. On SIGQUIT, the interpreter's fault
@@ -71,7 +71,7 @@ def ignore_signals() -> None:
     """Ignore the signals that Slurm sends to whole steps; the agent handles them.
 
     Children inherit this setting. They call this function again, because a container runtime such
-    as Apptainer resets it.
+    as Apptainer resets the setting.
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -341,7 +341,7 @@ def stacks_wakeup() -> int:
 
 
 def finish_stacks(descriptor: int, text: str) -> None:
-    """Append ``text``, which only a running interpreter can provide, and the last line."""
+    """Append ``text``, which only a running interpreter can provide, and the end marker."""
     os.write(descriptor, (text + LAST_LINE).encode())
 
 
@@ -381,18 +381,18 @@ K = TypeVar("K", bound=Hashable)
 CHUNK_BYTES = 4096
 PULSES_PER_SILENCE = 4
 GAPS_PER_SILENCE = 4
-"""Divisor of the silence limit. The time between two checks counts at most this fraction, because a
-suspended agent could not receive pulses in between."""
+"""Divisor of the silence limit. The time between two checks counts as at most this fraction of the
+limit, because a suspended agent could not receive pulses in between."""
 
 
 def pulse_interval_s(heartbeat_s: float, silence_s: float) -> float:
-    """Return the interval between two pulses, of which ``silence_s`` seconds contain several."""
+    """Return the interval between two pulses. ``silence_s`` contains several intervals."""
     return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
 
 
 @dataclass(frozen=True)
 class Errand:
-    """A second task of the pulse thread: to call ``run`` whenever ``wakeup`` is readable."""
+    """A second task of the pulse thread: call ``run`` whenever ``wakeup`` is readable."""
 
     wakeup: int
     run: Callable[[], None]

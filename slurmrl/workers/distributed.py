@@ -5,9 +5,9 @@ torch's TCPStore would listen on a port without authentication, so any user of t
 change the addresses to which ranks connect. The store has one file per key. While the group forms,
 each rank writes its keys once and reads the other ranks' keys once.
 
-torch's flight recorder shows the current collective of a rank. It records all collectives of NCCL
-and gloo in any case (TORCH_FR_BUFFER_SIZE entries, 2000 by default). For each group, torch also
-keeps the number of the newest collective that has begun and of the newest that has ended. These
+torch's flight recorder shows the current collective of a rank. It always records the collectives of
+NCCL and gloo (TORCH_FR_BUFFER_SIZE entries, 2000 by default). For each group, torch also keeps the
+numbers of the newest collective that has begun and the newest collective that has ended. These
 numbers are cheap to read. Reading the entries takes milliseconds, so this module reads them only
 when a collective does not end.
 """
@@ -44,14 +44,14 @@ from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.messages import Start
 
 SHORTEST_TIMEOUT = timedelta(minutes=30)
-"""Minimum time-out, because ranks may load models for longer than a call may last."""
+"""Minimum time-out. Ranks may load models for longer than a call may last."""
 MARGIN = timedelta(minutes=5)
 T = TypeVar("T")
 SHORTEST_POLL_S = 0.02
 POLL_S_PER_RANK = 0.0005
-"""Poll interval per rank: all ranks together list the directory at most 2000 times per second."""
+"""Poll interval per rank. All ranks together list the directory at most 2000 times per second."""
 Reject = Callable[[str, int], str | None]
-"""Returns why models cannot fit into a GPU with this name and memory in bytes; None if they may."""
+"""Function from a GPU's name and bytes to the reason why models cannot fit; None if they may."""
 
 
 def collective_timeout(step_timeout_s: float) -> timedelta:
@@ -184,7 +184,7 @@ def _retry(what: str, action: Callable[[], T]) -> T:
 
 
 def _file_name(key: str) -> str:
-    """Return a file name for a key, which may be long and contain any characters."""
+    """Return a file name for a key. Keys may be long and contain any characters."""
     return sha256(key.encode()).hexdigest()
 
 
@@ -298,7 +298,7 @@ def _pending(content: Mapping[str, Any]) -> set[Place]:
 
 
 def _entry(entries: Sequence[Mapping[str, Any]], place: Place) -> _Entry | None:
-    """Return the first pending collective of a group, for which later ones wait."""
+    """Return the first pending collective of a group. Later collectives wait for it."""
     group = place[0]
     for entry in entries:
         if str(entry.get("pg_id")) == group and not entry.get("retired"):

@@ -37,13 +37,13 @@ logger = log.get(__name__)
 PUBLISH_TIMEOUT_S = 60.0
 """Seconds after which a process gives up publishing a failure if the directory does not answer."""
 ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
-"""Errors that another start, perhaps on another host, may avoid."""
+"""Errors that may not occur in another start, perhaps on another host."""
 COLLECT_S = 15.0
 """Seconds that the master waits for the stacks of all hosts."""
 
 
 def failure_of(error: Exception, who: str) -> Failure:
-    """Return the failure that an exception carries or means. ``who`` names the failed process."""
+    """Return the failure that an exception contains or describes. ``who`` is the failed process."""
     if isinstance(error, ReportedError):
         failure: Failure = error.failure
         return failure
@@ -109,7 +109,7 @@ def concerning(error: BaseException, failure: Failure) -> Failure:
 def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
     """Publish why an incarnation failed.
 
-    Return False if another process was first or the directory did not accept the failure.
+    Return False if another process was first, or if the directory rejects the failure.
     """
     try:
         _add(names, "publish the failure", keys.failure(incarnation), failure, replace=False)
@@ -132,7 +132,7 @@ def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> N
 
 
 def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:
-    """Publish that a job no longer uses a host until the job starts again.
+    """Publish that a job does not use a host until the job starts again.
 
     Raises EnvironmentFailure if the directory does not answer.
     """

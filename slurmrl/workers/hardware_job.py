@@ -2,7 +2,7 @@
 
 ``python -P -m slurmrl.workers.hardware_job FOLDER`` runs on each host of the job. It reads
 ``ask.json`` and starts a process for each rank of the host. Then it writes ``result.<task>.json``
-with the measured points of all these ranks, or with the error of one of them.
+with the measured points of all these ranks, or with the error of one rank.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def measure_host(folder: Path, task: int, request: dict[str, Any]) -> dict[str, 
 
 
 def _failures(runs: Mapping[Future[child.ChildEnd], int]) -> list[tuple[int, child.ChildEnd]]:
-    """Wait for the ranks. Return the failed ranks as soon as one explains the failure.
+    """Wait for the ranks. Return the failed ranks as soon as one rank explains the failure.
 
-    Do not wait for all ranks, because they may wait for the failed rank for minutes.
+    Do not wait for the other ranks: they may wait for the failed rank for minutes.
     """
     left, failed = set(runs), list[tuple[int, child.ChildEnd]]()
     while left and all(end.code in CONSEQUENCES for _, end in failed):
@@ -135,7 +135,7 @@ def measure_rank(folder: Path, rank: int, request: dict[str, Any]) -> list[dict[
 
 
 def _groups(rank: int, local: int, hosts: int) -> Iterator[Any]:
-    """Yield the group of this host's ranks, and the group of one rank of each host."""
+    """Yield the group of this host's ranks, and the group that has one rank of each host."""
     import torch.distributed as dist
 
     from slurmrl.workers.hardware_measures import Ranks

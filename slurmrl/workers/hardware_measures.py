@@ -1,10 +1,10 @@
 """Measurements of a rank's hardware: products, memory, collectives, a model, and the directory.
 
 Each measurement yields points, from which `desk.measured_profile` computes a hardware profile. A
-point has the minimum seconds of several repetitions, because other processes can only slow a
-repetition down. For the same reason, CPU ranks with one thread measure CPU seconds; inside a host,
-these include the threads that send and receive. Between hosts, all ranks measure wall seconds,
-because a CPU is idle while the network carries data.
+point has the minimum seconds of several repetitions, because other processes can only slow down a
+repetition. For the same reason, CPU ranks with one thread measure CPU seconds. Inside a host, these
+include the threads that send and receive. Between hosts, all ranks measure wall seconds, because a
+CPU is idle while the network carries data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST: Final = 50
 """Maximum number of repetitions of one measurement."""
 SMALL_BYTES: Final = 4096
 SHORT: Final = 32
-"""Length of sequences in which attention takes almost no time."""
+"""Length of sequences that are so short that attention takes almost no time."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Measures:
     def collectives(self, ranks: Ranks) -> Iterator[Point]:
         """Yield the seconds of collectives and of messages between neighbors.
 
-        ``bytes`` is the size of the whole tensor, of which each rank has a part.
+        ``bytes`` is the size of the whole tensor. Each rank has a part of the tensor.
         """
         for size in self._sizes.message_bytes:
             count = max(size // 4 // ranks.size, 1)
@@ -269,7 +269,7 @@ class Measures:
 def directory(folder: Path, sizes: MeasureSizes) -> Iterator[Point]:
     """Yield the seconds to write and read small files, and to write a large file, with fsync.
 
-    For small files, the median counts instead of the minimum: a run sees the usual speed.
+    For small files, use the median instead of the minimum, because a run sees the usual speed.
     """
     data = os.urandom(SMALL_BYTES)
     created, read = [], []

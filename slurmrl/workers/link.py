@@ -1,15 +1,15 @@
-"""Links, the jobs of a trial: the leader lock, and the end of a trial or job in special cases.
+"""Links (the jobs of a trial): the leader lock, and how a trial or job ends in special cases.
 
-This module decides whether a link has anything to do, and ends a trial after a user error. It also
+This module decides whether a link has work to do, and ends a trial after a user error. It also
 requeues a job whose batch process was lost with its host. Slurm ends such a job itself unless the
 job has spares (``--no-kill``). In a job with spares, agents requeue the job when the lease of the
-first agent expires (`workers.agent.loss_detection`). Watchers (`workers.supervisor.watcher`) do so
-if no agent is left.
+first agent expires (`workers.agent.loss_detection`). Watchers (`workers.supervisor.watcher`)
+requeue the job if no agent is left.
 
 The leader lock decides which of several running jobs continues a trial. Several jobs can run at the
 same time if a user lifted an array's throttle or submitted a batch script by hand, or if Slurm
 started a link while another link has lost a host. To take the lock, a job adds the next number to
-the name store, where only one job can add it. The job with the highest number holds the lock as
+the name store. Only one job can add a number. The job with the highest number holds the lock as
 long as Slurm reports that this start of the job runs. If Slurm does not answer, the lease of the
 job's first agent decides. A job without the lock neither trains nor uses up its link.
 """
@@ -57,7 +57,7 @@ logger = log.get(__name__)
 ASK_S = (2.0, 60.0)
 """Minimum and maximum seconds between attempts to end the job."""
 ASKED = 30
-"""Number of attempts to end the job, which together take more than 20 minutes."""
+"""Number of attempts to end the job. Together, they take more than 20 minutes."""
 REJECTIONS = 3
 """Number of rejected requeues after which the job is cancelled instead."""
 _START = FieldType(
@@ -109,8 +109,8 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
 def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
     """Requeue the job of a link on behalf of its lost batch process; cancel it if no link follows.
 
-    Otherwise the job would occupy its hosts until its time limit. Therefore repeat the request if
-    the controller does not answer, and cancel the job if Slurm rejects the requeue.
+    Repeat the request if the controller does not answer, and cancel the job if Slurm rejects the
+    requeue. Otherwise, the job would occupy its hosts until its time limit.
     """
     client = SlurmClient(TIMEOUT_S)
     leave = client.requeue if _is_requeued(link) else _cancel(client)
@@ -235,7 +235,7 @@ class Turn:
     left: Annotated[str, one_of(*Left)]
     """The way in which the previous holder left the trial (`Left`)."""
     run: str = ""
-    """Run directory of the job. A copied run directory contains records of the original, too."""
+    """Run directory of the job. A copied run directory also contains records of the original."""
 
     @property
     def job(self) -> str:
@@ -257,7 +257,7 @@ def read_turn(names: NameStore, number: int) -> Turn | None:
 
 
 def read_intact_turn(names: NameStore, number: int) -> Turn | None:
-    """Return a turn, or None if it is missing or damaged: damage must not block every job."""
+    """Return a turn, or None if it is missing or damaged. Damage must not block every job."""
     try:
         return read_turn(names, number)
     except CorruptFileError as error:
@@ -277,7 +277,7 @@ LOOK_S = 15.0
 LONGEST_WAIT_S = 300.0
 """Maximum wait for the lock before a job is requeued."""
 ENDS_S = 60.0
-"""Seconds that Slurm may take to end a requeued job."""
+"""Seconds that Slurm may take to end a job after its requeue."""
 
 
 class LeaderLock:
@@ -327,7 +327,7 @@ class LeaderLock:
             return None
 
     def _newest(self, number: int = 0) -> tuple[int, Turn | None]:
-        """Return the highest number and its turn. A job has used ``number``, unless this is 0."""
+        """Return the highest number, at least ``number``, and its turn. Number 0 means no turn."""
         self._names.refresh()
         for key in self._names.find_subtree(keys.leader_locks()):
             tail = key.rpartition("/")[2]
@@ -404,12 +404,12 @@ def wait_for_turn(
 def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
     """Return whether the job belongs to one of the submission's arrays.
 
-    A script that was submitted by hand does not. Return True if this is unknown.
+    A script that was submitted by hand does not belong to an array. Return True if this is unknown.
     """
     try:
         return link.job in scheduler.recover(link.run, link.submission).get(link.group, (link.job,))
     except EnvironmentFailure as error:
-        logger.info("cannot tell whether this job is a link: %s", error)
+        logger.info("cannot determine whether this job is a link: %s", error)
         return True
 
 

@@ -45,10 +45,10 @@ ITEMS = FieldType("a list, each item [epoch, index]", _are_items)
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A message that the master posts. Every rank executes these messages in the same order."""
+    """A message that the master posts. All ranks execute these messages in the same order."""
 
     seq: Annotated[int, SIZE] = 0
-    """Number of the message, which `WorkerChannel.post` sets."""
+    """Number of the message. `WorkerChannel.post` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class RunCall(Order):
     evaluation: bool = False
     suite: str = WHOLE
     part: str = ""
-    """Prefix of the names of the part files in which the ranks record results of the call."""
+    """Prefix of the names of part files in which the ranks record the call's results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class WriteVersion(Order):
     step: int
     version: Annotated[str, VERSION]
     base: Annotated[str, VERSION] | None = None
-    """The version of the previous `WriteVersion`, to which the deltas refer. None for a full
+    """Base version of the deltas: the version of the previous `WriteVersion`. None for a full
     version."""
 
 
@@ -149,7 +149,7 @@ class HeldOut:
     suite: str = WHOLE
     size: Annotated[int, SIZE]
     left_out: Annotated[int, SIZE] = 0
-    """Number of dropped rows, which are too long."""
+    """Number of rows that were dropped as too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class Ready:
     size: Annotated[int, SIZE]
     fingerprint: str
     left_out: Annotated[int, SIZE] = 0
-    """Number of dropped rows, which are too long."""
+    """Number of rows that were dropped as too long."""
     held_out: tuple[HeldOut, ...] = ()
     """The datasets of `Config.evaluations`."""
     stop_tokens: tuple[tuple[int, str], ...] = ()
@@ -191,7 +191,7 @@ class Done:
     notes: tuple[Mapping[str, Any], ...] = ()
     """Additional fields of rows in `texts`, which ``id`` and ``index`` identify."""
     dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
-    """Batch positions of the items that a filter rejects, by reason."""
+    """Batch positions of the items that a filter drops, by reason."""
     scored: bool = False
     """Whether the rank has written evaluation scores of its items to the part file of its number.
     """
@@ -208,7 +208,7 @@ class Saved:
     seq: Annotated[int, SIZE]
     """The number of the order."""
     files: tuple[SavedFile, ...] = ()
-    """Files of a checkpoint; empty for a weight version, whose parts have an index on disk."""
+    """Files of a checkpoint. Empty for a weight version, whose parts have an index on disk."""
     error: str = ""
     """Reason why the worker could not write the files; empty after a success."""
 
@@ -266,7 +266,7 @@ class Start:
 class StartRollout(Start):
     """`Start` for the worker of a rollout task.
 
-    The worker outlives incarnations, so the message names no incarnation and no commit.
+    The worker outlives incarnations, so the message does not name an incarnation or a commit.
     """
 
     agent: Identity
@@ -275,14 +275,14 @@ class StartRollout(Start):
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Handle the requests of a new incarnation from now on."""
+    """From now on, handle the requests of a new incarnation."""
 
     incarnation: Annotated[int, COUNT]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retire:
-    """Take no more requests, finish as many items as possible, return the others and exit.
+    """Take no more requests, finish as many items as possible, return the other items and exit.
 
     The agent kills a worker that needs more than ``within_s`` seconds.
     """

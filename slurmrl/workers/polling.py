@@ -1,7 +1,7 @@
 """Intervals at which processes read the shared directory, and checks that it still exists.
 
 All processes of an idle trial together cause at most ``max(200, 0.5 x hosts)`` file operations per
-second. Hosts of larger trials therefore poll less often and notice changes up to `poll_s` later. In
+second. In larger trials, hosts therefore poll less often and notice changes up to `poll_s` late. In
 addition, busy rollout tasks cause up to ``max(1000, 2 x hosts)`` operations per second, and the
 master causes fewer than 500 when it reads their results.
 
@@ -31,17 +31,17 @@ OPERATIONS_PER_S_AND_HOST = 0.5
 BEAT = 3
 """File operations of a heartbeat, a read of a lease or a poll of a log: open, transfer, close."""
 CHECK = 3
-"""File operations of polling an unchanged history (list it, look up the next slot), and of reading
-the size of the host's output in the same interval."""
+"""File operations to poll an unchanged history (list it, look up the next slot), and to read the
+size of the host's output in the same interval."""
 PUBLISH = 16
-"""Maximum file operations of replacing the status."""
+"""Maximum file operations to replace the status."""
 TASKS_OPERATIONS_PER_S = 1000.0
 TASKS_OPERATIONS_PER_S_AND_HOST = 2.0
 LOOK = 4
-"""File operations with which a rollout task looks for requests (read a log) and weights (list the
+"""File operations of a rollout task to look for requests (read a log) and weights (list the
 versions)."""
 RESULTS_PER_S = 150.0
-"""Maximum number of result logs that the master reads per second. At three operations of 1 ms per
+"""Maximum number of result logs that the master reads per second. With three operations of 1 ms per
 log, the master keeps more than half of its time for the trainers."""
 SHORTEST_POLL_S = 0.05
 SHORTEST_RESULTS_S = 0.2
@@ -73,7 +73,7 @@ class Presence:
         """Raise if the run directory or a directory for messages was removed.
 
         Raises RunGoneError for the run directory. Raises ReportedError for a directory for
-        messages, which the next start creates again.
+        messages. The next start creates it again.
         """
         if not self._looks.due():
             return
@@ -143,14 +143,14 @@ class PollIntervals:
     record_s: float
     """Minimum time between two records of results by a task, each with a wake-up."""
     spread_s: float
-    """Time over which tasks spread their reads after the master has sent wake-ups to all tasks."""
+    """Period over which tasks spread their reads after a wake-up to all tasks."""
 
     @staticmethod
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
         """Return the intervals of a trial on ``hosts`` hosts.
 
         ``heartbeat_s`` is the minimum of the heartbeat, history and status intervals. Heartbeats
-        get the largest share of the budget: there is one every 15 s even with 10,000 hosts.
+        get the largest share of the budget: one every 15 s even with 10,000 hosts.
         """
         budget = max(OPERATIONS_PER_S, OPERATIONS_PER_S_AND_HOST * hosts)
         beat_s = max(heartbeat_s, BEAT * hosts / (0.40 * budget))

@@ -1,7 +1,7 @@
 """The messages between the master and the attempts of rollout tasks.
 
-Each incarnation has a request log for each attempt. Each attempt has one result log, which a later
-incarnation reads from the position that the last commit names.
+Each incarnation has a request log for each attempt. Each attempt has one result log. A later
+incarnation reads the log from the position in the last commit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from slurmrl.workers.messages import MessageSet
 
 @dataclass(frozen=True, kw_only=True)
 class Confirm:
-    """The first message of a request log: all valid leases of the attempt.
+    """The first message of a request log, with all valid leases of the attempt.
 
-    Other leases have ended. The task drops their unfinished items.
+    Other leases have ended, and the task drops their unfinished items.
     """
 
     leases: tuple[LeasedItems, ...] = ()
@@ -87,7 +87,7 @@ class Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class Holds:
-    """The task has loaded a weight version, which samples the next token."""
+    """The task has loaded a weight version, which will sample the next token."""
 
     version: Annotated[str, VERSION]
 

@@ -34,7 +34,7 @@ from slurmrl.registry import near, resolve
 MOST_SUPPORT: Final = 1024
 """Maximum number of token ids in a recorded sampling mask: 4 KiB for each token."""
 TABLES: Final = "slurmrl.rollouts"
-"""Module with the tables of episodes, which ``plan`` may import by name only."""
+"""Module with the tables of episodes. ``plan`` must import it by name."""
 EPISODE: Final = ("rollout", "episode")
 CACHE_REFUSAL: Final = "slurmrl.models.hf_config:cache_refusal"
 GENERATION_LIMIT: Final = "slurmrl.models.hf_config:generation_limit"
@@ -169,7 +169,7 @@ def _generated_by_cache(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, int]]:
 
 
 def episodes(draft: Draft) -> Iterator[Problem]:
-    """Check the names of episodes, environments and tools, and the parts that they need."""
+    """Check the names of episodes, environments and tools, and the settings that they need."""
     settings = draft.config.rollout.episode
     if not settings.has_turns:
         return
@@ -223,7 +223,7 @@ def _unknown_names(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]
 
 
 def votes(draft: Draft) -> Iterator[Problem]:
-    """Check that the evaluation can tell which votes are correct."""
+    """Check that the evaluation can detect correct votes."""
     for suite, own in draft.config.evaluations.items():
         evaluation, key = own.evaluation, evaluation_key(suite)
         if evaluation is None or evaluation.vote_pattern is None:

@@ -1,4 +1,4 @@
-"""Check if an architecture fits a layout, and if the models of the fullest GPU fit its memory.
+"""Check whether a layout fits an architecture, and models fit into the fullest GPU's memory.
 
 Each rule of a layout is a function that yields misfits. To add a rule, write the function and list
 it in RULES. A rule belongs here if it can be checked before any process starts.
@@ -66,10 +66,7 @@ Rule: TypeAlias = Callable[[Fit], Found]
 
 
 def check(fit: Fit) -> Found:
-    """Yield the first misfit of each axis.
-
-    Another size of the axis may remove all its misfits.
-    """
+    """Yield the first misfit of each axis, because another size may remove all its misfits."""
     reported = set()
     for rule in RULES:
         for misfit in rule(fit):
@@ -246,7 +243,7 @@ PART_OF: Final = {
     "make_vocab_size_divisible_by": "tp",
     "virtual_pipeline_model_parallel_size": "pp",
 }
-"""Axis to whose misfits the misfits of a field belong."""
+"""Axis by field of the model. Misfits of the field count as misfits of the axis."""
 RULES: Final[tuple[Rule, ...]] = (
     _divisions,
     _copied_heads,
@@ -261,7 +258,7 @@ RULES: Final[tuple[Rule, ...]] = (
 
 
 STRONGER: Final = {"off": ("selective", "full"), "selective": ("full",), "full": ()}
-"""Modes of activation checkpointing that keep fewer activations than a mode."""
+"""Modes of activation checkpointing that keep fewer activations, by mode."""
 
 
 def memory(draft: Draft) -> Iterator[Problem]:
@@ -323,7 +320,8 @@ def task_rejection(checked: Checked, limit: int, *, certain: bool = False) -> st
 def rejection(checked: Checked, name: str, total_bytes: int) -> str | None:
     """Return why models do not fit into the GPU of a worker; None if they may fit.
 
-    Ignore assumed lengths of sequences. A submission has already checked ``cluster.gpu_memory``.
+    Ignore assumed lengths of sequences, and ``cluster.gpu_memory``, which the submission has
+    checked.
     """
     if checked.config.cluster.gpu_memory is not None:
         return None
@@ -352,7 +350,7 @@ def _needs(fullest: Fullest, spare: str = "") -> str:
 
 
 def advice(checked: Checked, limit: int) -> str:
-    """Return advice about changes with which the models fit, the cheapest change first."""
+    """Return advice about changes that make the models fit, the cheapest change first."""
     remedies = [
         *_beside_servers(checked),
         *_checkpointing(checked, limit),
@@ -368,8 +366,8 @@ def advice(checked: Checked, limit: int) -> str:
 def _split(checked: Checked, limit: int) -> str:
     """Return advice about the smallest fsdp layout, in powers of two, with which the models fit.
 
-    The layout is for the actor and all models with the actor's layout. Return an empty string if
-    no layout fits that the batch can be split over.
+    The layout is for the actor and all models with the actor's layout. Return an empty string if no
+    such layout can split the batch.
     """
     actor = checked.config.actor
     backend = parse(actor.backend)
@@ -427,7 +425,7 @@ def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
 
 
 def _allowed(model: Model, mode: str) -> bool:
-    """Return whether a model allows a mode; models of transformers have no selective mode."""
+    """Return whether a model allows a mode. Models of transformers have no selective mode."""
     return model.implementation != "hf" or mode == "full"
 
 

@@ -1,8 +1,8 @@
 """Checks of rollout tasks, evaluations in separate trials, servers, and FP8.
 
-Servers may be started by the run or already running. Nobody watches when the run submits a separate
-evaluation trial, so the problems of such a trial are reported at the submission of the trained
-trial.
+Servers may be started by the run or already running. Nobody sees the messages when the run submits
+a separate evaluation trial. The submission of the trained trial therefore reports the problems of
+such evaluation trials.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from slurmrl.run.paths import EVALUATED
 OF_TRAINERS: Final = ("offload", "servers")
 """Settings that apply only if the trainers or running servers generate."""
 OF_OURS: Final = ("python", "server_args", "quantization", "kv_cache_dtype")
-"""Settings of ``rollout`` that only the run's own servers use."""
+"""Settings of ``rollout`` that only servers started by the run use."""
 OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
-"""Settings that only running servers use."""
+"""Settings that only already running servers use."""
 OF_ALL: Final = ("server_start_s", "server_silence_s")
 TASKS: Final = ("evaluation", "tasks")
 LONGEST_SUITE: Final = 40
 """Maximum length of a suite's name. ``-step-123456789-`` uses the rest of 64 characters."""
 LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
-"""Types of dataset on which the algorithm `evaluate` measures any model."""
+"""Types of dataset on which the algorithm `evaluate` can measure any model."""
 
 
 def tasks(draft: Draft) -> Iterator[Problem]:
@@ -92,7 +92,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
 
 
 def _inside(draft: Draft) -> Iterator[Problem]:
-    """Check that tasks in the trainers' job use the GPUs after the GPUs of the models."""
+    """Check that tasks in the trainers' job use the GPUs that follow the GPUs of the models."""
     rollout, placed = draft.config.rollout, draft.placements()
     workers, (number, size) = trainers(placed.values()), tasks_inside(draft.config, placed)
     if not workers or not number:
@@ -105,7 +105,7 @@ def _inside(draft: Draft) -> Iterator[Problem]:
     if len(listed) == len(behind) and listed != behind:
         reason = (
             f" with rollout.tasks: the trainers' models use GPUs {format_gpus(range(workers))} and "
-            f"the tasks use the next ones; write {format_gpus(behind)}"
+            f"the tasks use the next GPUs; write {format_gpus(behind)}"
         )
         yield draft.reject((ROLLOUTS, "gpus"), reason, rollout.gpus)
     if rollout.slurm != type(rollout.slurm)():
@@ -136,7 +136,7 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
         if own.held_out.kind not in kinds:
             reason = (
                 f" with evaluation.tasks and {algorithm.name}; allowed: {', '.join(kinds)}. "
-                "Without evaluation.tasks the trainers evaluate on it"
+                "Without evaluation.tasks the trainers evaluate on this dataset"
             )
             where = (*evaluation_key(suite), "dataset", "type")
             yield draft.reject(where, reason, own.held_out.type)
@@ -267,7 +267,7 @@ def _own(draft: Draft, backend: str) -> Iterator[Problem]:
 
 
 def _unusable(python: str | None, *, contained: bool) -> str:
-    """Return why an interpreter cannot be used; do not look for a file inside a container."""
+    """Return why an interpreter cannot be used. Do not check that it exists inside a container."""
     if python is None:
         return "is required"
     if not Path(python).is_absolute():
@@ -280,7 +280,7 @@ def _unusable(python: str | None, *, contained: bool) -> str:
 def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
     """Check the settings of running servers: addresses, keys and the folder for weights."""
     rollout, backend = draft.config.rollout, allocation.backend
-    reason = " with rollout.servers, which slurmrl does not start"
+    reason = "  with rollout.servers, because slurmrl does not start them"
     yield from _rejected(draft, OF_OURS, reason)
     if allocation.sizes["dp"] > 1:
         reason = (
@@ -307,7 +307,7 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
 
 
 def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Yield server arguments that make a server unreachable or different from the plan's."""
+    """Yield server arguments that make a server unreachable or different from the plan."""
     rollout, rules = draft.config.rollout, SERVER_KINDS[backend]
     flags = dict(rules.conflicts)
     if rollout.replay_experts:
@@ -350,7 +350,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(key, reason, value)
         return
     if rollout.kv_cache_dtype is not None:
-        reason = " with rollout.quantization: the server would scale the cache for random weights"
+        reason = "  with rollout.quantization: random weights would set the cache's scale"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The dtype is float32 by default only without GPUs, and another check rejects FP8 there.
     given, found = last_value(rollout.server_args, DTYPE) is not None, generating(draft.config)
@@ -408,7 +408,7 @@ def _twice(draft: Draft) -> Iterator[Problem]:
         if getattr(rollout, name) is None:
             continue
         if last_value(rollout.server_args, flags) is not None:
-            reason = f"{flags[0]} with rollout.{name}, which sets the precision of the server"
+            reason = f"{flags[0]} with rollout.{name}, which also sets the server's precision"
             yield draft.problem((ROLLOUTS, "server_args"), f"must not have {reason}")
 
 

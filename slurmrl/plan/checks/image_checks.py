@@ -23,11 +23,11 @@ from slurmrl.registry import resolve
 REFUSAL: Final = "slurmrl.models.families:picture_refusal"
 VIDEO_REFUSAL: Final = "slurmrl.models.families:video_refusal"
 SERVED_REFUSAL: Final = "slurmrl.models.families:served_refusal"
-"""Functions that ``plan`` may import by name only."""
+"""Functions that ``plan`` must import by name."""
 ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
 PATCHES: Final = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
 FORM: Final = ("model_type", *PATCHES)
-"""Fields of a model and of its image encoder that determine the form of the pixels."""
+"""Fields of a model and of its image encoder that determine the format of pixels."""
 TYPES: Final = ("prompt", "prompt_answer", "messages")
 
 
@@ -48,7 +48,7 @@ def images(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(key, reason + ", ".join(ALGORITHMS))
     for use in uses_of(draft.config, draft.algorithm):
         if use.head == "value":
-            reason = f": {use.role} is a model with values, which reads no {medium}s"
+            reason = f": {use.role} is a value model, which reads no {medium}s"
             yield draft.reject(key, reason)
     videos = any(each.videos_key for each in sections.values())
     yield from _models(draft, VIDEO_REFUSAL if videos else REFUSAL)
@@ -57,7 +57,7 @@ def images(draft: Draft) -> Iterator[Problem]:
 
 
 def pillow(draft: Draft) -> Iterator[Problem]:
-    """Check that Pillow is installed, which reads images and the frames of videos."""
+    """Check that Pillow is installed. It reads images and the frames of videos."""
     for where, dataset in draft.config.datasets().items():
         for medium, key in dataset.media_keys.items():
             if find_spec("PIL") is None:
@@ -105,7 +105,7 @@ def _models(draft: Draft, refusal: str) -> Iterator[Problem]:
 
 
 def _forms(draft: Draft) -> Iterator[Problem]:
-    """Check that all models read pixels of the same form, because one processor makes them."""
+    """Check that all models read pixels of the same format, because one processor makes them."""
     (first, known), *others = ((role, _form(model)) for role, model in draft.models())
     for role, form in others:
         for name in [n for n in form if n in known and form[n] != known[n]][:1]:
@@ -122,7 +122,7 @@ def _form(model: Model) -> dict[str, object]:
 
 
 def _side(value: Any) -> Any:
-    """Return the number that a list of equal numbers repeats; return other values unchanged."""
+    """Return the number that a list of equal numbers repeats. Return other values unchanged."""
     equal = isinstance(value, list) and value and value == value[:1] * len(value)
     return value[0] if equal else value
 
@@ -133,7 +133,7 @@ def _servers(draft: Draft) -> Iterator[Problem]:
     videos = any(each.videos_key for each in config.datasets().values())
     if config.rollout.servers:
         reason = " with images: slurmrl must start the servers; set rollout.python instead"
-        reason = " with videos, which servers do not get; leave it out" if videos else reason
+        reason = " with videos, which servers do not get; leave out the key" if videos else reason
         yield draft.reject((ROLLOUTS, "servers"), reason)
     tasks = config.evaluation.tasks if config.evaluation is not None else None
     own = (ROLLOUTS, "backend"), config.rollout.backend if served(draft) else None

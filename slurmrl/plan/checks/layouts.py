@@ -22,7 +22,7 @@ from slurmrl.run.reports import TRAINERS
 
 
 def backends(draft: Draft) -> Iterator[Problem]:
-    """Check the backend strings. An inherited string is reported once, where the user wrote it."""
+    """Check the backend strings. Report an inherited string once, where the user wrote it."""
     for role, text in _written(draft):
         try:
             allocation = parse(text)
@@ -67,7 +67,7 @@ def runnable(draft: Draft) -> Iterator[Problem]:
 
 
 def generation(draft: Draft) -> Iterator[Problem]:
-    """Check that an engine generates if a call generates: the actor's or ``rollout.backend``."""
+    """Check that the actor's engine or ``rollout.backend`` can generate if a call generates."""
     allocation = draft.allocations().get("actor")
     config, algorithm = draft.config, draft.algorithm
     generating = generates([*all_calls(config, algorithm)])
@@ -85,7 +85,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
         remedy = f"set rollout.backend, for example to native:d{allocation.world_size}"
         if config.rollout.tasks is not None:
             cause = (
-                "the trainers generate for `evaluation`, because rollout.tasks serve training only"
+                "the trainers generate for `evaluation`, because rollout.tasks only serve training"
             )
             remedy = "evaluate in separate trials with evaluation.tasks={backend: fsdp:d1}"
             if draft.writes("evaluation", "every_steps"):
@@ -213,7 +213,7 @@ def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
 def architectures(draft: Draft) -> Iterator[Problem]:
     """Check that the sizes of layouts fit the architectures.
 
-    A role that inherits layout and weights has the actor's problems, which are reported once.
+    A role that inherits layout and weights has the actor's problems. Report these once.
     """
     placed = draft.placements()
     minibatches = draft.algorithm.minibatches

@@ -27,11 +27,11 @@ REFUSAL: Final = "slurmrl.models.adapters:refusal"
 HF_REFUSAL: Final = "slurmrl.models.hf_adapters:refusal"
 TENSOR_REFUSAL: Final = "slurmrl.models.hf_tensor:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
-"""Functions and classes that ``plan`` may import by name only."""
+"""Functions and classes that ``plan`` must import by name."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:
-    """Check that each role has weights or an architecture, which its engine can run."""
+    """Check that each role has weights or an architecture that its engine can run."""
     actor = draft.config.actor
     for role, model in draft.models():
         inherited = (model.path, model.architecture) == (actor.path, actor.architecture)
@@ -62,7 +62,7 @@ def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
     config = folder / shape.CONFIG
     if not config.exists() and (folder / ADAPTER).exists():
         return (
-            f"it has adapters of PEFT ({ADAPTER}) and no model: merge the adapters into their base "
+            f"it has adapters of PEFT ({ADAPTER}) but no model: merge the adapters into their base "
             "model (merge_and_unload and save_pretrained of PEFT) and set the resulting folder"
         )
     try:
@@ -185,7 +185,7 @@ def base_reference(draft: Draft) -> Iterator[Problem]:
 def lengths(draft: Draft) -> Iterator[Problem]:
     """Check that every model supports the longest sequences.
 
-    Some models support longer sequences only with results that depend on the rest of the batch.
+    For longer sequences, the results of some models would depend on the rest of the batch.
     """
     limits = [limit for _, model in draft.models() if (limit := _length_limit(model))]
     if not limits:

@@ -27,8 +27,7 @@ from slurmrl.registry import near, resolve
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
 NO_DATASET: Final = "slurmrl.data.source_files:no_dataset"
-"""The table of rewards, and the check of folders of datasets, which ``plan`` may import by name
-only."""
+"""The table of rewards and the check of dataset folders. ``plan`` must import them by name."""
 OF_ENGINES: Final = ("cpu_offload", "transformer_engine", "fp8")
 """Settings of a model that some engines do not support."""
 
@@ -96,7 +95,7 @@ def _no_file(path: Path) -> str:
 
 
 def dataset_chats(draft: Draft) -> Iterator[Problem]:
-    """Check that datasets without a chat template set nothing that only a template uses."""
+    """Check that datasets without a chat template have no settings that only a template uses."""
     for where, dataset in _sources(draft):
         if dataset.is_chat or dataset.chat_template is None:
             continue
@@ -107,7 +106,7 @@ def dataset_chats(draft: Draft) -> Iterator[Problem]:
 
 
 def conflicts(draft: Draft) -> Iterator[Problem]:
-    """Check the settings that the algorithm does not allow together."""
+    """Check that the algorithm allows the combination of settings."""
     for where, message in draft.algorithm.conflicts(draft.config):
         yield draft.problem(where, message)
 
@@ -217,9 +216,9 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
 
 
 def length_of_run(draft: Draft) -> Iterator[Problem]:
-    """Check that training has a number of steps, and that a single pass has none of its settings.
+    """Check that training has a number of steps, on which learning rates depend.
 
-    Learning rates depend on the number of steps. A single pass ends with its dataset.
+    Algorithms with a single pass over the dataset must not have the settings of training.
     """
     config, name, one_pass = draft.config, draft.algorithm.name, draft.algorithm.one_pass
     if config.total_steps is None and (draft.trained or not one_pass):
@@ -279,7 +278,7 @@ def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:
-    """Check that the calls of the algorithm form a graph, which a new algorithm's may not."""
+    """Check that the calls of the algorithm form a graph. A new algorithm's calls may not."""
     config, algorithm = draft.config, draft.algorithm
     if any(conflicts(draft)):
         return  # The check of conflicts has a better message.
@@ -306,7 +305,8 @@ def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     for place, dataset in config.datasets().items():
         if config.dataset.is_chat and not dataset.is_chat:
             yield (
-                f"{dotted(place)}: its prompts get no chat template, but the training prompts do; "
+                f"{dotted(place)}: its prompts get no chat template, but the training prompts get "
+                f"one; "
                 f"set {dotted((*place, 'chat_template'))}: true to apply the template here too"
             )
     for suite, own in config.evaluations.items():

@@ -18,7 +18,7 @@ from slurmrl.plan.estimates.shape import ModelShape, config_values, copies_of, s
 from slurmrl.registry import resolve
 
 ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
-"""Function that ``plan`` may import by name only."""
+"""Function that ``plan`` must import by name."""
 
 
 def adapter_parameters(
@@ -60,8 +60,8 @@ def _adapted(model: Model, lora: Lora) -> list[tuple[int, int]]:
 def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float, float]]:
     """Return the number of layers and both sides of each kind of weight with an adapter.
 
-    Only layers with this kind of weight count. Tensor ranks split the second side, which is a
-    rank's part.
+    Only layers with this kind of weight count. Tensor ranks split the second side, so the result
+    has a rank's part of it.
     """
     queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
     hidden = float(shape.hidden)
@@ -87,15 +87,15 @@ def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head:
 
 
 NUMBER: Final = 2
-"""Bytes of an expert's number in a sample and in the built-in engine's cache (int16)."""
+"""Bytes of an expert's index in a sample and in the built-in engine's cache (int16)."""
 REPLAYED: Final = 8
-"""Bytes of an expert's number that the built-in decoder replays (int64)."""
+"""Bytes of an expert's index that the built-in decoder replays (int64)."""
 SERVED: Final = 4
-"""Bytes of an expert's number in SGLang's host memory (int32)."""
+"""Bytes of an expert's index in SGLang's host memory (int32)."""
 
 
 def numbers(shape: ModelShape) -> int:
-    """Return the number of recorded experts of a token in all layers."""
+    """Return the number of recorded experts of a token, summed over all layers."""
     return shape.expert_layers * shape.experts_per_token
 
 

@@ -97,7 +97,7 @@ def binary_size(number: int) -> str:
 
 
 class Checked(Protocol):
-    """Settings, a draft of settings, or a variant."""
+    """Settings, a draft of settings, or a variant of settings."""
 
     @property
     def config(self) -> Config: ...
@@ -114,7 +114,7 @@ class Variant:
 
 
 class MeanTokens(NamedTuple):
-    """Mean lengths of prompts and completions in tokens; a configuration has only maxima."""
+    """Mean numbers of tokens in prompts and completions. A configuration has only maxima."""
 
     prompt: float
     response: float
@@ -231,7 +231,7 @@ def cost_in(
     allocation: Allocation,
     mean: MeanTokens | None = None,
 ) -> CallCost | None:
-    """Return the cost of a call for ``model`` on ``allocation`` in place of the plan's settings."""
+    """Return the cost of a call if ``model`` and ``allocation`` replace the plan's settings."""
     config, algorithm = checked.config, checked.algorithm
     shape = shape_of(model)
     most = lengths_of(config, algorithm, shape)
@@ -333,8 +333,8 @@ def _pass_job(
 def _optimizer_bytes(model: Model) -> float:
     """Return the bytes that an optimizer step moves for an element.
 
-    The step reads the gradient, reads and writes weight and moments in float32, and writes the
-    weight with which the model computes.
+    The step reads the gradient, reads and writes the float32 weight and moments, and writes the
+    weight in the dtype of computation.
     """
     return FLOAT32 + 2 * FLOAT32 * (1 + len(model.optimizer.moments)) + BYTES[model.dtype]
 
@@ -366,7 +366,7 @@ def _cache_tokens(
     """Return the number of tokens that fit into the cache of one copy of the model.
 
     The cache of a built-in engine holds all sequences unless ``cache_bytes`` limits it. A server's
-    cache uses 90 % of the GPU without weights and the CUDA context.
+    cache uses 90 % of the GPU memory that weights and the CUDA context leave.
     """
     narrower = narrower_types(checked.config, shape, allocation, model.dtype)
     each = kv_bytes_per_token(shape, allocation, model.dtype) * narrower.cache

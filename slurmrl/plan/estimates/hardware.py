@@ -1,6 +1,6 @@
 """Rates of GPUs and their links, and the shares of these rates that runs reach.
 
-The numbers come from hardware profiles. The package has a profile for each usual GPU. Profiles that
+The numbers come from hardware profiles. The package has profiles of common GPUs. Profiles that
 ``slurmrl profile-cluster`` has measured take precedence: first ``cluster.hardware``, then
 ``hardware/NAME.yaml`` next to the site profiles. The shares in shipped profiles are fitted to half
 of the published measurements in docs/benchmarks.md ("Predicted seconds") and compared with the
@@ -31,7 +31,7 @@ FOLDER: Final = "hardware"
 """Folder of the user's own profiles, next to the site profiles."""
 SHIPPED: Final = "plan/estimates/gpus"
 FITTED_GPU: Final = "h100"
-"""Name of the GPU to whose published runs the shares were fitted."""
+"""Name of the GPU whose published runs were used to fit the shares."""
 CPU: Final = "cpu"
 """Name of the profile of ranks without GPUs."""
 SOURCES: Final[Mapping[str, str]] = {
@@ -40,9 +40,9 @@ SOURCES: Final[Mapping[str, str]] = {
     "measured": "measured",
     "guessed": "guessed",
 }
-"""Origin of the numbers in each section of a profile, in words."""
+"""Description of the origin of the numbers, by section of a profile."""
 _Share: TypeAlias = Annotated[float, Field(gt=0, le=1.5)]
-"""A share of a rate, which may exceed 1 because processors boost their clocks."""
+"""A share of a rate. It may exceed 1, because processors boost their clocks."""
 
 
 class Numbers(Section):
@@ -153,7 +153,7 @@ def _twice(found: HardwareFile, source: Source) -> list[Problem]:
     for section in SOURCES:
         for name in getattr(found, section).model_dump(exclude_none=True):
             if name in first:
-                message = f"is also a number of section {first[name]}: remove one of both"
+                message = f"is also in section {first[name]}: remove one of the two"
                 problems.append(source.problem((section, name), message))
             first.setdefault(name, section)
     return problems
@@ -188,8 +188,8 @@ def name_of(cluster: Cluster) -> str | None:
 def new_name(text: str) -> str | None:
     """Return the name of a new profile for a GPU; None if the GPU's name ``text`` has no word.
 
-    The result is a word of the GPU's name, because `name_of` searches these words: a known word, or
-    else the first word with a digit.
+    The result is a known word of the GPU's name, or else its first word with a digit, because
+    `name_of` searches the words of the name.
     """
     words, known = _words(text), shipped_names()
     with_digit = (word for word in words if re.search(r"\d", word))
@@ -225,9 +225,9 @@ class Gpu:
     link: float
     """Bytes per second that a GPU sends to other GPUs of its host."""
     network: float
-    """Bytes per second that a GPU sends to other hosts: its share of the host's adapters."""
+    """Bytes per second that a GPU sends to other hosts: its share of the network adapters."""
     asynchronous: bool = True
-    """Whether the host only starts operations, which is false for processors."""
+    """Whether the host only launches operations. It is false for ranks without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,10 @@ class Efficiency:
     grouped: float
     """Share of the peak rate in products of experts, including the sorting of their tokens."""
     half_side: float
-    """Smallest side of a product that reaches half of ``products`` or ``grouped``."""
+    """Side length of a product that reaches half of ``products`` or ``grouped``."""
     attention: float
     traffic: float
-    """Elements that a layer's elementwise operations move for each hidden unit of a token."""
+    """Number of elements that a layer's elementwise operations move per hidden unit and token."""
     stream: float
     """Share of the memory bandwidth in elementwise operations."""
     decoding: float
@@ -250,13 +250,13 @@ class Efficiency:
     links: float
     """Share of the rates of links and adapters."""
     overlap: float
-    """Share of the traffic of sharded weights that overlaps with products."""
+    """Share of the transfers of sharded weights that overlaps with products."""
     launches: float
-    """Seconds to start all kernels of a layer's forward pass."""
+    """Seconds to launch all kernels of a layer's forward pass."""
     host_link: float
     """Bytes per second between a GPU and the memory of its host."""
     latency: float
-    """Seconds of an all-reduce over the GPUs of a host, without its data."""
+    """Seconds of an all-reduce of no data over the GPUs of a host."""
     network_latency: float
     """Seconds of latency of a collective between hosts."""
     token: float
@@ -264,7 +264,7 @@ class Efficiency:
     row: float
     """Seconds for which the GPU waits for the host, per sequence and decoding step."""
     rest: float
-    """Seconds of a step outside its calls, as a share of the seconds of its calls."""
+    """Seconds of a step outside its calls, relative to the seconds of its calls."""
     gathers: float = 0.0
     """Seconds of the host to gather or reduce a layer's sharded weights; 0 if not measured."""
 
@@ -288,10 +288,10 @@ class Hardware:
     numbers: Mapping[str, tuple[float, str]]
     """All numbers with their origins (`SOURCES`), by name."""
     origin: str
-    """Origin of the profile in words: its file, and time and hosts of a measurement."""
+    """Description of the profile's origin: its file, and time and hosts of a measurement."""
 
     error: str
-    """Known error of predictions, in words."""
+    """Description of the known error of predictions."""
 
     @property
     def source(self) -> str:
@@ -367,7 +367,7 @@ def made(file: HardwareFile, origin: str) -> Hardware:
 
 
 def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
-    """Return the numbers of a profile with their origins; profile ``like`` has missing numbers."""
+    """Return a profile's numbers with their origins. The profile ``like`` has missing numbers."""
     like = shipped_file(file.like)
     numbers = {} if like == file else _numbers(like)
     if file.hardware != file.like:  # Numbers of other hardware are guesses. Drop its memory.
@@ -378,7 +378,7 @@ def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster of hosts with equally many GPUs."""
+    """A cluster whose hosts have the same number of GPUs."""
 
     gpu: Gpu
     gpus_per_host: int
@@ -411,7 +411,7 @@ class Machine:
         return min(self.gpu.link, network) * self.efficiency.links
 
     def latency(self, size: int, stride: int) -> float:
-        """Return the seconds of a group's collective, without its data."""
+        """Return the latency of a group's collective in seconds."""
         remote = self._inside(size, stride) < size
         return self.efficiency.network_latency if remote else self.efficiency.latency
 

@@ -1,6 +1,6 @@
 """Estimates of the bytes that a model needs on its fullest GPU.
 
-`tensors` lists the tensors that a rank keeps of a model, and their places. Estimates of GPUs, hosts
+`tensors` lists the tensors of a model that a rank keeps, and their places. Estimates of GPUs, hosts
 and checkpoints are sums over such lists. docs/engine-internals.md has the sources.
 """
 
@@ -38,7 +38,7 @@ LOGITS: Final = 2**22
 LOGIT_TOKENS: Final = 1024
 """Minimum number of tokens in a chunk of logits."""
 FINAL_HIDDEN: Final = 3
-"""Number of hidden states per token that the end of the forward pass keeps."""
+"""Number of hidden states per token that the forward pass keeps after the last layer."""
 REDUCED: Final = 4
 """Bytes per element of a gradient during its reduction (float32)."""
 PAGE_TOKENS: Final = 16
@@ -49,13 +49,13 @@ PACKED_BYTES: Final = 2**30
 """Maximum bytes of a model whose matrices generation on CPUs copies (`models.inference`)."""
 GPU: Final = "gpu"
 LOCKED: Final = "locked"
-"""Page-locked host memory, which torch may round up."""
+"""Page-locked host memory. torch may round up its allocations."""
 HOST: Final = "host"
 WEIGHTS: Final = "weights"
 GRADIENTS: Final = "gradients"
 OPTIMIZER: Final = "optimizer"
 COPIES: Final = "copies"
-"""Kind of the copies from which checkpoints are written."""
+"""Kind of copies of tensors from which checkpoints are written."""
 STANDING: Final = (WEIGHTS, GRADIENTS, OPTIMIZER)
 PASSING: Final = ("activations", "kv_cache")
 EXPERTS: Final = "experts"
@@ -63,7 +63,7 @@ EXPERTS: Final = "experts"
 
 
 class Tensors(NamedTuple):
-    """Tensors of one kind that a rank keeps of a model, in one place."""
+    """Tensors of a model that a rank keeps, of one kind and in one place."""
 
     kind: str
     """Kind of the tensors: one of `STANDING`, or `COPIES`."""
@@ -137,7 +137,7 @@ class MemoryDemand:
     head: Head
     trained: bool
     computes: bool
-    """Whether the model executes calls other than generation."""
+    """Whether the model has calls other than generation."""
     generates: bool
     lengths: Lengths | None
     minibatches: int = 1
@@ -145,7 +145,7 @@ class MemoryDemand:
     replays_experts: bool = False
     """Whether generation records experts, which the model's other calls replay."""
     cache_bytes: int | None = None
-    """Maximum bytes of the key-value cache, beyond which sequences wait."""
+    """Maximum bytes of the key-value cache. Further sequences wait."""
     copies: bool = False
     """Whether the rank keeps copies for checkpoints that are written during training."""
     on_cpus: bool = False
@@ -226,7 +226,7 @@ def _layer_total(job: MemoryDemand) -> float:
 
 
 def _gathered_layers(job: MemoryDemand) -> float:
-    """Return the bytes of gathered weights, with an image encoder, while one layer computes."""
+    """Return the bytes of gathered weights while one layer computes, with the image encoder."""
     if job.allocation.backend not in SHARDED:
         return 0
     return (UNSHARDED_LAYERS * _layer_total(job) + job.shape.tower) * BYTES[job.model.dtype]
@@ -296,8 +296,8 @@ def _inner_tensors(job: MemoryDemand) -> int:
 def _activations(job: MemoryDemand, gradients: int) -> int:
     """Return the bytes in addition to weights, optimizer state and ``gradients``.
 
-    With one micro-batch per optimizer step, gradients grow only while activations shrink, so both
-    maxima do not add up.
+    With one micro-batch per optimizer step, gradients grow only while activations shrink, so the
+    two maxima do not add up.
     """
     tokens, width = tokens_of_microbatch(job), BYTES[job.model.dtype]
     if not job.trained:
@@ -326,7 +326,7 @@ def _experts(job: MemoryDemand) -> int:
 
 
 def _kept(job: MemoryDemand, tokens: int) -> float:
-    """Return the bytes that the forward pass keeps, in all layers, the final norm and the head."""
+    """Return the bytes that the forward pass keeps for all layers, the final norm and the head."""
     layers, hidden = _layers_in_flight(job), job.shape.hidden
     each: float = hidden
     if job.model.recompute != "full":
@@ -337,8 +337,8 @@ def _kept(job: MemoryDemand, tokens: int) -> float:
 def _head_backward(job: MemoryDemand, tokens: int) -> float:
     """Return the bytes at the start of the backward pass: logits and a sharded engine's head.
 
-    The head is the gathered projection and its float32 gradient, which is converted once the
-    logits are freed.
+    The head's bytes are the gathered projection and its float32 gradient. The gradient is converted
+    after the logits are freed.
     """
     if job.allocation.backend not in SHARDED:
         return _logits(job, tokens)
@@ -425,7 +425,7 @@ def _accumulates(job: MemoryDemand) -> bool:
 
 
 def _layers_in_flight(job: MemoryDemand) -> float:
-    """Return layers times micro-batches whose activations the first pipeline stage keeps.
+    """Return the layers times the micro-batches whose activations the first stage keeps.
 
     The stage keeps p micro-batches of L / p layers with the 1F1B schedule, and more with the
     interleaved schedule (Korthikanti et al. 2022).

@@ -6,8 +6,8 @@ and the optimizer. Sources of the formulas: Narayanan et al. 2021 (pipelines and
 parallelism), Korthikanti et al. 2022 (recomputation and sequence parallelism), Rajbhandari et al.
 2020 (sharded parameters).
 
-In generation, an engine decodes all sequences that its cache holds, one token of each at a time.
-Other sequences wait. The last few sequences are slow, because each token reads all weights.
+In generation, each decoding step adds one token to every sequence in the cache. Other sequences
+wait. The last few sequences are slow, because each step still reads all weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PassJob:
     offloaded: bool = False
     """Whether weights and optimizer state are in the host's memory."""
     small: bool = False
-    """Whether sharded weights are one unit, which is gathered and reduced once in a step."""
+    """Whether sharded weights are one unit that is gathered and reduced once in a step."""
 
 
 SMALL_BYTES: Final = 256 * 2**20
@@ -178,7 +178,7 @@ def _layer(
 
 
 def _gathers(job: PassJob, *, trained: bool) -> float:
-    """Return how often a layer's weights move: once for each pass, and as float32 gradients."""
+    """Return how often a layer's weights are gathered or reduced, in units of one gather."""
     if not trained:
         return 1
     return 2 if job.frozen else 2 + FLOAT32 / job.width
@@ -192,7 +192,7 @@ def _copies(job: PassJob) -> int:
 def forward_flops_per_token(shape: ModelShape, head: Head, tp: int = 1) -> float:
     """Return the operations of matrix products with the parameters that are active for a token.
 
-    The embedding lookup is free. With ``tp`` tensor ranks, the result is the mean of a rank.
+    The embedding lookup costs nothing. With ``tp`` tensor ranks, the result is the mean per rank.
     """
     attention = shape.attention_elements(tp)
     dense = shape.mlp_matrices * shape.hidden * shape.inner
@@ -230,7 +230,7 @@ def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float
 
 
 def _attention(job: PassJob, machine: Machine, own: float) -> float:
-    """Return the seconds of attention; on average a token attends to half of its sequence."""
+    """Return the seconds of attention. On average, a token attends to half of its sequence."""
     shape, tp = job.shape, job.allocation.sizes["tp"]
     flops = 4 * own * shape.queries / shape.attention_ranks(tp) * job.length / 2
     return flops / machine.flops(machine.efficiency.attention, job.width)
@@ -293,9 +293,9 @@ def _passed_on(
 ) -> float:
     """Return the seconds of ring attention's transfers that do not overlap with its computation.
 
-    Rank r of c needs 2 c - 2 - r chunks of the others, each of half of its tokens, or about half a
-    sequence before each of its two chunks. A backward pass sends keys and values again and returns
-    their gradients in float32.
+    Rank r of c needs 2 c - 2 - r chunks of the other ranks. A chunk has half of a rank's tokens.
+    For short sequences, the rank needs about half a sequence before each of its two chunks. A
+    backward pass sends keys and values again and returns their gradients in float32.
     """
     shape, sizes = job.shape, job.allocation.sizes
     tp, cp = sizes["tp"], sizes["cp"]
@@ -321,7 +321,7 @@ POINTS: Final = 64
 """Number of lengths at which the number of unfinished sequences is evaluated."""
 BISECTIONS: Final = 60
 STEEPEST: Final = 500.0
-"""Maximum rate of a distribution on [0, 1], whose mean is then 1/500."""
+"""Maximum rate of a distribution on [0, 1]. The mean is then 1/500."""
 
 
 @dataclass(frozen=True)
@@ -431,7 +431,7 @@ def generation(job: DecodeJob, machine: Machine) -> Seconds:
 
 
 def _until_the_last(job: DecodeJob, machine: Machine, rows: float) -> float:
-    """Return the seconds until the last of ``rows`` sequences has ended that begin together."""
+    """Return the seconds until the last of ``rows`` sequences that begin together has ended."""
     width, seconds = job.lengths.most / POINTS, 0.0
     for point in range(POINTS):
         reached = (point + 0.5) * width
@@ -469,8 +469,8 @@ def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float)
 def _read_elements(job: DecodeJob, rows: float) -> float:
     """Return the elements of weights that decoding a token of ``rows`` sequences reads.
 
-    The result sums one rank of each stage. Decoding reads only the experts that a token chose, and
-    only some rows of the embedding.
+    The result sums one rank of each stage. Decoding reads only the chosen experts and some rows of
+    the embedding.
     """
     shape, tp = job.shape, job.allocation.sizes["tp"]
     whole = replace(job.allocation, sizes={**job.allocation.sizes, "pp": 1})

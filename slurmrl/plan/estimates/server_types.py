@@ -1,4 +1,4 @@
-"""Models on servers: their split, narrower types of weights and caches, FP8, and vLLM on CPUs.
+"""Models on servers: splits, narrower types of weights and caches, FP8, and vLLM on CPUs.
 
 Weight files have FP8 matrices in the format of DeepSeek V3, which SGLang and vLLM read: a matrix of
 float8_e4m3fn, and a float32 factor for each block of 128 x 128 elements.
@@ -52,7 +52,7 @@ def fp8_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unequal_sizes(shape: ModelShape, tp: int, multiple: int) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each size of a tensor rank's matrices that is no multiple.
+    """Yield name and value of each size of a tensor rank's matrices that is not a multiple.
 
     Servers need multiples of `BLOCK`, because they join matrices and split them in whole blocks.
     """
@@ -93,7 +93,7 @@ def unserved_on_cpus(kind: str, shape: ModelShape, arguments: Sequence[str] = ()
 
 
 def shape_on(shape: ModelShape, allocation: Allocation) -> ModelShape:
-    """Return a model's shape for estimates and checks of a layout; servers split every layer."""
+    """Return a model's shape for estimates and checks of a layout. Servers split every layer."""
     if not BACKENDS[allocation.backend].serves:
         return shape
     return replace(shape, whole_attention=False, equal_vocabulary=False, counted="")

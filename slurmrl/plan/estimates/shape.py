@@ -29,11 +29,11 @@ CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
 EOS: Final = "eos_token_id"
 SCORE_AT: Final = "slurmrl_score_at"
-"""Key of a reward model's ``config.json`` that says at which token the model was trained to score.
+"""Key of a reward model's ``config.json`` with the token at which the model was trained to score.
 """
 TURN_END: Final = "turn_end"
-"""Value for the end of the answer's turn. Without the key, a model scores at the end of the
-rendered conversation, where some chat templates have a newline."""
+"""Value for scores at the end of the answer's turn. Without the key, a model scores at the end of
+the rendered conversation, where some chat templates add a newline."""
 
 
 def config_values(model: Model) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def vocabulary(values: Mapping[str, Any]) -> int | None:
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's part of a multimodal ``config.json``; others unchanged."""
+    """Return the text part of a multimodal ``config.json``. Return other objects unchanged."""
     text = values.get("text_config")
     return text if isinstance(text, Mapping) else values
 
@@ -122,7 +122,7 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
 
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
-"""The built-in decoder's table of families, which has the defaults of missing fields."""
+"""The built-in decoder's table of families. It has the defaults of missing fields."""
 WHOLE_ATTENTION: Final = "slurmrl.models.hf_config:WHOLE_ATTENTION"
 TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
 RANK_ELEMENTS: Final = "slurmrl.models.hf_tensor:rank_elements"
@@ -314,7 +314,7 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
 
 
 def _counted(shape: ModelShape, tp: int, head: Head) -> Any:
-    """Return the `RankElements` of a tensor rank; None if the sizes determine them."""
+    """Return the `RankElements` of a tensor rank; None if the sizes determine the numbers."""
     return resolve(RANK_ELEMENTS)(shape.counted, head, tp) if shape.counted and tp > 1 else None
 
 
@@ -325,7 +325,7 @@ def passes_keys(shape: ModelShape, allocation: Allocation) -> bool:
 
 
 def expert_tp(allocation: Allocation) -> int:
-    """Return the tensor-parallel size of the experts, by default the model's size."""
+    """Return the tensor-parallel size of the experts. The default is the model's size."""
     return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
 
 
@@ -360,16 +360,16 @@ def copies_of(allocation: Allocation) -> tuple[int, int]:
 
 
 def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> float:
-    """Return the elements of one rank's shard; parameters are sharded over their replicas."""
+    """Return the elements of one rank's shard. Parameters are sharded over their replicas."""
     own = parameters(shape, allocation, head)
     dense, experts = copies_of(allocation)
     return own.dense / dense + own.experts / experts
 
 
 KEPT_BY_SERVERS: Final = 8
-"""Number of tokens in a model's context that a server may reserve; SGLang reserves 5."""
+"""Number of tokens of a model's context that a server may reserve. SGLang reserves 5."""
 LONGEST_ROW: Final = "slurmrl.data.records:longest_row"
-"""Function that ``plan`` may import by name only."""
+"""Function that ``plan`` must import by name."""
 TRAINING: Final = ("dataset",)
 """Key of the training dataset."""
 
@@ -406,8 +406,7 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
 def as_long_as_rows(config: Config, algorithm: Algorithm) -> Config:
     """Return the configuration with the longest row of the training data as the length limit.
 
-    The limit changes only if the configuration allows longer rows, because no micro-batch can be
-    fuller than the data allows.
+    The limit changes only if the configuration allows longer rows than the data has.
     """
     dataset = config.dataset
     rows = resolve(LONGEST_ROW)(dataset)

@@ -55,8 +55,8 @@ class Fullest:
     models: tuple[str, ...] = ()
     """Names of the models on the GPU."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by content at the time of the maximum: weights, gradients, optimizer and a server, and
-    for one model activations and recorded experts, or kv_cache."""
+    """Bytes by content at the time of the maximum: weights, gradients, optimizer and a server. One
+    model also has activations and recorded experts, or kv_cache."""
 
     @property
     def size(self) -> int:
@@ -65,7 +65,7 @@ class Fullest:
 
     @property
     def margin(self) -> int:
-        """Bytes that must stay free in addition; a server's part includes its own margin."""
+        """Bytes that must also stay free. A server's part includes its own margin."""
         return call_costs.margin(self.size - self.parts.get(SERVER, 0))
 
 
@@ -115,7 +115,7 @@ class TrainersGpus:
 
     @property
     def server_sleeps(self) -> bool:
-        """Whether servers free their memory while other models compute, which needs GPUs."""
+        """Whether servers free their memory while other models compute. This requires GPUs."""
         return ROLLOUTS in self._away and self.config.cluster.gpus_per_worker != 0
 
     def fullest(self) -> Fullest:
@@ -149,7 +149,7 @@ class TrainersGpus:
         return max(self.left_for_server(limit), least(memory, limit))
 
     def left_for_server(self, limit: int) -> int:
-        """Return the bytes that other models leave on the server's fullest GPU; may be negative."""
+        """Return the bytes, maybe negative, that other models leave on the server's fullest GPU."""
         sizes = [
             sum(use.parts.values())
             for _, names in self._first_ranks()
@@ -184,13 +184,13 @@ class TrainersGpus:
             yield _Use(tuple(here), _resident(here), awake=True)
 
     def _here(self, models: Collection[str], *used: str) -> dict[str, Memory]:
-        """Return the models that are on the GPU during a use of the models ``used``."""
+        """Return the models that are on the GPU while the models ``used`` are in use."""
         return {name: self.sizes[name] for name in models if name in used or name not in self._away}
 
     def _moving(self, models: Mapping[str, Memory]) -> dict[str, int]:
         """Return the bytes during a move of weights to the engine that generates.
 
-        No rank needs larger buffers than the weights that it holds.
+        No rank needs larger buffers than its weights.
         """
         moved, parts = _arriving(self.config, self.placed[ROLLOUTS]), _resident(models)
         if ROLLOUTS not in models:
@@ -283,8 +283,8 @@ SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
 def computing(gpu_bytes: int) -> int:
     """Return the bytes that a server needs in addition to weights and caches.
 
-    They hold activations of a prefill batch, logits and CUDA graphs. SGLang and vLLM choose the
-    size of their batches by the size of the GPU.
+    These bytes hold activations of a prefill batch, logits and CUDA graphs. SGLang and vLLM choose
+    the batch size by the size of the GPU.
     """
     return max(LEAST_COMPUTING, gpu_bytes // 10)
 
@@ -314,9 +314,9 @@ def own_share(arguments: Sequence[str]) -> float | None:
 
 
 SGLANG: Final = "sglang"
-"""Name of the only servers that report experts."""
+"""Name of the only kind of server that reports experts."""
 ONE_RANK: Final = parse("fsdp:d1")
-"""The layout of unsplit weights."""
+"""The layout of weights that are not split."""
 WORKER: Final = 8 * GIB
 """Bytes of host memory of a worker with a GPU, without its models: Python, torch and its libraries,
 the CUDA context, NCCL's buffers, a tokenized dataset, and a part of the host's agent and master."""
@@ -328,9 +328,9 @@ EXACT_FROM: Final = (2, 13)
 
 
 VERSIONS: Final = 2
-"""Number of complete copies of the weights in the host memory of a rank with a server while the
-server loads a new version, except after the server slept. Also the number of copies for a GPU of a
-rollout task."""
+"""Number of complete copies of the weights in the host memory of a rank while its server loads a
+new version, unless the server has slept. A GPU of a rollout task needs the same number of
+copies."""
 
 
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
@@ -458,7 +458,7 @@ def _published_bytes(config: Config) -> float:
 
 
 def _rounding(config: Config) -> int:
-    """Return the factor by which torch rounds; a container may have another release of torch."""
+    """Return the factor by which torch rounds. A container may have another release of torch."""
     try:
         release = tuple(int(part) for part in metadata.version("torch").split(".")[:2])
     except metadata.PackageNotFoundError:
@@ -467,7 +467,7 @@ def _rounding(config: Config) -> int:
 
 
 def _loading_bytes(config: Config, use: RoleUse, placed: Placement) -> int:
-    """Return the bytes to load a model of transformers, which is built on the CPU unsharded."""
+    """Return the bytes to load a model of transformers, which is built unsharded on the CPU."""
     model = model_of(config, use.role)
     shape = shape_of(model)
     if model.implementation != "hf" or shape is None:

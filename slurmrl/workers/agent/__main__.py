@@ -37,7 +37,7 @@ from slurmrl.workers.polling import Presence, make_channels
 logger = log.get(__name__)
 
 LOOK_TIMEOUT_S = 60.0
-"""Seconds after which a failed host exits if the directory does not answer."""
+"""Seconds for which a failed host waits for an answer of the directory before it exits."""
 OK = 0
 """Exit code: the trial has ended, or another job has taken it over."""
 FAILED = 1
@@ -85,8 +85,8 @@ class Agent:
     def _roll_out(self) -> int:
         """Supervise a rollout task to its end; return the exit code.
 
-        After a failure, another task replaces this one. In the trainers' job, the supervisor starts
-        the task again.
+        After a failure, another task replaces this task. In the trainers' job, the supervisor
+        starts the same task again.
         """
         task = RolloutTask(self.host, orphan_s=self.host.orphan_s)
         try:
@@ -149,7 +149,7 @@ class Agent:
             end_as_failed(self.host.paths, self.host.submission, failed.reason)
             return FAILED
         if self.host.warnings.received:
-            logger.info("this job will end soon, so it forms no further incarnation")
+            logger.info("this job will end soon, so it begins no further incarnation")
             return FAILED
         ends = [failure.cause for failure in (failed, first) if failure is not None]
         if self._without or any(cause in HOST_LOSSES for cause in ends):
@@ -165,7 +165,7 @@ class Agent:
         return None
 
     def _look(self) -> tuple[bool, Failure | None]:
-        """Return whether another job has begun an incarnation, and the last one's first failure."""
+        """Return whether another job has begun an incarnation, and the failure of the last one."""
         superseded = self.host.superseded(self._served)
         return superseded, published.failure(self.host.names, self._served)
 
@@ -188,7 +188,7 @@ class Agent:
             logger.warning("cannot record the failed start: %s", error)
 
     def _take_log(self) -> None:
-        """Redirect the output of this process to the task's log."""
+        """Redirect this process's output to the log of its task."""
         with retry("open a log", lambda: self.host.open_log(self.host.group.name)) as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)

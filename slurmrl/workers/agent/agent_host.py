@@ -1,4 +1,4 @@
-"""The state of an agent that outlives incarnations: task, lease, processes, output and warnings."""
+"""The state that an agent keeps over incarnations: task, lease, processes, output and warnings."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ from slurmrl.workers.polling import LOOK_S, PollIntervals, Presence
 logger = log.get(__name__)
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LATE_S = 90.0
-"""Maximum seconds by which a warning may be early: 60 s according to Slurm's documentation, and 30
-s for a busy host."""
+"""Maximum seconds by which a warning may come early: 60 s according to Slurm's documentation, plus
+30 s for a busy host."""
 SHARE = 4
 """Divisor of a task's output limit. The output file and its previous part may each take 1/SHARE of
 the limit; the remaining space is for earlier attempts and stacks."""
@@ -87,8 +87,8 @@ class Host:
         self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
         self.serving = 0
-        """Number of the current incarnation; 0 between two incarnations. For a rollout task, number
-        of the newest incarnation."""
+        """Number of the current incarnation; 0 between two incarnations. For a rollout task, the
+        number of the newest incarnation."""
         self._lease = Lease(lease)
         self.lease_guard = LeaseGuard(
             self._beat,
@@ -116,7 +116,7 @@ class Host:
         try:
             return bool(stop_requested_by(self.paths, self.submission))
         except EnvironmentFailure as error:
-            logger.warning("cannot tell whether a user has stopped the trial: %s", error)
+            logger.warning("cannot determine whether a user has stopped the trial: %s", error)
             return False
 
     def _beat(self) -> None:
@@ -139,7 +139,7 @@ class Host:
 
     @property
     def deals_gpus(self) -> bool:
-        """Whether the scheduler gives each GPU to only one job."""
+        """Whether the scheduler assigns each GPU to only one job."""
         return not self.local and self.slurm.gpu_directive != "none"
 
     def devices(self) -> list[str]:
@@ -215,7 +215,7 @@ class Host:
             raise StaleIncarnationError(f"incarnation {state.incarnation} has begun")
         finished = state.end is not None and state.end.kind is Kind.FINISHED
         if state.ended_slot > state.begin_slot and not finished:
-            how = "and was resumed since" if state.end is None else f"({state.end.kind})"
+            how = "and was resumed afterwards" if state.end is None else f"({state.end.kind})"
             raise TrialEndedError(f"the trial has ended {how}")
 
     def describe(self, error: SlurmrlError) -> Failure:
@@ -269,7 +269,7 @@ def claim(
     task: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """Claim the next attempt at a task. None stands for the task of this array element or host."""
+    """Claim the next attempt at a task. None means the task of this array element or host."""
     if task is None:
         task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
     start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"
@@ -321,7 +321,7 @@ class Warnings:
         return self._first is not None
 
     def take(self) -> Warned | None:
-        """Return the first warning; return None before it and in later calls."""
+        """Return the first warning once. Return None before the warning and in later calls."""
         if self._first is None or self._told:
             return None
         self._told = True
@@ -349,10 +349,10 @@ class Warnings:
 class Output:
     """The output file of an attempt at a task. The agent rotates the file to bound its size.
 
-    Processes append to the file directly (O_APPEND). Therefore rotation cannot block them, and
-    their last lines are in the file even if the agent is dead. If the file is too long, the agent
-    copies the newest part to ``.1`` and truncates the file. Output that a process writes in the
-    microseconds between copy and truncation is lost.
+    Processes append to the file directly (O_APPEND). Rotation therefore cannot block the processes,
+    and their last lines are in the file even if the agent is dead. If the file is too long, the
+    agent copies the newest part to ``.1`` and truncates the file. Output that a process writes in
+    the microseconds between copy and truncation is lost.
     """
 
     def __init__(
@@ -434,7 +434,7 @@ class Output:
         atomic.append(self.path, log_files.head(self._part, 0))
 
     def prune(self) -> None:
-        """Remove the oldest files of earlier attempts until the others are within the limit."""
+        """Remove the oldest files of earlier attempts until the rest is within the limit."""
         try:
             self._prune()
         except FileNotFoundError:

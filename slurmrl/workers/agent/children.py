@@ -44,7 +44,7 @@ from slurmrl.workers.messages import (
 logger = log.get(__name__)
 
 ToWorker: TypeAlias = Start | Order | StartRollout | Serve | Retire
-"""Messages to a worker; the last three are for the workers of rollout tasks."""
+"""Messages to a worker. The last three types are only for workers of rollout tasks."""
 END_TIMEOUT_S = 5.0
 """Seconds that the fork server may take to kill its workers before the agent kills it."""
 RELEASE_S = 90.0
@@ -53,8 +53,8 @@ RELEASE_S = 90.0
 REPORT_S = 3.0
 """Seconds that the fork server may take to report exits. It is more than `LEFTOVERS_S`."""
 MISSED_PULSES = 3
-"""Number of missed pulses from which on the status shows a rank as silent. The agent kills a rank
-only after `silence_s`."""
+"""Number of missed pulses after which `slurmrl status` shows a rank as silent. The agent kills the
+rank only after `silence_s`."""
 MASTER = "the master"
 
 
@@ -168,7 +168,7 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """Fork one worker for each entry of ``devices``: the worker's CUDA_VISIBLE_DEVICES.
+        """Fork one worker for each entry of ``devices``, which is its CUDA_VISIBLE_DEVICES.
 
         Start the fork server, which outlives its workers, if there is none. Raises
         EnvironmentFailure if its command cannot be executed.
@@ -235,7 +235,7 @@ class Children:
     def turn(self, timeout_s: float) -> News:
         """Wait at most ``timeout_s`` until a child sends a message or ends.
 
-        Return the last messages of a child not later than its end.
+        Return the last messages of a child before its end, or together with it.
         """
         for pipe in (self._line, *(slot.pipe for slot in self.slots)):
             if pipe is not None:
@@ -248,7 +248,7 @@ class Children:
         return self._news
 
     def silent(self) -> list[int | None]:
-        """Return the ranks that have sent no pulse for `silence_s`; None stands for the master."""
+        """Return the ranks that have sent no pulse for `silence_s`; None means the master."""
         return self._watch.silent()
 
     def name(self, rank: int | None) -> str:
@@ -298,7 +298,7 @@ class Children:
             self._news.ended.append(Ended(slot.name, message.code, slot.rank))
 
     def _fork_server_ended(self) -> None:
-        """Handle the end of the fork server, with which all its workers have ended."""
+        """Handle the end of the fork server, which also ends all its workers."""
         assert self.fork_server is not None
         code = self.fork_server.process.wait()
         self._hear_fork_server()  # Read its last messages.
@@ -308,7 +308,7 @@ class Children:
         self._drop_fork_server()
 
     def _end(self, slot: Slot) -> bool:
-        """Receive the last messages of an ended worker. Return False if its end was known."""
+        """Receive an ended worker's last messages. Return False if its end was already known."""
         if not slot.running:
             return False
         slot.running = False
@@ -345,7 +345,7 @@ class Children:
         return rows
 
     def witnesses(self) -> list[int | None]:
-        """Return the ranks that can write their stacks; None stands for the master."""
+        """Return the ranks that can write their stacks; None means the master."""
         ranks: list[int | None] = [slot.rank for slot in self.slots if slot.running]
         return [*ranks, None] if self.master_runs else ranks
 
@@ -367,7 +367,7 @@ class Children:
         return pid if rank is None else child_process.find_descendant(pid, f"rank {rank}")
 
     def _child(self, rank: int | None) -> child_process.Child:
-        """Return the master, or the fork server of a rank."""
+        """Return the master's process, or the fork server's process for a rank."""
         child = self.master if rank is None else self.fork_server
         assert child is not None
         return child

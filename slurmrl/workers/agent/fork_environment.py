@@ -18,11 +18,11 @@ from slurmrl.scheduler.base import FABRIC_PREFIXES, NO_BYTECODE
 
 SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """Variables that keep numpy's OpenBLAS from starting threads on import. A fork server must have no
-other threads, because a fork copies the locks that these hold, but not the threads."""
+other threads, because a fork copies the locks of other threads, but not these threads."""
 FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Variables for torch's flight recorder, which explains hangs: record 2000 collectives (not every
-version does so by default), and write no dumps. Agents collect the collectives instead, because for
-dumps, a thread of each rank would read the store once per second."""
+version does so by default), and write no dumps. Agents collect the records instead. For dumps, a
+thread of each rank would read the store once per second."""
 ALLOCATOR: Final = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Variable that lets torch's allocator grow its segments, so that micro-batches of different
 lengths do not fragment memory."""
@@ -30,11 +30,11 @@ OLDER_NAMES: Final = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
-"""Older names of variables, which torch also reads. Do not set the new name if the user has set the
-old one, because torch may prefer the new name."""
+"""Older names of variables, which torch also reads. If the user has set an old name, do not set the
+new name, because torch may prefer the new name."""
 BLACKWELL: Final = 10.0
 """Minimum compute capability of GPUs that start kernels of several streams in the order of calls,
-with any number of connections."""
+regardless of the number of connections."""
 
 HANDED_ON = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),
@@ -43,7 +43,7 @@ HANDED_ON = (
 PREFIXES = (*FABRIC_PREFIXES, "PYTORCH_", "SLURMRL_")
 """Prefixes of variables that workers need in addition to ``cluster.env``. Some containers (enroot,
 Apptainer with --cleanenv) do not inherit the environment, so `interpreter` passes these variables
-on the command line. Every user of the host can read it: never add a secret."""
+on the command line. Every user of the host can read the command line: never add a secret."""
 
 
 def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
@@ -64,7 +64,7 @@ def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
 def of_fork_server(
     group: GroupPlan, devices: Sequence[str], environ: Mapping[str, str], more: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a fork server, which sees the ``devices`` of all its ranks.
+    """Return the environment of a fork server. It sees the ``devices`` of all its ranks.
 
     ``environ`` is the agent's environment. ``more`` are the variables from `defaults`.
     """

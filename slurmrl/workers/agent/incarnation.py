@@ -4,7 +4,7 @@ Every wait calls `turn`, which also renews the lease, receives the children's me
 children that have ended or hang. Therefore the agent misses no event on its host while it waits.
 
 The master acts only when it has the answers of all ranks. To save file operations, the agent holds
-answers back until all workers of its host have answered, and sends them in one write.
+answers back until all workers of its host have answered. It then sends all answers in one write.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ EXIT_TIMEOUT_S = 60.0
 MASTER_GRACE_S = 3.0
 """Seconds that a master may take to post ``over`` to the other hosts."""
 OVER_S = 5.0
-"""Seconds for which a host with a hung rank keeps its ranks, until the master has requested the
+"""Seconds for which a host with a hung rank keeps its ranks. In this time, the master requests the
 stacks of other hosts. If the ranks were killed earlier, other ranks would fail first."""
 LOOK_S = 0.1
 """Interval of polls in short waits."""
@@ -76,7 +76,7 @@ EXPLAIN_S = COLLECT_S + MASTER_GRACE_S
 """Seconds that a master may take to collect the stacks of all hosts and publish the explanation."""
 HOLD_S = 1.0
 """Maximum time for which an answer waits for the answers of slower workers. Then the agent sends
-the answers so far, which `slurmrl status` and messages about deadlines show."""
+the answers so far. `slurmrl status` and messages about deadlines show these answers."""
 
 
 class Incarnation:
@@ -130,7 +130,7 @@ class Incarnation:
         return self.host.begun(self.after)
 
     def _join(self, number: int) -> None:
-        """Join incarnation ``number``, which a newer incarnation ends from now on."""
+        """Join incarnation ``number``. From now on, a newer incarnation ends it."""
         self.number = self.host.serving = number
         logger.info("this host joins incarnation %d", number)
         gpus = {"gpus": self.host.devices()} if self.host.group.gpus_per_worker else {}
@@ -201,14 +201,14 @@ class Incarnation:
             self._turn_until_news(master, may_stop=bool(waiting))
 
     def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
-        """Call `turn` until the master's log must be read again, or once with ``may_stop``."""
+        """Call `turn` until the master's log must be read again; with ``may_stop``, only once."""
         while True:
             self.turn(min(master.pause_s(), self.host.intervals.beat_s))
             if may_stop or master.woken or master.pause_s() <= 0:
                 return
 
     def _answer(self, request: CollectStacks) -> None:
-        """Collect the stacks that a user requested, while the ranks continue."""
+        """Collect the stacks that a user requested. The ranks continue."""
         why = f"requested (request {request.number})"
         if request.ranks is None or set(request.ranks) & set(self.host.children.ranks):
             self.send(
@@ -216,7 +216,7 @@ class Incarnation:
             )
 
     def _let_exit(self) -> None:
-        """Wait until all processes have exited; kill slow ones, because all work is done."""
+        """Wait until all processes have exited. Kill slow processes, because all work is done."""
         self._symptoms.told_to_exit = True
         try:
             ended = self.host.children.all_ended
@@ -306,7 +306,7 @@ class Incarnation:
         self.send(*held, failure)
 
     def _explain(self, failure: Failure) -> None:
-        """Save the stacks of all hosts after a hang, or of this host if the master hangs."""
+        """Save the stacks of all hosts after a hang; only of this host if the master hangs."""
         if failure.cause == Cause.HUNG and failure.rank is None:  # The master hangs.
             taken = self._witness.take(self.number, 0, failure.reason, self.host.idle)
             publish_hang(self.host.names, self.host.events, self.number, taken.ranks, [taken.file])
@@ -324,7 +324,7 @@ class Incarnation:
         self._explained = True
 
     def _await_begin(self) -> None:
-        """Wait until the master has begun this incarnation, although it has already failed.
+        """Wait until the master has begun this incarnation, even though this host has failed.
 
         Only failures of incarnations in the history count towards the limit on restarts.
         """
@@ -388,7 +388,7 @@ class Answers:
         return held
 
     def wait_s(self) -> float:
-        """Return the seconds after which `take` returns the held answers in any case."""
+        """Return the seconds after which `take` returns the held answers, complete or not."""
         return max(self._until - self._clock(), 0.0)
 
     def _completes(self, answer: Answer) -> bool:
@@ -403,7 +403,7 @@ class Answers:
 
 
 class Replies:
-    """Writer of the agent's log in one incarnation, with a wake-up for the master per write."""
+    """Writer of the agent's log in one incarnation. It sends the master a wake-up per write."""
 
     def __init__(
         self, writer: LogWriter, workers: int, socket: wakeups.WakeupSocket | None = None

@@ -34,10 +34,10 @@ logger = log.get(__name__)
 
 ECHO_GRACE_S = 2.0
 """Seconds by which the agent delays an exception that looks like a consequence of another rank's
-end, because that end explains the failure better."""
+end. The report of that end explains the failure better."""
 ECHO_TURN_S = 0.1
 WATCHDOG = "watchdog thread terminated with exception"
-"""Text that torch's NCCL watchdog prints, followed by the reason, before it aborts the process."""
+"""Text that torch's NCCL watchdog prints before it aborts the process. The reason follows."""
 OWN_CGROUPS = Path("/proc/self/cgroup")
 COUNTER = "oom_kill"
 
@@ -118,7 +118,7 @@ class Symptoms:
         return f"the log ends with: {lines[-1]}" if lines else ""
 
     def _fault_that_aborted(self) -> GpuFault | None:
-        """Return the GPU fault because of which torch's NCCL watchdog ended a process.
+        """Return the GPU fault that made torch's NCCL watchdog end a process.
 
         The watchdog checks the GPU every 100 ms, so it may notice a fault before the rank does.
         """
@@ -141,8 +141,8 @@ class Symptoms:
 class OomKills:
     """Reads the kernel's count of out-of-memory kills from the most precise available counter.
 
-    That is the counter of this process's control group (version 2, else 1), else of the whole host.
-    The group contains all children, even in containers.
+    This is the counter of this process's control group (version 2, else 1), else the counter of the
+    whole host. The group contains all children, even in containers.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -190,17 +190,17 @@ def _read(path: Path) -> str:
 WATCHERS = 3
 """Number of agents that watch the first agent."""
 GRACE_S = 30.0
-"""Seconds in which a batch process that still runs would end this step."""
+"""Seconds within which a batch process that still runs would end this step."""
 LOOK_S = 3.0
 
 
 class LeaseGuard:
     """Renews the lease every ``beat_s`` and reads the history every ``check_s``.
 
-    The host is fenced, which means it starts no new work, while others may consider it dead: after
-    a failed renewal, or ``ttl_s`` seconds after the last successful renewal began (the process was
-    suspended or hung). The fence is lifted by a successful renewal that is followed by a successful
-    read of the history. If the directory does not answer, nothing ends.
+    The host is fenced while others may consider it dead: it then starts no new work. It is fenced
+    after a failed renewal, or ``ttl_s`` seconds after the last successful renewal began (the
+    process was suspended or hung). A successful renewal and then a successful read of the history
+    lift the fence. If the directory does not answer, no process ends.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class LeaseGuard:
         self._fenced = True
 
     def turn(self) -> None:
-        """Renew and check when due. Raises what ``check`` raises, except EnvironmentFailure."""
+        """Renew and check when due. Raises the errors of ``check``, except EnvironmentFailure."""
         self._fenced = self._fenced or not self._held()
         now = self._clock()
         if now >= self._next_beat:
@@ -322,11 +322,11 @@ class TrainersLease:
         """Round of agents whose first agent is still unknown; None if it is known."""
 
     def follow(self, job: str) -> None:
-        """Observe the first agent of a round from now on; the round began a new incarnation."""
+        """From now on, observe the first agent of a round, which began a new incarnation."""
         self._sought = job
 
     def seen(self, incarnation: int) -> Orphaned:
-        """Return a record of the last heartbeat. ``incarnation`` must be the newest one."""
+        """Return a record of the last heartbeat. ``incarnation`` must be the newest incarnation."""
         counter = self._view.counter
         return Orphaned(incarnation=incarnation, attempt=self._first.attempt, counter=counter)
 

@@ -40,12 +40,12 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 ORPHAN_RETIRE_S = 60.0
-"""Seconds that workers may take to retire without trainers, for which they finish no items."""
+"""Seconds that workers may take to retire without trainers. They do not finish their items."""
 EXIT_TIMEOUT_S = 60.0
 """Maximum wait for the other ranks after one rank has exited normally."""
 FOLDER_GONE_S = 60.0
 """Seconds for which an attempt's directory or log must be missing until the attempt counts as lost.
-Workers exit sooner after their last message, when the master may remove the directory."""
+After its last message, a worker exits sooner, so the master may then remove the directory."""
 MARGIN_S = 10.0
 """Seconds before the end of the job at which the agent kills remaining workers."""
 SHORT_S = 20.0
@@ -63,7 +63,7 @@ class RolloutTask:
     ) -> None:
         """Prepare a task that retires when the trainers have been missing for ``orphan_s`` seconds.
 
-        ``orphan_s`` is infinite in the trainers' job, with which the task ends anyway.
+        ``orphan_s`` is infinite in the trainers' job, because the task ends with this job anyway.
         """
         self.host = host
         self._orphan_s = orphan_s
@@ -119,7 +119,7 @@ class RolloutTask:
         seen = self._retry("look for trainers", self._seen_before)
         if seen is None or self._trainers.beat_since(seen):
             return False
-        logger.info("nothing to do: the trainers are gone, as an earlier task has found")
+        logger.info("nothing to do: the trainers are gone, as an earlier task found")
         host.events.write("retire", reason="the trainers are gone", within_s=0.0)
         return True
 
@@ -151,8 +151,8 @@ class RolloutTask:
     def _follow(self) -> None:
         """Look for a newer incarnation, when due, and send it to the workers.
 
-        Raises TrialEndedError if the trial has ended or a newer submission has taken over, which
-        has its own tasks.
+        Raises TrialEndedError if the trial has ended, or if a newer submission with its own tasks
+        has taken over.
         """
         if not self._looks.due():
             return
@@ -185,7 +185,7 @@ class RolloutTask:
         try:
             write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
         except EnvironmentFailure as error:
-            logger.warning("cannot record missing trainers; later tasks will wait too: %s", error)
+            logger.warning("cannot record missing trainers; later tasks will also wait: %s", error)
 
     def _look_at_folder(self) -> None:
         """Raise, when due, if the directory of this attempt or a log in it is missing or replaced.
@@ -259,7 +259,7 @@ class RolloutTask:
     def fail(self, error: SlurmrlError) -> Failure:
         """Record a failure of this task, with the stacks of its workers after a hang.
 
-        Do not publish failures of retiring workers, because these would have exited anyway.
+        Do not publish failures of retiring workers. They would have exited anyway.
         """
         host, failure = self.host, self.host.describe(error)
         host.write_failure(host.serving, failure)
@@ -314,7 +314,7 @@ def _kind(path: Path) -> tuple[int, int]:
 
 
 def _lost(why: str) -> SlurmrlError:
-    """Return the error of an attempt that the master has given up."""
+    """Return the error for an attempt that the master has given up."""
     reason = f"the trainers get no more results of this rollout task: {why}"
     return ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 

@@ -1,4 +1,4 @@
-"""Collection of the stacks of a host's processes, and the files and reports with them.
+"""Collection of the stacks of a host's processes, and files and reports with these stacks.
 
 If a process does not answer, the report contains the process's state.
 """
@@ -29,7 +29,7 @@ logger = log.get(__name__)
 ANSWER_S = 5.0
 """Seconds that a process may take to answer. A running process takes milliseconds."""
 RUNNING_S = 1.0
-"""Seconds that a process may take after its stacks to add the parts that need the interpreter."""
+"""Seconds that a process may take, after its stacks, for the parts that need the interpreter."""
 PAUSE_S = 0.05
 MOST_BYTES = 256 * 1024
 """Maximum bytes of the stacks of one process."""
@@ -72,7 +72,7 @@ def collect(
 ) -> list[StacksAnswer]:
     """Return the stacks of processes, within `ANSWER_S` plus the time of py-spy.
 
-    ``pause`` is the function that waits. Rank None is the master.
+    ``pause`` is the function that waits. Rank None means the master.
     """
     for rank in ranks:
         clear_stacks(children.stacks_fd(rank))
@@ -121,7 +121,7 @@ def _state(pid: int) -> str:
 
 
 def _py_spy(pid: int, state: str, deadline: float) -> str:
-    """Return the stacks that py-spy reads from outside, or why it could not read them.
+    """Return the stacks that py-spy reads from outside, or the reason why it cannot read them.
 
     py-spy pauses the process to read C frames. If the process is stopped or blocked, the stacks
     have no C frames. Return an empty string if py-spy is not installed.
@@ -180,8 +180,8 @@ class Witness:
     ) -> Stacked:
         """Write a file with stacks; return the message to the master about the file.
 
-        ``pause`` is the function that waits. ``ranks`` None stands for all ranks of the host, the
-        master and this agent.
+        ``pause`` is the function that waits. ``ranks`` None means all ranks of the host, the master
+        and this agent.
         """
         host = self._host
         there = host.children.witnesses()
@@ -207,7 +207,7 @@ class Witness:
         )
 
     def _rows(self, answers: Sequence[StacksAnswer]) -> list[RankProgress]:
-        """Return the activity of the ranks, with the code positions of those that answered."""
+        """Return the activity of the ranks, with the code position of each rank that answered."""
         frames = {answer.rank: top_frame(answer.text) for answer in answers}
         return [replace(row, frame=frames.get(row.rank, "")) for row in self._host.children.doing()]
 

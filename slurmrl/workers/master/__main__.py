@@ -107,7 +107,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
 def _futile_start(
     paths: RunPaths, names: NameStore, job: str, records: list[Record]
 ) -> dict[str, Any] | None:
-    """Return the data of a FAILED record if another incarnation would be futile."""
+    """Return the data of a FAILED record if another incarnation would also fail."""
     config = retry("read the configuration", lambda: load_resolved(paths.config), timeout_s=READ_S)
     return futile_start(
         records,
@@ -227,8 +227,8 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
     """Remove leftovers of earlier incarnations that the history does not name.
 
     These are incomplete checkpoints, old control logs and old directories of process groups. Keep
-    files of newer incarnations, because one may have begun since ``state`` was read. Keep damaged
-    checkpoints that were set aside until an incarnation later than their writer has committed.
+    files of newer incarnations, because an incarnation may have begun since ``state`` was read.
+    Keep damaged checkpoints that were set aside until a later incarnation has committed.
     """
     named = {commit.directory for commit in state.commits}
     committed = max((commit.incarnation for commit in state.commits), default=0)

@@ -156,7 +156,7 @@ class Committer:
     def _name(self, writing: Writing) -> Outcome:
         """Write the COMMIT record. Retry while it is unclear whether the record was written.
 
-        Keep the directory until this is clear. A second record of the same commit has no effect.
+        Keep the directory until this is clear. Writing the record twice has no effect.
         """
         return retry(f"commit step {writing.step}", lambda: self._win_slot(writing))
 
@@ -195,7 +195,7 @@ class Committer:
         return self._outcome(writing, reason)
 
     def _outcome(self, writing: Writing, error: str | None = None) -> Outcome:
-        """Return the outcome. The stall is at most the duration: waits and copies may overlap."""
+        """Return the outcome. Waits and copies may overlap, so limit the stall to the duration."""
         seconds = time.monotonic() - writing.began
         return Outcome(writing.step, seconds, min(writing.stall_s, seconds), error)
 
@@ -207,7 +207,7 @@ class Committer:
             self._delete(commit)
 
     def _delete(self, commit: Commit) -> None:
-        """Delete a commit from the history, then from disk. The next commit retries a failure."""
+        """Delete a commit from the history, then from disk. The next commit retries on failure."""
         try:
             self.writer.append(Kind.DELETE, {"step": commit.step, "directory": commit.directory})
         except EnvironmentFailure as error:
@@ -259,7 +259,7 @@ def choose(
     state: TrialState,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[str | None, list[Damage]]:
-    """Return the directory of the newest usable commit, or None, and the damage of newer commits.
+    """Return the newest usable commit's directory, or None, and the damage of newer commits.
 
     Check file sizes, and use the reports of ranks about wrong checksums.
     """

@@ -80,7 +80,7 @@ class Exported:
 
     folder: Path
     types: ExportTypes | None = None
-    """Types of the tensors; None for adapters, whose type needs no choice."""
+    """Types of the tensors; None for adapters, which keep their type."""
 
     @property
     def warning(self) -> str | None:
@@ -161,7 +161,7 @@ class Exporter:
         return write_folder(target, fill)
 
     def _model_files(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any], Storage]:
-        """Return ``config.json``, ``generation_config.json`` and the form of weights in files."""
+        """Return ``config.json``, ``generation_config.json`` and the layout of weights in files."""
         model, stops = self.model, self._stop_tokens(checkpoint)
         stated = config_values(model)
         if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
@@ -222,7 +222,7 @@ class Exporter:
         return TokenizerFiles(Path(folder), template)
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
-        """Return the committed stop tokens; for commits of older versions, those of the model."""
+        """Return the committed stop tokens; the model's tokens for commits of older versions."""
         committed = manifest.read_state(checkpoint, STATE).get("stop_token_ids")
         return list(committed if committed is not None else stop_tokens(self.config))
 
@@ -301,7 +301,7 @@ def _merged_actor(paths: RunPaths) -> Exporter:
 def _of_commit(
     paths: RunPaths, step: int | None, make: Callable[[Commit], Made], *, how: str
 ) -> Made:
-    """Make an export or a folder of a commit; choose another if the run deletes the commit first.
+    """Make an export or folder of a commit; take another commit if the run deletes the first.
 
     ``how`` names the option that chooses a commit, for the message about a damaged commit.
     """
@@ -324,7 +324,7 @@ def _remedy(paths: RunPaths, damaged: Commit, commits: Sequence[Commit], how: st
         return "Nothing was written, and there is no other checkpoint"
     steps = ", ".join(map(str, others))
     return (
-        f"Nothing was written; choose another checkpoint {how} (there are: {steps}); "
+        f"Nothing was written; choose another checkpoint {how} (available: {steps}); "
         f"`slurmrl checkpoints {paths.experiment}/{paths.trial}` shows which are intact"
     )
 
@@ -336,7 +336,7 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
     matching = [commit for commit in commits if step in (None, commit.step)]
     if not matching:
         known = ", ".join(str(commit.step) for commit in commits)
-        raise UsageError(f"no checkpoint of step {step}; there are: {known}")
+        raise UsageError(f"no checkpoint of step {step}; available: {known}")
     return matching[-1]
 
 
@@ -363,7 +363,7 @@ def _head(paths: RunPaths, role: str) -> Head:
             f"{paths.experiment}/{paths.trial} trains no model: there is nothing to export"
         )
     if role not in trained:
-        raise UsageError(f"'{role}' is not in the checkpoints; there are: {', '.join(trained)}")
+        raise UsageError(f"'{role}' is not in the checkpoints; available: {', '.join(trained)}")
     head: Head = models[role].head
     return head
 
@@ -385,7 +385,7 @@ def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
 def _generation(
     stated: Mapping[str, Any], config: Mapping[str, Any], stops: list[int]
 ) -> dict[str, Any]:
-    """Return the generation config, or one made from ``config.json``, with the run's ``stops``."""
+    """Return the generation config, by default from ``config.json``, with the run's ``stops``."""
     ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
     values = dict(stated) or {"_from_model_config": True, **ids}
     known = values.get(EOS)
@@ -421,7 +421,7 @@ class ExportTypes:
 
     @property
     def warning(self) -> str | None:
-        """Warning that rounding loses, or would lose, much of the training's update; else None."""
+        """Warning that rounding loses (or would lose) much of the training's update; else None."""
         if self.rejected and self.kept is None:
             return (
                 "exported in float32: the weights that the training started from cannot be read, "
@@ -445,7 +445,7 @@ class ExportTypes:
 def export_types(
     model: Model, dtype: ExportDtype, weights: ExportedWeights, storage: Storage
 ) -> ExportTypes:
-    """Choose export types and measure the kept share; if it is too small, ``auto`` is float32."""
+    """Choose export types and measure the kept share. If it is too small, ``auto`` is float32."""
     precision = _precision(model, dtype)
     entries = file_entries(weights.weights(), weights.read, storage)
     types = {entry.name: precision.apply(entry).spec.dtype for entry in entries}

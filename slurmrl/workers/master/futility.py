@@ -1,4 +1,4 @@
-"""The decision whether to begin another incarnation, which depends on the ends of earlier ones.
+"""The decision whether to begin another incarnation, from the ends of earlier incarnations.
 
 All functions are pure, except that they read failures from the name store.
 """
@@ -29,11 +29,11 @@ def futile_start(
     max_begins: int,
     explain_limit: Callable[[Ending], str] = lambda ending: "",
 ) -> dict[str, Any] | None:
-    """Return the data of a FAILED record if another incarnation would be futile, else None.
+    """Return the data of a FAILED record if another incarnation would also fail, else None.
 
-    The data has a reason and a traceback. Another incarnation in ``job`` is futile if:
+    The data has a reason and a traceback. Another incarnation in ``job`` would also fail if:
 
-    - the last one ended with a user error (a UsageError)
+    - the last incarnation ended with a user error (a UsageError)
     - user code failed with the same exception at the same step twice
     - the same input was absent twice in a row
     - two jobs in a row reached their time limit before a commit (``explain_limit`` adds figures)
@@ -79,7 +79,7 @@ def _futile(reason: str, traceback: str = "") -> dict[str, Any]:
 def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
     """Mark incarnations that ended with a broken connection because a host was lost.
 
-    The loss becomes known only in the next incarnation of the same job.
+    Only the next incarnation of the same job records the loss.
     """
     marked: list[Ending] = []
     for ending in reversed(endings):
@@ -92,7 +92,7 @@ def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
 def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
     """Mark GPU faults that are likely to happen again.
 
-    - faults of a host that failed before, because no other host replaces it
+    - faults on a host that failed before and that no other host replaces
     - faults that also occurred on another host in the same call and step, because the code may
       cause them
     """
@@ -113,8 +113,8 @@ def read_ending(
 ) -> Ending:
     """Return the end of the incarnation that a BEGIN record began.
 
-    ``next_job`` is the job of the next incarnation. Slurm requeued the starts of jobs in ``taken``,
-    or ended them with their host.
+    ``next_job`` is the job of the next incarnation. ``taken`` has the starts of jobs that Slurm
+    requeued, or ended with their host.
     """
     number, job = begin.incarnation, JobTag.of(begin.data)
     failure = published.failure(names, number) or Failure()
@@ -129,7 +129,7 @@ def read_ending(
 
 
 def _since_resume(records: list[Record]) -> list[Record]:
-    """Return the BEGIN records after the last RESUME: the user may have fixed earlier problems."""
+    """Return the BEGIN records after the last RESUME. The user may have fixed earlier problems."""
     begun: list[Record] = []
     for record in records:
         if record.kind is Kind.RESUME:
@@ -177,7 +177,7 @@ def _lost(endings: list[Ending], most: int) -> dict[str, Any] | None:
     if len(lost) < most:
         return None
     text = f"{len(lost)} starts in a row lost a host before their first commit"
-    return _futile(f"{text}; check if this trial makes its hosts fail")
+    return _futile(f"{text}; check whether this trial makes its hosts fail")
 
 
 def _too_many(vain: list[Ending], max_begins: int) -> dict[str, Any] | None:
@@ -188,5 +188,5 @@ def _too_many(vain: list[Ending], max_begins: int) -> dict[str, Any] | None:
     why = last.reason or "its processes ended without reporting a reason"
     hang = f"; {last.hang_words}" if last.hang_words else ""
     starts = "1 start" if len(vain) == 1 else f"{len(vain)} starts in a row"
-    text = f"{starts} without a new commit; the last one: {why}{hang}"
+    text = f"{starts} without a new commit; the last start: {why}{hang}"
     return _futile(text, traceback)

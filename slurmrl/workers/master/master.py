@@ -50,7 +50,7 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 LOOKS_PER_TTL = 4
-"""Number of looks, per TTL of a lease, for agents that have not sent `Hello`."""
+"""Number of checks, per TTL of a lease, for agents that have not sent `Hello`."""
 PUBLISH_AGAIN_S = (2.0, 300.0)
 """Minimum and maximum pause before the master publishes a missing weight version again."""
 SINKS_S = 60.0
@@ -136,13 +136,13 @@ class Master:
         self.fresh = state.last_commit is None
         self.samples = KeptSampleWriter(paths.samples, writer.incarnation, state.last_step + 1)
         self.rows_left_out = 0
-        """Number of dropped rows of the training data, which are too long."""
+        """Number of rows of the training data that were dropped because they are too long."""
         self._told_unknown = self._saw_metric = False
         self._publish_pauses = Backoff(*PUBLISH_AGAIN_S)
         self._publish_at = 0.0
         """Monotonic time from which on the master may publish a missing version again."""
         self._stall_s: float | None = None
-        """Seconds of stall by checkpoints that ended since the last metrics line; None without."""
+        """Seconds of stall by checkpoints that ended since the last metrics line; else None."""
 
     def _publisher(self) -> VersionPublisher | None:
         settings = self.config.rollout.publish
@@ -458,7 +458,7 @@ class Master:
             self.events.write("no_such_metric", condition=str(self.progress.stop_when), step=step)
 
     def _let_sinks_catch_up(self) -> None:
-        """Wait until sinks have all steps, because no later incarnation sends missing steps."""
+        """Wait until sinks have all steps. No later incarnation sends missing steps."""
         deadline = time.monotonic() + SINKS_S
         while behind := self.recorder.behind:
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Progress of a run, which commits contain: step, ledger of the data, scalars, due times."""
+"""Progress of a run, as in commits: step, ledger of the data, scalars, due times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _is_ledger(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedSteps:
-    """Steps ``first`` to ``last``, for each of which ranks wrote ``files`` part files."""
+    """Steps ``first`` to ``last``. For each step, ranks wrote ``files`` part files."""
 
     first: Annotated[int, COUNT]
     last: Annotated[int, COUNT]
@@ -104,7 +104,7 @@ class Progress:
         state: Mapping[str, Any] | None,
         ledger: Ledger | None = None,
     ) -> None:
-        """``ledger`` replaces the plain ledger of the same commit; rollout tasks need one."""
+        """``ledger`` replaces the plain ledger of the commit, for rollout tasks."""
         self.config: Config = settings.config
         self.batch_size: int = settings.algorithm.batch_size
         self.refill: Refill = settings.algorithm.refill()
@@ -126,7 +126,7 @@ class Progress:
         self.stop_token_ids: list[int] = []
         """Ids of the tokens that end a completion; exports contain them."""
         self.chat_template: str | None = None
-        """Content of the file that `dataset.chat_template` names; exports contain it."""
+        """Content of the file that `dataset.chat_template` names. Exports contain the template."""
         self.recorded: list[RecordedSteps] = []
         """Steps with recorded results, in order."""
         self._one_pass: bool = settings.algorithm.one_pass
@@ -139,7 +139,7 @@ class Progress:
     # -- committed state ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the state of a commit as JSON values; a resume also needs the ranks' files."""
+        """Return the state of a commit as JSON values. A resume also needs the ranks' files."""
         return {
             "step": self.step,
             "ledger": documents.to_json(self.ledger.record()),
@@ -230,7 +230,7 @@ class Progress:
     def epoch(self) -> int:
         """Number of finished epochs. Their items are all trained or dropped.
 
-        If sources have weights, an epoch has as many items as all sources together.
+        If sources have weights, an epoch has as many items as all sources have in total.
         """
         return self.ledger.settled // self.order.size
 
@@ -265,7 +265,7 @@ class Progress:
         self._leave(numbers)
 
     def give_back(self, numbers: Collection[int]) -> None:
-        """Queue taken items again, before all items that no step has taken."""
+        """Queue taken items again, in front of all items that no step has taken."""
         self.ledger.give_back(numbers)
         self._leave(numbers)
 
@@ -296,7 +296,7 @@ class Progress:
         self._batch = []
 
     def record(self, incarnation: int, files: int) -> None:
-        """Note that an incarnation has recorded the last finished step in part files."""
+        """Note that this incarnation has recorded the last finished step in part files."""
         before = self.recorded[-1] if self.recorded else None
         first = self.step
         if before is not None and (before.incarnation, before.files) == (incarnation, files):
@@ -328,7 +328,7 @@ class Progress:
     def finish_reason(self) -> str | None:
         """Return why the run is finished after this step, or None.
 
-        A restart calls this too, so a run that was killed after its last commit ends there.
+        A restart also calls this, so a run that was killed after its last commit ends.
         """
         if self.stop_when is not None and self.stop_when.met(self.metrics):
             return f"stop_when: {self.stop_when}"

@@ -1,6 +1,6 @@
 """The master's reports of steps: the run's status, the metrics of steps, and ``timeline.json``.
 
-``slurmrl status`` shows the status, whose ages use the master's clock. Reports show the timeline,
+``slurmrl status`` shows the status. Its ages use the master's clock. Reports show the timeline,
 with the times of calls and the memory of ranks in the newest steps. The master replaces the
 timeline every few seconds, so the last steps may be missing after a failure.
 """
@@ -37,7 +37,7 @@ logger = log.get(__name__)
 
 
 class StatusPublisher:
-    """Replaces the published status once per interval, and at every update."""
+    """Replaces the published status once per interval and at every update."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, A
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
     """Return readable samples of the batch, or of its first candidates, with the notes on them.
 
-    All calls may give samples and notes. Omit notes on other samples.
+    All calls may give samples and notes. Omit notes on samples that are not shown.
     """
     first = {call.name: (call, answers) for call, answers in reversed(calls)}
     names = dict.fromkeys(call.name for call, _ in calls)

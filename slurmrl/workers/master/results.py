@@ -1,4 +1,4 @@
-"""Results and scores, which the master collects from the part files of ranks.
+"""Results and scores that the master collects from the part files of ranks.
 
 If the steps of a trial record results, `Results` writes one file for all committed steps, with
 estimates. `EvaluationScores` writes one file for each evaluation during training. `UnscoredSteps`
@@ -170,8 +170,8 @@ class EvaluationScores:
         These are files of later steps, leftovers of interrupted evaluations, and files that `keep`
         could not remove.
 
-        Also make the folder of part files before ranks write to it. If an NFS client has once found
-        it missing, the client may report this for a minute after another host has made the folder.
+        Also make the folder of part files before ranks write to it. If an NFS client has found the
+        folder missing, it may repeat this for a minute after another host has made the folder.
         """
         if self._settings.config.evaluation is not None:
             make_private_directory(self._paths.parts)
@@ -212,7 +212,7 @@ class EvaluationScores:
         return summary.metrics
 
     def keep(self, committed: int) -> None:
-        """Keep the files of the newest ``evaluation.keep_last`` committed steps; remove older ones.
+        """Keep files of the newest ``evaluation.keep_last`` committed steps; remove older files.
 
         Ignore files of steps after the commit. Raises EnvironmentFailure.
         """
@@ -247,7 +247,7 @@ class EvaluationScores:
         }
 
     def _remove(self, calls: Sequence[ScoringCall]) -> None:
-        """Remove part files. The next incarnation removes files that remain after a failure."""
+        """Remove part files. If this fails, the next incarnation removes them."""
         with suppress(EnvironmentFailure):
             for call in calls:
                 for number in call.numbers:
@@ -268,10 +268,10 @@ def _names(directory: Path) -> list[str]:
 
 
 def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
-    """Merge the records that several calls made of an item.
+    """Merge the records of an item from several calls.
 
-    Raises UsageError if two calls give the same score, because one score would silently replace the
-    other.
+    Raises UsageError if two calls give a score of the same name, because one would silently replace
+    the other.
     """
     line: dict[str, object] = {}
     givers: dict[str, str] = {}

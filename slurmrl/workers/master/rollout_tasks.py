@@ -1,7 +1,7 @@
 """The rollout tasks of a trial, in the master's process.
 
-Invariant: in the history that commits record, each item is trained once or dropped for a recorded
-reason, even if processes die.
+Invariant: according to the commits, each item is trained once or dropped for a recorded reason,
+even if processes die.
 
 - Only the master of the newest incarnation changes the ledger (`data.leases.SampleLedger`). A
   commit contains the ledger. For each result log, it also contains the position up to which the
@@ -76,11 +76,11 @@ logger = log.get(__name__)
 LEAVE_S = 300.0
 """Seconds that a surplus task may take to finish its items."""
 POLL_GROWTH = 1.1
-"""Factor by which each pause between two reads of an idle attempt's log is longer than the last."""
+"""Factor of each pause between two reads of an idle attempt's log, relative to the previous one."""
 
 
 class RolloutTasks:
-    """The tasks of a trial. Call `look` often. Call `start` when the order of items is known."""
+    """The tasks of a trial. Call `look` often, and `start` once the order of items is known."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class RolloutTasks:
         The master looks for new attempts every ``look_s``. It reads the log of an attempt with
         items every ``poll_s``, and other logs at least every ``look_s``. The status omits an
         attempt that has not joined if its agent has sent no heartbeat for ``lease_ttl_s``. By
-        default of ``numbers``, one task must join before items are leased, and all may remain.
+        default, one task must join before items are leased, and all tasks may remain (``numbers``).
         """
         self.agents: dict[str, Identity] = {}
-        """Newest attempt at each task that has joined and lives, by the label of the task."""
+        """Newest attempt at each task that has joined and not ended, by the label of the task."""
         self._begun_of: dict[str, int] = {}
         """Number of the newest attempt at each task that has begun. Earlier attempts have ended, so
         their items are queued again even before the newest attempt joins."""
@@ -126,10 +126,10 @@ class RolloutTasks:
         """Leases of agents whose attempts have not joined."""
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
-        """Number of groups for which a step waits; 0 without a wait."""
+        """Number of groups that a step waits for; 0 if no step waits."""
         self._wait = StepWait(clock)
         self._attempts: dict[str, RolloutAttempt] = {}
-        """Attempts by name, including ended attempts that still have a directory."""
+        """Attempts by name. Ended attempts that still have a directory are included."""
         self._living: dict[str, RolloutAttempt] = {}
         """Attempts that have not ended, by name."""
         self._sweep = SampleSweep(paths)
@@ -164,7 +164,7 @@ class RolloutTasks:
         self._leases.rows = rows
 
     def look(self, dead: Collection[str], step: int) -> None:
-        """Look for attempts, read their results and lease items to them, each when due.
+        """When due, look for attempts, read their results, and lease items to them.
 
         ``dead`` are the labels of agents whose leases have expired. ``step`` is the last trained
         step. Raises ReportedError if no task can start.
@@ -191,16 +191,16 @@ class RolloutTasks:
         self._sweep.look()
 
     def tell_weights(self) -> None:
-        """Send wake-ups to the tasks, because a version was published."""
+        """Send wake-ups to the tasks after the publication of a version."""
         self.wakeups.wake(self._living.values())
 
     def take(
         self, step: int, count: int, *, filtered: bool = False
     ) -> Sequence[StoredGroup] | None:
-        """Take ``count`` readable groups for a step, which are then in flight.
+        """Take ``count`` readable groups for a step; they are then in flight.
 
-        If a filter follows (``filtered``), take more groups if available, so that probably
-        ``count`` remain. Return None if there are too few groups, or if it is better to wait.
+        If a filter follows (``filtered``), take more groups if available, so that ``count``
+        probably remain. Return None if there are too few groups, or if the step should wait.
         """
         self._wait.begin(step)
         samples: Sequence[StoredGroup] = ()
@@ -231,7 +231,7 @@ class RolloutTasks:
         return bool(holders & self._leases.able().keys()) and self._wait.lasts()
 
     def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
-        """Queue groups for the next step that a step has taken but not used.
+        """Queue groups that a step has taken but not used, for the next step.
 
         The master reads them again first. Tasks regenerate groups that would be too stale.
         """
@@ -259,7 +259,7 @@ class RolloutTasks:
         return record
 
     def committed(self) -> None:
-        """Plan to remove files that the last `record`, which is now committed, does not need."""
+        """Plan to remove files that the last `record` does not need. It is now committed."""
         if self._snapshot is not None:
             self._sweep.plan(*self._snapshot)
             self._snapshot = None
@@ -267,7 +267,7 @@ class RolloutTasks:
     # -- reports -----------------------------------------------------------------------------
 
     def waits_for(self) -> str:
-        """Return what the next step waits for, as the end of a sentence."""
+        """Return the object for which the next step waits, as the end of a sentence."""
         agents = self._joined()
         if not agents:
             return "for a rollout task"
@@ -282,7 +282,7 @@ class RolloutTasks:
 
     @property
     def lack_weights(self) -> bool:
-        """Whether tasks have joined, but none has weights whose samples the next step could use."""
+        """Whether tasks have joined, but none has weights that the next step could use."""
         joined = any(one.record.agent is not None for one in self._living.values())
         return joined and not self._leases.able()
 
@@ -291,7 +291,7 @@ class RolloutTasks:
         return self._counts.metrics()
 
     def view(self) -> RolloutsView:
-        """Return the rollout tasks as the status shows them."""
+        """Return the rollout tasks as `slurmrl status` shows them."""
         now = self._clock()
         finished = Counter(self._leases.step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
@@ -336,7 +336,7 @@ class RolloutTasks:
             self.agents[agent.label] = agent
 
     def _find(self) -> None:
-        """Find new attempts; forget those without a directory that have ended or never joined."""
+        """Find new attempts. Forget ended and never joined attempts without a directory."""
         try:
             names = set(filter(is_name, atomic.list_names(self._paths.rollouts)))
         except FileNotFoundError:  # No task has started so far.
@@ -355,7 +355,7 @@ class RolloutTasks:
                 self._living.pop(attempt.name, None)
 
     def _read(self) -> None:
-        """Read the due result logs of living attempts."""
+        """Read the due result logs of attempts that have not ended."""
         now = self._clock()
         self.wakeups.receive(self._living.values(), now)
         for attempt in [one for one in self._living.values() if one.read_at <= now]:
@@ -420,7 +420,7 @@ class RolloutTasks:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:
-        """End an attempt, whose later results do not count, and queue its items again."""
+        """End an attempt, and queue its items again. Its later results do not count."""
         if attempt.over:
             return
         attempt.record = replace(attempt.record, over=reason or state)
@@ -454,7 +454,7 @@ class TaskNumbers:
         patience_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Let ``planned`` tasks run at a time, or the number that a user sets with `slurmrl scale`.
+        """Let ``planned`` tasks run at a time, or a user's number (`slurmrl scale`).
 
         With ``fixed``, users cannot set the number, because tasks run in the trainers' job. An
         incarnation leases items only after ``least`` tasks have joined. Tasks count as surplus only
@@ -481,7 +481,7 @@ class TaskNumbers:
             logger.warning("cannot read the number of tasks, which is unchanged: %s", error)
 
     def are_enough(self, joined: int) -> bool:
-        """Return whether enough tasks have joined at any time in this incarnation."""
+        """Return whether enough tasks have ever joined in this incarnation."""
         self._were_enough = self._were_enough or joined >= self.least
         return self._were_enough
 

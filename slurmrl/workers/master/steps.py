@@ -75,8 +75,8 @@ class StepRunner:
     def train(self, step: int) -> Executed | None:
         """Train on the next items.
 
-        Return None if the job will end before rollout tasks have finished enough items. Raises
-        UsageError if the filter leaves too few items and the settings require a full batch.
+        Return None if the job will end before rollout tasks finish enough items. Raises UsageError
+        if the filter leaves too few items and the settings require a full batch.
         """
         began = time.monotonic()
         self._waited_s = 0.0

@@ -113,14 +113,14 @@ class RolloutAttempt:
     heard_at: float
     """Time at which the master read the last message of the attempt."""
     wakeups: WakeupAddress | None = None
-    """Address for wake-ups about new requests and weights."""
+    """Address to which wake-ups about new requests and weights are sent."""
     silent_s: float = 0.0
     """Seconds without a message while the master could read the result log."""
     counts: Mapping[str, float] = field(default_factory=dict)
     problem: str = ""
     """Reason why the attempt cannot read newer weights; empty without a problem."""
     lag_s: float = 0.0
-    """Seconds by which the attempt loaded the newest weights later than the first attempt."""
+    """Seconds between the first attempt's loading of the newest weights and this attempt's."""
     is_read: bool = False
     """Whether this master has read the result log to its end."""
     confirmed: bool = False
@@ -149,7 +149,7 @@ class RolloutAttempt:
 
     @property
     def who(self) -> dict[str, Any]:
-        """Fields that identify the attempt in events."""
+        """Fields that identify this attempt in events."""
         return {"task": self.label, "attempt": self.number}
 
     @property
@@ -172,7 +172,7 @@ class RolloutAttempt:
         )
 
     def read(self) -> Iterator[RolloutResult]:
-        """Yield new results. `take` and the ledger must get all of them before the next commit.
+        """Yield new results. `take` and the ledger must get all results before the next commit.
 
         Raises CorruptFileError, EnvironmentFailure.
         """
@@ -185,7 +185,7 @@ class RolloutAttempt:
     def announce(self, read_at: float) -> None:
         """Schedule a read at ``read_at``, because a wake-up says that the result log has grown.
 
-        Ignore wake-ups of an attempt that has often sent some without news (see `SPARE_LOOKS`).
+        Ignore wake-ups of an attempt that has often sent wake-ups without news (see `SPARE_LOOKS`).
         """
         if self._spare > 0:
             self._announced = True
@@ -231,7 +231,7 @@ class RolloutAttempt:
         """Append queued requests to the request log; return whether there were any.
 
         If the directory rejects them, keep them for the next call and return False. Never append to
-        a file that has replaced the log: the task notices the replacement and fails by itself.
+        a file that has replaced the log. The task notices the replacement and fails itself.
         """
         if not self._outbox and not self._unsent:
             return False
@@ -260,7 +260,7 @@ def parse_name(name: str) -> tuple[str, int, int]:
 
 
 AT_ONCE = 15
-"""Maximum number of logs that the master reads at once, which takes at most 0.1 s."""
+"""Maximum number of logs that the master reads at once. This takes at most 0.1 s."""
 
 
 class AttemptWakeups:
@@ -278,7 +278,7 @@ class AttemptWakeups:
 
     @property
     def descriptors(self) -> Collection[int]:
-        """Descriptor that is readable when there is something to `receive`."""
+        """Descriptor that is readable when there are wake-ups to `receive`."""
         return () if self._wakeups is None else (self._wakeups.fileno(),)
 
     def receive(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
@@ -300,7 +300,7 @@ class AttemptWakeups:
             attempt.announce(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
 
     def wake(self, attempts: Iterable[RolloutAttempt]) -> None:
-        """Send wake-ups to attempts, because there are requests or new weights."""
+        """Tell attempts by wake-ups that there are requests or new weights."""
         if self._wakeups is not None:
             self._wakeups.wake([one.wakeups for one in attempts if one.wakeups is not None])
 
@@ -313,15 +313,15 @@ LOST: Final = "lost"
 
 
 class TaskEvents:
-    """Reports each state of an attempt as an event, once.
+    """Reports each state of an attempt once, as an event.
 
-    After a restart, a master reads messages again that an earlier master has already reported.
+    A new master reads some messages again that an earlier master has reported.
     """
 
     def __init__(
         self, paths: RunPaths, writer: EventWriter, lineage: Lineage, incarnation: int
     ) -> None:
-        """``incarnation`` is the number of this master's incarnation, the newest of ``lineage``."""
+        """``incarnation`` is the number of this master's incarnation, the newest in ``lineage``."""
         self._writer = writer
         base = max(lineage.last_steps.keys() - {incarnation}, default=1)
         self._told = {
@@ -383,7 +383,7 @@ STARTS: Final = 2
 FEWEST: Final = 3
 """Minimum number of equal failures after which the trial fails."""
 OF_ONE_HOST: Final = 4
-"""Factor for this number if all failures were on one host, because the host may be the cause."""
+"""Factor of this number if all failures were on one host, because the host may be the cause."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -432,8 +432,8 @@ class FailedTasks:
         """Raise ReportedError if all tasks are likely to fail at their start in the same way.
 
         Require enough equal failures for the ``allowed`` tasks that may run at a time. In addition,
-        each attempt that is starting must be on a host where an attempt has failed, or in the
-        trainers' job, at a task that has failed.
+        each starting attempt must be on a host where an attempt has failed. In the trainers' job,
+        it must belong to a task that has failed.
         """
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():

@@ -1,8 +1,8 @@
 """Leases of items to attempts of rollout tasks, and the samples that the attempts make.
 
 A lease gives items to an attempt. This module also takes items back. It checks samples, so that
-steps take only readable samples, counts them, and removes samples that no commit needs. See "Leases
-of samples" in docs/protocols.md.
+steps take only readable samples. It counts samples, and removes samples that no commit needs. See
+"Leases of samples" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from slurmrl.workers.master.task_attempts import (
 from slurmrl.workers.rollout_messages import COUNTS_S, Abort, Confirm, Leave
 
 LAG_S = 10.0
-"""Seconds, in addition to twice its last delay, for which an attempt that loads new weights keeps a
-share of the items."""
+"""Seconds for which an attempt that loads new weights keeps a share of the items, in addition to
+twice its last delay."""
 
 SILENT_S = 6 * COUNTS_S
-"""Seconds without a message, while the master can read the result log, after which a living attempt
-counts as unable to write."""
+"""Seconds without a message after which an attempt that has not ended counts as unable to write.
+Only time in which the master can read the result log counts."""
 
 logger = log.get(__name__)
 LOOK_S = 0.1
@@ -50,7 +50,7 @@ LOOK_S = 0.1
 
 
 class TaskLeases:
-    """Leases the items of a ledger to living attempts that have usable weights."""
+    """Leases the items of a ledger to attempts that have usable weights and have not ended."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TaskLeases:
     # -- attempts that may have items --------------------------------------------------------
 
     def note(self, attempt: RolloutAttempt, version: str) -> None:
-        """Note by how many seconds an attempt has loaded the newest version later than others."""
+        """Note the seconds by which an attempt has loaded the newest version later than others."""
         now = self._clock()
         if self._newest is None or VersionId.parse(self._newest) < VersionId.parse(version):
             self._newest, self._newest_at = version, now
@@ -126,7 +126,7 @@ class TaskLeases:
         }
 
     def _silent(self) -> set[str]:
-        """Return the living attempts that cannot write, if others can take over their items."""
+        """Return attempts that cannot write but have not ended, if others can take their items."""
         silent = {one.name for one in self._living.values() if one.silent_s >= SILENT_S}
         return silent if self.able().keys() - silent else set()
 
@@ -135,8 +135,8 @@ class TaskLeases:
     def take_back(self) -> None:
         """Take back items that will not yield usable samples, and queue them again.
 
-        Their samples would be too stale for every later step, or their attempt cannot write. With
-        `max_staleness: 0`, a step would wait for such items.
+        Either their samples would be too stale for every later step, or their attempt cannot write.
+        With `max_staleness: 0`, a step would wait for such items.
         """
         oldest, silent = self._ledger.oldest, self._silent()
         useless = oldest - self._of_use(oldest).keys()
@@ -198,7 +198,7 @@ def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Cou
     """Return the number of new items for each task; each item goes to the task with the fewest.
 
     ``loads`` are the items that tasks already have. No task gets more than ``share`` items,
-    including its load. A task gets no item when its room is used up by items for all tasks.
+    including its load. A task gets no item if items for all tasks have used up its room.
     """
     queue = [(load, name) for name, load in loads.items()]
     heapq.heapify(queue)
@@ -301,12 +301,12 @@ class SampleCounts:
         """Staleness of each group that steps have taken since the last call of `metrics`."""
 
     def take(self, ages: Sequence[int]) -> None:
-        """Count groups that a step has taken. ``ages`` is the staleness of each."""
+        """Count groups that a step has taken. ``ages`` has the staleness of each group."""
         self.ages.update(ages)
         self._taken += ages
 
     def give_back(self, age: int) -> None:
-        """Undo the count of a group of staleness ``age``, because its step does not use it."""
+        """Undo the count of a group with staleness ``age`` that its step does not use."""
         self.ages[age] -= 1
         self.ages = +self.ages
         self._taken.remove(age)
@@ -345,7 +345,7 @@ class SampleSweep:
         self._visits: list[_Visit] = []
 
     def plan(self, rollouts: RolloutsRecord, ledger: LedgerRecord) -> None:
-        """Plan a visit of each attempt in a new commit. ``ledger`` names the needed samples."""
+        """Plan a visit to each attempt in a new commit. ``ledger`` names the needed samples."""
         needed: dict[str, set[str]] = {}
         for sample in ledger.samples:
             needed.setdefault(sample.task, set()).add(sample.file)

@@ -37,7 +37,7 @@ class Publication:
     seconds: float
     """Duration of the publication."""
     stall_s: float
-    """Time for which training waited, because ranks copied weights or the master was blocked."""
+    """Time for which training waited because ranks copied weights or the master was blocked."""
     bytes: int = 0
     error: str | None = None
     """Reason of the failure; None if the version is published."""
@@ -84,7 +84,7 @@ class VersionPublisher:
         self._permit = permit
         self._writing: _Writing | None = None
         self._last: VersionId | None = None
-        """Base for the next delta: the newest version, if readable and in the ranks' memory."""
+        """Base for the next delta: the newest version if readable and in the ranks' memory."""
         self._newest: VersionId | None = None
         """The newest published version; None after a failure, or if tasks cannot read it."""
         self._chain: set[VersionId] = set()
@@ -110,7 +110,7 @@ class VersionPublisher:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether tasks have no newest version to read and ranks are writing none.
+        """Whether there is no newest version that tasks can read, and ranks are not writing one.
 
         The publication has failed, tasks cannot read the version, or it was removed. Raises
         EnvironmentFailure.
@@ -123,8 +123,8 @@ class VersionPublisher:
         """Tell the ranks to write the version of ``step``, whose weights they have now.
 
         The previous publication must have ended (`wait`). With ``again``, the ranks write a full
-        version that replaces an existing version of the step, whose readers then find it missing.
-        Return an outcome only if the publication cannot be started, else None.
+        version that replaces an existing version of the step. Readers of the existing version then
+        find it missing. Return an outcome only if the publication cannot be started, else None.
         """
         assert self._writing is None, "one version at a time"
         version = VersionId(step, self._incarnation)
@@ -201,7 +201,7 @@ class VersionPublisher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _prune(self) -> None:
-        """Remove versions that no reader needs after a new full version."""
+        """After a new full version, remove versions that no reader needs."""
         try:
             prune(self._folder, self._settings.keep_whole)
         except EnvironmentFailure as error:  # retried at the next full version
@@ -220,7 +220,7 @@ class VersionPublisher:
     def _outcome(
         self, writing: _Writing, error: str | None = None, *, written: int = 0
     ) -> Publication:
-        """Return the outcome. The stall is at most the duration: waits and copies may overlap."""
+        """Return the outcome. Waits and copies may overlap, so limit the stall to the duration."""
         seconds = time.monotonic() - writing.began
         stall_s = min(writing.stall_s, seconds)
         return Publication(writing.version, writing.base, seconds, stall_s, written, error)

@@ -1,6 +1,6 @@
 """The master's channel to the trainers: one log to write, one log per agent to read.
 
-`AgentRegistry` knows the trainers' agents, even agents that have claimed a task but sent no
+`AgentRegistry` lists the trainers' agents, even agents that have claimed a task but sent no
 message. `StackRequests` forwards users' requests for stacks from the name store to the agents.
 """
 
@@ -106,7 +106,7 @@ class WorkerChannel:
         wakeups: WakeupSocket | None = None,
         wakers: Collection[int] = (),
     ) -> None:
-        """``wakers`` are descriptors that are readable if ``while_waiting`` has something to do."""
+        """``wakers`` are descriptors that are readable if ``while_waiting`` has work to do."""
         self.plan = plan
         self.mailbox = Mailbox()
         self._path = paths.master_log(incarnation)
@@ -170,7 +170,7 @@ class WorkerChannel:
         self._wake()
 
     def _queue(self, *batch: Order) -> Callable[[], None]:
-        """Return a function that appends the batch. Later calls append only the rest of it."""
+        """Return a function that appends the batch. Repeated calls append only the rest."""
         batches = iter([[CONTROL_LOG.to_json(order) for order in batch]])
         return lambda: self._log.append(*next(batches, ()))
 
@@ -186,7 +186,7 @@ class WorkerChannel:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
     def collect_stacks(self, timeout_s: float) -> list[Stacked]:
-        """Return the reports on stacks of agents that answer within ``timeout_s``."""
+        """Return the reports on stacks from agents that answer within ``timeout_s``."""
         stacked: dict[str, Stacked] = {}
         deadline = time.monotonic() + timeout_s
         while self.mailbox.agents.keys() - stacked and time.monotonic() < deadline:
@@ -256,7 +256,7 @@ class WorkerChannel:
         return found
 
     def _take(self, news: list[Message]) -> bool:
-        """Sort messages into the mailbox; return whether there were any."""
+        """Sort new messages into the mailbox. Return whether there were any."""
         for message in map(AGENT_LOG.from_json, news):
             self.mailbox.put(message)
             if isinstance(message, Hello) and message.wakeups is not None:
@@ -264,7 +264,7 @@ class WorkerChannel:
         return bool(news)
 
     def _meet(self, task: int, wakeups: WakeupAddress) -> None:
-        """Send wake-ups to this address of an agent, and read its log after wake-ups from there."""
+        """Send wake-ups to an agent's address, and read its log after wake-ups from the address."""
         self._wake_at[task] = wakeups
         self._agents.listen_for(wakeups.source, task)
 
@@ -311,9 +311,9 @@ class WorkerChannel:
         self._waits = None
 
     def _pause(self, most_s: float) -> None:
-        """Wait until there may be something to do, at most ``most_s``.
+        """Wait until there may be work, at most ``most_s``.
 
-        However many wake-ups arrive, these end a wait at most once per `LOOK_S`.
+        Wake-ups end a wait at most once per `LOOK_S`, however many arrive.
         """
         early_s = self._woken_at + LOOK_S - time.monotonic()
         if self._wakers and early_s > 0:
@@ -337,7 +337,7 @@ class AgentRegistry(ChainMap[str, Identity]):
     """The known agents by ``group/task``.
 
     ``heard`` contains the agents that have sent `Hello`. The name store contains the claims of all
-    agents, even if they die before that. Read it every ``look_s`` while agents are missing.
+    agents, even if they die earlier. Read it every ``look_s`` while agents are missing.
     """
 
     def __init__(
@@ -382,8 +382,8 @@ class AgentRegistry(ChainMap[str, Identity]):
     def report_lost(self, labels: list[str]) -> None:
         """End the incarnation if an agent of the trainers is lost. Raises ReportedError.
 
-        Publish that its host is lost. On the master's host, however, only the agent hangs, because
-        this process is running there.
+        Publish that its host is lost. An agent on the master's host only hangs, because this
+        process is still running there.
         """
         ours = f"{TRAINERS}/0"
         watched = {f"{TRAINERS}/{task}" for task in range(self._hosts)}

@@ -57,7 +57,7 @@ class Retirement:
 class Session:
     """The items that the masters of successive incarnations have requested.
 
-    Between `serve` and the `Confirm` of the new master, the task begins and records nothing,
+    Between `serve` and the `Confirm` of the new master, the task neither begins nor records items,
     because it does not know which leases are valid.
     """
 
@@ -65,18 +65,18 @@ class Session:
         """Limit the number of items in progress.
 
         ``most_begun`` limits the items that are sampled at a time. ``most_unwritten`` limits the
-        items whose samples are not yet scored or recorded. At this limit, no further item begins.
+        items whose samples are not yet scored or recorded. At this limit, no other item begins.
         """
         self.incarnation: int | None = None
         self.held: VersionId | None = None
         """The weight version that samples the next token; None without weights."""
         self.paused = False
-        """Whether the caller forbids to begin items for now."""
+        """Whether the caller currently forbids beginning items."""
         self.retirement: Retirement | None = None
         self._most_begun, self._most_unwritten = most_begun, most_unwritten
         self._confirmed = self._expired = False
         self._oldest: dict[str, VersionId] = {}
-        """The oldest weight version that may sample tokens of each lease."""
+        """The oldest weight version that may sample tokens, by lease."""
         self._waiting: dict[Key, Row] = {}
         self._begun: dict[Key, Row] = {}
         self._sampled: dict[Key, SampleGroup] = {}
@@ -85,10 +85,10 @@ class Session:
         self._returned: dict[Key, str] = {}
         """Items to return, with the reasons."""
         self._recording: dict[Key, SampleGroup] = {}
-        """Items that the task is writing to disk; the master may no longer want some of them."""
+        """Items that the task is writing to disk. The master may no longer want some items."""
         self._answered: set[Key] = set()
-        """Answered items of all incarnations, because a new incarnation may begin at an older
-        commit than the previous one and request them again."""
+        """Answered items of all incarnations. A new incarnation may begin at an older commit than
+        the previous incarnation and request them again."""
         self._aborted: list[Key] = []
 
     # -- requests ----------------------------------------------------------------------------
@@ -111,9 +111,9 @@ class Session:
                 self.retire(ASKED, request.within_s, now)
 
     def retire(self, reason: str, within_s: float, now: float) -> None:
-        """Begin no further items, and return items that are unfinished after ``within_s``.
+        """Begin no more items, and return items that are unfinished after ``within_s``.
 
-        Of several calls, the earliest deadline counts.
+        If there are several calls, the earliest deadline counts.
         """
         until = now + within_s
         if self.retirement is None or until < self.retirement.until:
@@ -145,7 +145,7 @@ class Session:
         return chosen
 
     def aborted(self) -> list[Key]:
-        """Return the items that the task must abort since the last call."""
+        """Return the items that the task must abort and that no earlier call returned."""
         aborted, self._aborted = self._aborted, []
         return aborted
 
@@ -155,7 +155,7 @@ class Session:
         return list(self._recording.values())
 
     def to_give_back(self) -> list[GaveBack]:
-        """Return the answers that return items. These items count as answered from now on."""
+        """Return the `GaveBack` answers. Their items count as answered from now on."""
         if not self._confirmed:
             return []
         found: dict[tuple[str, str], list[int]] = {}
@@ -171,32 +171,32 @@ class Session:
     # -- events ------------------------------------------------------------------------------
 
     def sampled(self, key: Key, group: SampleGroup) -> None:
-        """Record that an item's tokens are sampled. Call `finish` after they are scored.
+        """Record that an item's tokens are sampled.
 
-        Do nothing if the item is no longer wanted.
+        Call `finish` after they are scored. Ignore an item that is no longer wanted.
         """
         if self._begun.pop(key, None) is not None:
             self._sampled[key] = group
 
     def finish(self, key: Key, group: SampleGroup) -> None:
-        """Record that an item is finished. Do nothing if it is no longer wanted."""
+        """Record that an item is finished. Ignore an item that is no longer wanted."""
         if self._sampled.pop(key, None) is not None:
             self._finished[key] = group
 
     def recorded(self) -> None:
-        """Mark the samples from `to_record` as answered: they are on disk."""
+        """Mark the samples from `to_record` as answered, because they are on disk."""
         for key in self._recording:
             self._finished.pop(key, None)
         self._answered |= self._recording.keys()
         self._recording = {}
 
     def unrecorded(self) -> None:
-        """Keep the samples from `to_record` for another attempt: they are not on disk."""
+        """Keep the samples from `to_record` for another try, because they are not on disk."""
         self._recording = {}
 
     @property
     def idle(self) -> bool:
-        """Whether the task is generating no item."""
+        """Whether the task is not generating any item."""
         return not self._begun
 
     @property
@@ -262,14 +262,14 @@ class ResultWriter:
         self._samples = SampleWriter(paths.rollout_samples(*place), calls=calls)
         self._log = LogWriter(paths.rollout_results(*place), calls=calls, durable=True)
         self.settled = True
-        """Whether all messages are on disk. If not, the next call of `record` writes the others."""
+        """Whether all messages are on disk. If not, the next call of `record` writes the rest."""
         self._append(Joined(agent=agent))
 
     def record(self, messages: Sequence[RolloutResult], groups: Sequence[SampleGroup]) -> None:
         """Record messages, then groups in one file.
 
-        Raises EnvironmentFailure. After that, the next call also records these messages, but the
-        caller must pass the groups again.
+        Raises EnvironmentFailure. After this error, the next call also records these messages, but
+        the caller must pass the groups again.
         """
         if messages or not self.settled:
             self._append(*messages)
@@ -291,7 +291,7 @@ class MasterWakeups:
     """Exchanges wake-ups with the master. Without a socket, it does nothing."""
 
     def __init__(self, wakeups: WakeupSocket | None, spread_s: float) -> None:
-        """React to a wake-up after 0.5 to 1 times ``spread_s``; ignore others until then.
+        """React to a wake-up after 0.5 to 1 times ``spread_s``; ignore other wake-ups until then.
 
         The random delay spreads the load, because the master may wake 1,000 tasks at once.
         """
@@ -304,18 +304,18 @@ class MasterWakeups:
         self._counted_at = -math.inf
         """Time of the last counted wake-up, by the monotonic clock."""
         self._late: asyncio.TimerHandle | None = None
-        """Timer that counts wake-ups later that arrived within `LOOK_S`; None without these."""
+        """Timer that later counts wake-ups that arrived within `LOOK_S`; None without any."""
 
     @property
     def address(self) -> WakeupAddress | None:
         return None if self._wakeups is None else self._wakeups.address
 
     def wake_at(self, master: WakeupAddress | None) -> None:
-        """Exchange wake-ups with the master at this address from now on; None for no master."""
+        """From now on, exchange wake-ups with the master at this address; None for no master."""
         self._master = master
 
     def wake(self) -> None:
-        """Send the master a wake-up, because results are recorded."""
+        """Tell the master by a wake-up that results are recorded."""
         if self._wakeups is not None and self._master is not None:
             self._wakeups.wake([self._master])
 
@@ -344,7 +344,7 @@ class MasterWakeups:
                 await asyncio.sleep(self._spread_s * self._random.uniform(0.5, 1.0))
 
     def _receive(self) -> None:
-        assert self._wakeups is not None, "only a socket that exists is registered"
+        assert self._wakeups is not None, "only an existing socket is registered"
         sources = self._wakeups.receive().sources
         if self._master is None or self._master.source not in sources or self._late is not None:
             return

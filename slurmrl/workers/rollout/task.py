@@ -1,4 +1,4 @@
-"""A rollout task at work: requests, weights, episodes and results in one asyncio loop."""
+"""A running rollout task: requests, weights, episodes and results in one asyncio loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from slurmrl.workers.rollout_messages import (
 logger = log.get(__name__)
 
 POLL_GROWTH = 1.05
-"""Factor by which each pause is longer than the previous one. Polls for requests and for weights
+"""Factor of each pause, relative to the previous pause. Polls for requests and polls for weights
 share the pauses, so a round of both lengthens them by a tenth."""
 LAST_S = 10.0
 """Seconds that a retiring task reserves at the end for recording its last results."""
@@ -55,7 +55,7 @@ class TaskOptions:
     """Minimum and maximum pause between two polls for requests, and for weight versions. Pauses
     grow until there are new requests or weights."""
     gather_s: float = 0.5
-    """Seconds for which finished items wait for items in progress, to share a file with them."""
+    """Seconds for which finished items wait for items in progress, to be written into one file."""
     record_s: float = 0.0
     """Minimum time between two records of results."""
     spread_s: float = 0.0
@@ -90,7 +90,7 @@ class TaskAtWork:
         self._options, self._calls = options, calls
         self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
         self._problem = ""
-        """Reason why the last poll could not read weights; empty if it could."""
+        """Reason why the last poll could not read weights; empty after a success."""
         self._wakeups = MasterWakeups(wakeups, options.spread_s)
         self._results = ResultWriter(paths, agent, calls=calls)
         self._session = Session(
@@ -102,13 +102,13 @@ class TaskAtWork:
         self._making: dict[Key, asyncio.Task[None]] = {}
         """Asyncio tasks of the items in progress."""
         self._ending: set[asyncio.Task[None]] = set()
-        """Asyncio tasks of aborted items that the engine has not dropped yet."""
+        """Asyncio tasks of aborted items that are still in the engine."""
         self._messages: list[RolloutResult] = []
         """Messages that the task has not recorded yet."""
         self._began_s = self._recorded_s = time.monotonic()
 
     async def serve(self, incarnation: int) -> None:
-        """Handle the requests of a new incarnation from now on."""
+        """From now on, handle the requests of a new incarnation."""
         self._session.serve(incarnation)
         await self._tell()
 
@@ -278,7 +278,7 @@ class TaskAtWork:
             await self._recorded([], [], backoff)
 
     async def _gather(self) -> None:
-        """Wait for further results, to record them together; a retiring task waits less."""
+        """Wait for more results, to record them together. A retiring task waits less."""
         rest_s = self._recorded_s + self._options.record_s - time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, rest_s)):
@@ -326,7 +326,7 @@ class TaskAtWork:
             self._changed.notify_all()
 
     async def _news(self, seen: int, within_s: float | None) -> None:
-        """Wake others, and wait until `_changes` differs from ``seen``, at most ``within_s``.
+        """Wake other coroutines, and wait until `_changes` is not ``seen``, at most ``within_s``.
 
         The wait has no limit if ``within_s`` is None or not positive.
         """

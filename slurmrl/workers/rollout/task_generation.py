@@ -1,7 +1,7 @@
-"""Generation of an item's samples, which equal the results of the trainers' generate call.
+"""Generation of an item's samples. They equal the results of the trainers' generate call.
 
-`TaskRows` reads the row of an item, `Generation` runs its episodes, and `Scoring` scores these in
-processes while the task generates other items.
+`TaskRows` reads the row of an item, `Generation` runs its episodes, and `Scoring` scores the
+episodes in processes while the task generates other items.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Generation:
 
     @property
     def items_at_a_time(self) -> int:
-        """Number of items whose episodes fill the engine, plus one item to continue with."""
+        """Number of items whose episodes fill the engine, plus one item that can begin next."""
         rollout = self._settings.config.rollout
         return -(-rollout.episode.concurrency // rollout.n) + 1
 
     async def group(self, key: Key, row: Row, held: str) -> SampleGroup:
-        """Return all completions of an item. ``held`` is the weight version at their beginning.
+        """Return all completions of an item. ``held`` is the weight version at the beginning.
 
         Raises:
             RunFailedError: the engine is lost.
@@ -92,7 +92,7 @@ class Generation:
         self._episodes.close()
 
     def _context(self, item: int) -> CallContext:
-        """Return the context of the step that trains the item if no item is dropped."""
+        """Return the context of the step that would train the item if no item were dropped."""
         step = item // self._settings.algorithm.batch_size + 1
         return replace(self._call, step=step)
 
@@ -130,7 +130,7 @@ class TaskRows:
 
 
 UNKNOWN: Final = frozenset({"step", "model_scores"})
-"""Arguments of reward functions that only the trainers can provide."""
+"""Arguments of reward functions that only the trainers can pass."""
 CLOSING_S: Final = 5.0
 REWARD_CLOSING_S: Final = 10.0
 """Seconds that the functions of a reward may take to release their resources."""
@@ -142,8 +142,8 @@ cause one cancellation."""
 class Scoring:
     """Scores groups in separate processes, each with the whole reward and one group at a time.
 
-    The trainers score the groups that fail here. If the reward is the cause, they get the same
-    error and report it.
+    The trainers score the groups that fail here. If the reward is the cause, the trainers get the
+    same error and report it.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Scoring:
         return group.with_scores(scored)
 
     def close(self) -> None:
-        """End the threads and their processes. After `CLOSING_S`, do not wait any longer."""
+        """End the threads and their processes. Wait at most `CLOSING_S`."""
         for _ in self._threads:
             self._jobs.put(None)
         deadline = time.monotonic() + CLOSING_S
@@ -206,7 +206,7 @@ class Scoring:
         self._threads.clear()
 
     async def _answer(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the JSON of the scores of all completions. Raises SlurmrlError: there is none."""
+        """Return the scores of all completions as JSON. Raises SlurmrlError if there are none."""
         job = Job(lambda pool: self._scored(arguments, pool, job.future.cancelled))
         self._asked += 1
         try:
@@ -220,7 +220,7 @@ class Scoring:
             self._asked -= 1
 
     def _serve(self) -> None:
-        """Run jobs with one process, which dies with the thread that started it."""
+        """Run jobs in one process, which dies with the thread that started it."""
         pool = ProcessPool(self._program, self._timeout_s, 1)
         while (job := self._jobs.get()) is not None:
             job.run(pool)

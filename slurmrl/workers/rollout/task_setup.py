@@ -292,7 +292,7 @@ def decoder_config(model: Model) -> ModelConfig:
 def _cores(trainers: GroupPlan) -> int:
     """Return the number of CPU cores for the rewards of a task.
 
-    In the trainers' job, that is the task's share of the cores. Otherwise it is all of the cores.
+    In the trainers' job, that is the task's share of the cores. Otherwise it is all cores.
     """
     cores = len(os.sched_getaffinity(0))
     if not trainers.tasks_per_host:
@@ -365,7 +365,7 @@ def served(
 ) -> MakeEngine:
     """Return a function that starts a server on all GPUs of this worker, such as ``device``.
 
-    The server's output goes to ``log``. Each end of the server becomes an event in ``events``.
+    The server's output goes to ``log``. Each end of a server becomes an event in ``events``.
     """
     serving = own_server(settings, log, events, memory_bytes=_share(settings, device))
     make: type[ServerKind] = ENGINES.load(model.engine).kind
@@ -387,7 +387,7 @@ def undefined_decoder(
 
 
 def split_over(peers: SplitRanks | None) -> Split:
-    """Return this rank's part of a model that ``peers`` share; without peers, the whole model."""
+    """Return this rank's part of a model that ``peers`` share; the whole model without peers."""
     if peers is None:
         return WHOLE
     return Split(Axis(peers.group.rank(), peers.group.size(), peers.group))

@@ -1,6 +1,6 @@
 """The weights of a rollout task: a model folder for each version that its engine serves.
 
-If versions consist of adapters, the task merges them with the frozen weights as trainers do. It
+If versions consist of adapters, the task merges them with the frozen weights like the trainers. It
 reads the frozen weights once, from ``actor.path``, and keeps them in its host's memory, rounded
 like the trainers' weights. It merges only if its fingerprint of the frozen weights equals the
 fingerprint in the version.
@@ -40,12 +40,12 @@ from slurmrl.tensors.weights.format import MANIFEST, VersionId, version_ids
 from slurmrl.tensors.weights.local_copy import FILE, CopiedVersion, LocalCopy
 
 Stamp: TypeAlias = tuple[int, int]
-"""Inode and time of a manifest, which change when a version is published again."""
+"""Inode and time of a manifest. They change when a version is published again."""
 logger = log.get(__name__)
 SHARED = "model-00001-of-00002.safetensors"
 """File with the weights that have no adapters. The folders of all versions link to this file."""
 ADAPTED = "model-00002-of-00002.safetensors"
-"""File with the weights that have adapters: merged in the folder of a version, else frozen."""
+"""File with the weights that have adapters: merged in a version's folder, otherwise frozen."""
 METADATA = {"format": "pt"}
 
 
@@ -81,7 +81,7 @@ class TaskWeights:
         """Newly rejected versions with the reasons; the caller empties this list."""
 
     def newer(self) -> WeightVersion | None:
-        """Return the newest readable version, or None if the last call returned it.
+        """Return the newest readable version, or None if the last call returned the same version.
 
         The version's folder exists until `drop_others`. Raises EnvironmentFailure, and UsageError
         or CorruptFileError if the frozen weights cannot be used.
@@ -99,7 +99,7 @@ class TaskWeights:
         return None
 
     def drop_others(self, version: WeightVersion) -> None:
-        """Remove the folders of other versions, because the engine serves this one."""
+        """Remove the folders of other versions, because the engine serves this version."""
         for name in atomic.list_names(self._models, calls=self._calls):
             if name != version.name:
                 shutil.rmtree(self._models / name, ignore_errors=True)

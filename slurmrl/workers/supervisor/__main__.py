@@ -53,7 +53,7 @@ from slurmrl.workers.supervisor.watcher import Watchers
 logger = log.get(__name__)
 
 PREPARE_S = 300.0
-"""Timeout for reading the run's files, because the waiting job occupies hosts."""
+"""Timeout for reading the run's files. The waiting job occupies hosts."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -142,8 +142,8 @@ def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
 def read_variables(file: Path) -> dict[str, str]:
     """Return the variables in ``file``.
 
-    Raises UsageError for errors that the user must fix, EnvironmentFailure for errors of this host,
-    which may lack a mount or map users differently.
+    Raises UsageError for errors that the user must fix, and EnvironmentFailure for errors of this
+    host. The host may lack a mount or map users differently.
     """
     try:
         return inputs.read_variables(file)
@@ -177,7 +177,7 @@ def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
 
 
 def was_removed(paths: RunPaths) -> bool:
-    """Return whether the file in ``cluster.variables_file`` certainly no longer exists."""
+    """Return whether the file in ``cluster.variables_file`` was certainly removed."""
     try:
         file = load_resolved(paths.config).cluster.variables_file
     except SlurmrlError:
@@ -213,7 +213,7 @@ def run_link(link: Link, rounds: Rounds) -> int:
 def run_task(link: Link, rounds: Rounds) -> int:
     """Run a task of an elastic group; return the exit code.
 
-    If the trainers are missing, then hold the queued tasks until a job of the trainers runs again.
+    Without trainers, hold the queued tasks afterwards until a job of the trainers runs again.
     """
     code = rounds.run()
     try:

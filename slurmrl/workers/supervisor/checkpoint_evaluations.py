@@ -46,7 +46,7 @@ logger = log.get(__name__)
 SNAPSHOT: Final = Path(slurmrl.__file__).parents[1]
 """The folder of the code that this process runs."""
 LOOK_S: Final = 5.0
-"""Seconds between two looks for a new commit."""
+"""Seconds between two checks for a new commit."""
 LAST_PAUSE_S: Final = 5.0
 """Seconds between attempts at the end of the trial."""
 TIMEOUT_S: Final = 120.0
@@ -55,10 +55,10 @@ PAUSES_S: Final = (60.0, 900.0)
 """Minimum and maximum pause before a failed submission is retried. Slurm may need minutes until it
 answers or accepts jobs again."""
 TRIES: Final = 3
-"""Number of failures before a failure is reported, and of attempts at the end of the trial."""
+"""Number of failures before they are reported, and number of attempts at the end of the trial."""
 SWEEP_S: Final = 60.0
 SAID: Final = 500
-"""Maximum number of reported characters of a failed command's message."""
+"""Maximum number of characters to report from a failed command's message."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_to_evaluate"
 """The function that links a checkpoint. Its imports are slow, so it is loaded only if needed."""
 _FOLDER: Final = re.compile(r"(step-(\d+)\.(\d+))-checkpoint")
@@ -117,7 +117,7 @@ class CheckpointEvaluations:
             remove_evaluated(self._paths, given_up=True)
 
     def _look(self, *, now: bool = False) -> bool:
-        """Submit missing evaluations. With ``now``, also retry those that failed recently.
+        """Submit missing evaluations. With ``now``, also retry evaluations that failed recently.
 
         Return whether the configuration requests any evaluation.
         """
@@ -215,7 +215,7 @@ class _Failures:
 
     @property
     def are_over(self) -> bool:
-        """Whether it is time for the next attempt."""
+        """Whether the next attempt is due."""
         return time.monotonic() >= self._again
 
     def count(self) -> int:
@@ -253,7 +253,7 @@ def linked_commits(paths: RunPaths) -> list[Commit]:
 
 
 def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
-    """Remove folders that no evaluation needs any more. Raise nothing: a later call retries.
+    """Remove folders that no evaluation needs any more. Never raise; a later call retries.
 
     Remove a folder when the evaluations of all suites were submitted and have ended. With
     ``given_up``, do not wait for unsubmitted evaluations. Any process may call this.
@@ -284,7 +284,7 @@ def _submitted(paths: RunPaths, commit: Commit, suites: Collection[str]) -> bool
 
 
 def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
-    """Return whether an evaluation may still read the folder; a failed one can be resumed.
+    """Return whether an evaluation may still read the folder. A failed evaluation can resume.
 
     Return True if fewer than ``least`` evaluation trials are visible, because the listing is stale.
     """
@@ -328,9 +328,9 @@ def _model(paths: RunPaths) -> Path | None:
 
 
 def hand_over_results(paths: RunPaths) -> None:
-    """Send new evaluation results to the sinks of the evaluated trial. Raise nothing.
+    """Send new evaluation results to the sinks of the evaluated trial.
 
-    The evaluated trial is the trial whose checkpoint this trial evaluates, or else this trial.
+    Never raise. The evaluated trial is the trial of the evaluated checkpoint, or else this trial.
     """
     try:
         trained = evaluated_trial(paths) or paths

@@ -2,8 +2,8 @@
 
 The notification is a JSON object that a batch process posts to the user's webhook when a trial has
 finished or failed. The process first claims the notification with a file, so it is posted at most
-once. If the process dies in between, nobody posts it. This module neither changes the outcome of a
-job nor delays the job for long.
+once. If the process dies before it posts the notification, no other process does. This module
+neither changes the outcome of a job nor delays the job for long.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REPORT_S = 30.0
 
 
 def announce(paths: RunPaths) -> None:
-    """Post the notification of a trial's end unless another process has done so. Raise nothing."""
+    """Post the notification of a trial's end unless another process has done so. Never raise."""
     thread = threading.Thread(target=_post_notice, args=(paths,), daemon=True)
     thread.start()
     thread.join(LONGEST_S)
@@ -87,7 +87,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
 
 
 def _claim(paths: RunPaths, end: Record) -> bool:
-    """Return whether this process must post the notification, because no other has claimed it."""
+    """Claim the notification. Return whether this process must post it, as the first claimant."""
     claim = {"time": time.time(), "nonce": uuid.uuid4().hex}
     return atomic.exclusive_create(paths.notice(end.slot), json.dumps(claim).encode() + b"\n")
 
@@ -154,7 +154,7 @@ def _command(paths: RunPaths) -> list[str]:
 
 
 def _run(command: Sequence[str], within_s: float) -> str:
-    """Run a command with its errors in this process's output. Return why it failed, or ""."""
+    """Run a command and show its errors in this process's output. Return why it failed, or ""."""
     code = child.run(command, within_s, shown=True).code
     if code is None:
         return f"it took longer than {within_s:.0f} s"

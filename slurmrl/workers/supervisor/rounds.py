@@ -50,7 +50,7 @@ logger = log.get(__name__)
 
 FRUITLESS_ROUNDS = 2
 """Number of consecutive rounds without a new incarnation after which the job ends. Rollout tasks
-begin no incarnations; for them, rounds of at least `SOUND_ROUND_S` do not count."""
+begin no incarnations; their rounds of at least `SOUND_ROUND_S` do not count."""
 SOUND_ROUND_S = 3600.0
 """Seconds after which the round of a rollout task counts as successful. Three failing starts of a
 server take less time."""
@@ -89,8 +89,8 @@ class JobHosts:
     def choose(self) -> tuple[str, ...] | None:
         """Return the hosts of the next round; None if too few usable hosts are left.
 
-        Spares replace hosts that made an incarnation fail, for example without a mount. With too
-        few spares, use the hosts that failed longest ago again.
+        Spares replace hosts that made an incarnation fail, for example because a mount is missing.
+        If there are too few spares, reuse the hosts whose failures are the oldest.
         """
         failed = {start.host for start in self.failed_starts()}
         good = usable_hosts(self.hosts, self.lost() | failed)
@@ -371,7 +371,7 @@ def job_tag() -> str:
 
 
 def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
-    """Exclude a host from later jobs, unless it is excluded or no job could start without it."""
+    """Exclude a host from later jobs, unless it is excluded already or jobs could not start."""
     if host not in {one.host for one in avoided(paths)}:
         SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
 

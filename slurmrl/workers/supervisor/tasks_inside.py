@@ -2,7 +2,7 @@
 
 Each task is a child process of the supervisor: an agent, or the srun of a step next to the
 trainers' step. Tasks outlive rounds and incarnations. The supervisor restarts a failed task without
-an effect on the trainers.
+affecting the trainers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ END_S = 10.0
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block the signals that the supervisor forwards during the block."""
+    """Return a context in which the signals that the supervisor forwards are blocked."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -81,7 +81,7 @@ class _Task:
 
 
 class TasksInside:
-    """The tasks of one job. Only the supervisor's main thread and its signal handler use this."""
+    """The tasks of one job. Only the supervisor's main thread and its signal handler use them."""
 
     def __init__(
         self,
@@ -209,8 +209,8 @@ def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None
     """Make the directory of the attempt that the next agent will claim.
 
     When the master sees this directory, it gives the items of the last attempt to other tasks. The
-    next agent would make the directory too late: Python takes a second to start, or a minute on a
-    slow file system.
+    next agent would make the directory later, because Python takes a second to start, or a minute
+    on a slow file system.
 
     ``job`` is the start of the job (``JOBID.RESTART``) in which the task's agent has ended.
     """
@@ -220,5 +220,5 @@ def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None
         if claim is not None:
             atomic.make_private_directory(paths.rollout_task(group, task, claim.attempt + 1))
     except (CorruptFileError, EnvironmentFailure) as error:
-        text = "cannot prepare the next attempt at %s/%d, for which its items now wait: %s"
+        text = "cannot prepare the next attempt at %s/%d; the task's items wait for it: %s"
         logger.warning(text, group, task, error)

@@ -3,7 +3,7 @@
 ``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST`` runs
 on other hosts of the job. It requeues the job when Slurm has taken away HOST, on which the batch
 process runs. A job with spares needs this (see `workers.link`). Agents notice the loss sooner, but
-there may be no agent left that watches, for example if the trainers run on one host.
+there may be no agent left to notice it, for example if the trainers run on one host.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Watcher:
         return self._first.try_to_find(self._start) not in (None, known)
 
     def _is_lost(self) -> bool | None:
-        """Return whether the job still has this host but no longer its batch host.
+        """Return whether the job still has this host but has lost its batch host.
 
         Return None if the job has ended or was requeued.
         """

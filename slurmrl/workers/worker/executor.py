@@ -108,7 +108,7 @@ class Executor:
         self._kept = kept or UpdateKept()
 
     def ready(self) -> Ready:
-        """Return the message with facts about data and tokens for the master."""
+        """Return the message to the master with facts about data and tokens."""
         texts = map(self.tokenizer.convert_ids_to_tokens, self.stop_token_ids)
         return Ready(
             rank=self.rank,
@@ -177,7 +177,7 @@ class Executor:
     def call(self, order: RunCall) -> Done:
         """Execute one call of the dataflow graph on this rank's part of the batch, if it has one.
 
-        If several ranks have the same part, only the results of the first of them count.
+        If several ranks have the same part, only the results of the first rank count.
         """
         began = time.monotonic()
         call = next(call for call in self._calls(order) if call.name == order.name)
@@ -298,7 +298,7 @@ class Executor:
         return self.engines[self._layout(call)].context
 
     def _make_room(self, needed: Sequence[str]) -> None:
-        """Offload models that are not ``needed``. Record moved weights that are thereby lost."""
+        """Offload models that are not ``needed``. Record which moved weights this discards."""
         for model in self._residence.make_room(*needed):
             self._reallocations.discarded(model)
 

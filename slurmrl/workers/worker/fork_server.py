@@ -1,4 +1,4 @@
-"""The fork server of a host, which forks workers from a process with all imports done.
+"""The fork server of a host. It forks workers from a process that has done all imports.
 
 The agent starts one fork server. In each incarnation, the agent sends one ``fork`` per rank, with
 the worker's end of a new pipe, the file for its stacks and the rank's devices. The fork server
@@ -41,7 +41,7 @@ logger = log.get(__name__)
 OWN_PACKAGE = "slurmrl."
 LEFTOVERS_S = 1.5
 """Seconds that killed leftover processes of a worker may take to end. This is less than
-`loss_detection.ECHO_GRACE_S`, so the agent still hears of the worker's end in time."""
+`loss_detection.ECHO_GRACE_S`, so the agent learns of the worker's end in time."""
 POLL_S = 0.01
 """Interval of polls for the end of leftover processes."""
 
@@ -102,9 +102,9 @@ class _Worker(NamedTuple):
 class _ForkServer:
     """The loop of a fork server.
 
-    Each worker adopts the orphans of its descendants. Therefore a child of this process that is no
-    worker is a leftover of an ended worker. Such a child may occupy a GPU, so this process kills
-    it.
+    Each worker adopts the orphans of its descendants. Therefore, any child of this process that is
+    not a worker is a leftover of an ended worker. Such a child may occupy a GPU, so this process
+    kills it.
     """
 
     def __init__(self, agent: Connection, stacks_fd: int) -> None:
@@ -113,7 +113,7 @@ class _ForkServer:
         self._workers: dict[int, _Worker] = {}
         """Running workers by rank."""
         self._ended: list[tuple[WorkerEnded, float]] = []
-        """Ends of workers to report when the leftovers have ended, each with a deadline."""
+        """Ends of workers that are reported when the leftovers have ended, each with a deadline."""
         self._leftovers = Leftovers()
 
     def serve(self) -> Forked | None:

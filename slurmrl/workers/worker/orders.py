@@ -50,7 +50,7 @@ LINGER_S = 30.0
 """Seconds that a failed rank waits for its agent to kill it."""
 TEXT_CHARACTERS = 4_000
 TRACEBACK_CHARACTERS = 50_000
-"""Maximum length of a reported traceback, which passes pipe, name store and history."""
+"""Maximum length of a reported traceback, which passes through pipe, name store and history."""
 ECHOES = (ConnectionError, dist.DistError)
 ECHO_TEXTS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|gloo/transport|socket timeout"
@@ -73,7 +73,7 @@ SERVING = _Place("rollout")
 
 
 def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
-    """Execute messages until the last one or until the agent has ended.
+    """Execute messages until the last message or until the agent has ended.
 
     Then exit without the interpreter's clean-up. The clean-up would wait for process groups of
     ranks that may have ended, and takes seconds in a fork of a large process.
@@ -152,7 +152,7 @@ def _place(order: Order) -> _Place:
 def _linger(pipe: Connection) -> None:
     """Wait until the agent has received the report and kills this process.
 
-    If this process exited at once, other ranks could fail in collectives and report first.
+    If this process exited at once, other ranks could fail in collectives and report earlier.
     """
     deadline = time.monotonic() + LINGER_S
     while not pipe.closed and (left_s := deadline - time.monotonic()) > 0:
@@ -160,11 +160,11 @@ def _linger(pipe: Connection) -> None:
 
 
 def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
-    """Return the failure that an error means, without the host.
+    """Return the failure that an error describes, without the host.
 
     A user error is final, because every start would repeat it. Its message needs no traceback.
-    Another start may avoid other errors: another host may have the missing resources, an input may
-    become readable, and ranks may reach each other.
+    Other errors may not occur in another start: another host may have the missing resources, an
+    input may become readable, and ranks may reach each other.
     """
     unreadable = isinstance(error, UnreadableInputError)
     user_error = isinstance(error, UsageError)

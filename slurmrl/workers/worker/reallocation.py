@@ -86,11 +86,11 @@ class Reallocations:
         self._trained: dict[str, int] = {}
         """Number of times that each model was trained in this incarnation."""
         self._arrived: dict[str, int] = {}
-        """Number of trainings that the weights of each target contain; absent without weights."""
+        """Number of trainings in the weights of each target. A target without weights is absent."""
         self._verified: set[Reallocation] = set()
 
     def run(self, hook: Reallocation) -> None:
-        """Move the weights unless the target already has the newest ones. Raises MoveError."""
+        """Move the weights unless the target already has the newest weights. Raises MoveError."""
         version = self._trained.get(hook.source, 0)
         if self._arrived.get(hook.target) == version:
             return
@@ -174,7 +174,7 @@ def _storages(engine: Engine | None) -> Storages:
 class Residence:
     """Keeps engines of ``offloaded`` models out of device memory between their calls.
 
-    Models with ``moved`` weights lose them when they leave device memory. They remain there until
+    Models with ``moved`` weights lose these when they leave device memory. Such models stay until
     another model needs the memory, because a step may use them several times.
     """
 
@@ -187,7 +187,7 @@ class Residence:
         self._engines = {name: engines[name] for name in engines if name in offloaded}
         self._moved = frozenset(moved) & frozenset(offloaded)
         self._staying: set[str] = set()
-        """Models that remain in device memory on the ranks that have them; equal on all ranks."""
+        """Models that remain in device memory on their ranks. The set is equal on all ranks."""
         for engine in self._engines.values():
             engine.offload()
 

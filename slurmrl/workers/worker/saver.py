@@ -54,8 +54,8 @@ class Snapshot(Protocol):
 class Saver:
     """Writes the snapshots of one order at a time, then sends `Saved` with the files.
 
-    If the directory rejects the files, `Saved` contains the error, and the run continues. Any other
-    exception is a bug, which `wait` raises again.
+    If the directory rejects the files, `Saved` contains the error, and the run continues. `wait`
+    raises any other exception again, because it is a bug.
     """
 
     def __init__(self, rank: int) -> None:
@@ -72,7 +72,7 @@ class Saver:
         *,
         asynchronous: bool,
     ) -> None:
-        """Write the files, then call ``say``; if ``asynchronous``, both in a thread."""
+        """Write the files, then call ``say``. If ``asynchronous``, a thread does both."""
 
         def run() -> None:
             say(self._write(snapshots, directory, seq))

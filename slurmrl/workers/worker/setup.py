@@ -95,7 +95,7 @@ def build(
     activity: Activity,
     say: Callable[[Answer], None],
 ) -> Executor:
-    """Build the worker of a trainer, as the plan says. ``say`` sends a message to the master."""
+    """Build the worker of a trainer from the plan. ``say`` sends a message to the master."""
     worker: Executor = _maker(paths, who)(paths, who.rank, start, activity, say)
     return worker
 
@@ -106,7 +106,7 @@ def build_rollout(
     start: StartRollout,
     activity: Activity,
 ) -> RolloutWorker:
-    """Build the worker of a rollout task, as the plan says."""
+    """Build the worker of a rollout task from the plan."""
     worker: RolloutWorker = _maker(paths, who)(paths, who.rank, start, activity)
     return worker
 
@@ -382,7 +382,7 @@ REPORTS_PER_TIMEOUT = 4
 class Datasets:
     """Prepares and opens the datasets of a configuration.
 
-    Only rank 0 of an incarnation looks for prepared data. Therefore no two processes can disagree
+    Only rank 0 of an incarnation looks for prepared data. Therefore, processes cannot disagree
     about its state, and no lock is needed. The other ranks read the names of the directories from
     the store of their world.
     """

@@ -42,8 +42,8 @@ class Batch:
     part in the call. The plan and the lengths of the items determine which rank has which items of
     a key. Therefore ranks exchange only items and the lengths of completions.
 
-    A rank sends items to later calls as soon as it knows their readers, without waiting. If it sent
-    them only when the readers need them, it might be busy with a call of other ranks.
+    A rank sends items to later calls as soon as it knows their readers, without waiting. Later,
+    when the readers need the items, the rank might be busy with another call.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Batch:
             (maker, [call for call in calls[first:stop] if _reads(call, maker)])
             for maker in calls[:stop]
         ]
-        """Each call, and the later calls that read its result and have not received it yet."""
+        """For each call, the later calls that read its result and have not received it yet."""
         self._sent: dict[Spread, set[str]] = {}
         """Keys that have been sent to the ranks of a spread; equal on every rank."""
         self._makers = {key: call for call in calls for key in call.outputs}
@@ -82,13 +82,13 @@ class Batch:
         self._mail = mail
         self._activity = activity
         self._made: dict[str, SequenceSample] = {}
-        """Results of this rank's part by call. Only the first rank of a part has them."""
+        """Results of this rank's part, by call. Only the first rank of a part has results."""
         self._held: dict[Spread, SequenceSample] = {}
         """This rank's part under each spread, with the keys that have arrived."""
         self._arrived: dict[Spread, set[str]] = {}
         """Keys that all ranks of a spread have; equal on every rank."""
         self._lengths: Callable[[], Tensor] | None = None
-        """Function that waits for the lengths of all items, completions included."""
+        """Function that waits for the lengths of all items, including their completions."""
 
     def take_over(self, sources: Sequence[Batch]) -> None:
         """Take the results of this batch's items from the batches of candidates.
@@ -114,7 +114,7 @@ class Batch:
             self._shares.use_lengths([lengths[source][place] for source, place in items])
 
     def inputs(self, call: CallPlan, context: ParallelContext | None) -> SequenceSample | None:
-        """Return this rank's part of a call's inputs; None without a part in the call."""
+        """Return this rank's part of a call's inputs; None if it takes no part in the call."""
         spread = self._spread(call)
         self._send_made(self._order[call.name])
         arrived = self._arrived.setdefault(spread, set())
@@ -165,7 +165,7 @@ class Batch:
         return lengths
 
     def _spread(self, call: CallPlan) -> Spread:
-        """Return the spread of a call, after a wait for the lengths on which it may depend."""
+        """Return the spread of a call. First wait for the lengths on which it may depend."""
         if self._shares.needs_lengths(call):
             self._shares.use_lengths(self._all_lengths())
         return self._shares.of(call)
@@ -181,7 +181,7 @@ class Batch:
         """Return this rank's part under a spread whose ranks include this rank."""
         if spread not in self._held:
             part = spread.part_of(self._rank)
-            assert part is not None, "only ranks of the layout ask"
+            assert part is not None, "only ranks of the layout call this"
             self._held[spread] = self._take(spread.parts[part])
         return self._held[spread]
 
@@ -262,8 +262,8 @@ class Shares:
     """Divides the items of a batch among data-parallel ranks, balanced by numbers of tokens.
 
     The division is separate for each minibatch. If a batch begins with generation, the lengths of
-    completions are still unknown. Therefore each rank first gets the same number of items, with
-    prompt tokens as balanced as that allows. When all ranks know the lengths (`use_lengths`), later
+    completions are still unknown. Therefore, each rank first gets the same number of items. Prompt
+    tokens are balanced as far as possible. When all ranks know the lengths (`use_lengths`), later
     calls with a model get new shares. Calls without a model keep the shares of the generation.
     """
 
@@ -312,7 +312,7 @@ class Shares:
         topology = topology_of(model)
         ranks = topology.size("dp")
         if call.name in self._waiting:
-            assert self._known is not None, "the lengths come first"
+            assert self._known is not None, "the lengths are known first"
             parts = balanced_partition(self._known, ranks, self._minibatches)
         elif self._even:
             parts = even_partition(self._lengths, ranks, self._minibatches)
@@ -326,7 +326,7 @@ class Shares:
 
 
 ALL = "data"
-"""Name of the group of ranks that have the same part; missing if each part has one rank."""
+"""Name of the group of ranks with the same part. Missing if each part has one rank."""
 
 
 class Mail:

@@ -245,7 +245,7 @@ def test_reference_that_averages_the_actor_is_exported(
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert trial.run("export", "--role", "critic") == 2
-    assert "there are: actor, ref" in capsys.readouterr().err
+    assert "available: actor, ref" in capsys.readouterr().err
 
 
 def test_export_rejects_unknown_step_role_and_foreign_directory(
@@ -254,9 +254,9 @@ def test_export_rejects_unknown_step_role_and_foreign_directory(
     for step in (2, 4):
         trial.commit(step)
     assert trial.run("export", "--step", "3") == 2
-    assert "no checkpoint of step 3; there are: 2, 4" in capsys.readouterr().err
+    assert "no checkpoint of step 3; available: 2, 4" in capsys.readouterr().err
     assert trial.run("export", "--role", "critic") == 2
-    assert "'critic' is not in the checkpoints; there are: actor" in capsys.readouterr().err
+    assert "'critic' is not in the checkpoints; available: actor" in capsys.readouterr().err
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     assert trial.run("export", "--out", str(tmp_path / "mine")) == 2
@@ -290,7 +290,7 @@ def test_export_continues_or_fails_if_its_commit_is_deleted(
         assert trial.run("export", *(["--step", step] if step else [])) == code
         said = capsys.readouterr()
         if step:
-            assert "no checkpoint of step 4; there are: 6" in said.err
+            assert "no checkpoint of step 4; available: 6" in said.err
         else:
             assert Path(said.out.strip()) == trial.paths.export(6)
 
@@ -330,7 +330,7 @@ def test_damaged_checkpoint_is_not_exported(
         assert said.out == ""
         assert said.err.count("Error: ") == said.err.count("\n") == 1
         assert message in said.err
-        assert "choose another checkpoint with --step (there are: 2)" in said.err
+        assert "choose another checkpoint with --step (available: 2)" in said.err
     assert not (tmp_path / "new").exists()
     assert not list(trial.paths.exports.iterdir())
     config = load_resolved(trial.paths.config)

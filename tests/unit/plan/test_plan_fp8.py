@@ -103,7 +103,7 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
         ("quantization", "with sglang, which misread FP8 versions", (*APART, FP8), {}),
         (
             "kv_cache_dtype",
-            "with rollout.quantization: the server would scale the cache",
+            "with rollout.quantization: random weights would set the cache's scale",
             (*VLLM_APART, FP8, CACHE),
             {},
         ),
@@ -154,13 +154,13 @@ FLAGS = "rollout.server_args=[--quantization, fp8]"
         ),
         (
             "server_args",
-            "with rollout.quantization, which sets the precision of the server",
+            "with rollout.quantization, which also sets the server's precision",
             ("rollout.backend=vllm:d16", "rollout.gpus=16-31", FP8, "rollout.server_args=[-qfp8]"),
             {},
         ),
         (
             "server_args",
-            "with rollout.kv_cache_dtype, which sets the precision of the server",
+            "with rollout.kv_cache_dtype, which also sets the server's precision",
             (*APART, CACHE, "rollout.server_args=[--kv_cache_dtype, auto]"),
             {},
         ),

@@ -109,7 +109,7 @@ def test_own_profile_adds_new_hardware(own_folder: Path) -> None:
         ("measured: {link: fast}", "measured.link: 'fast' is not allowed: must be a number"),
         ("measured: {overlap: 1.5}", "measured.overlap: 1.5 is not allowed"),
         ("measured: {flops_per_s: .inf}", "measured.flops_per_s"),
-        ("vendor: {link: 1}\nmeasured: {link: 1}", "is also a number of section vendor"),
+        ("vendor: {link: 1}\nmeasured: {link: 1}", "is also in section vendor"),
         ("like: h101", "'h101' is not one of a10, a100"),
         ("measured: {", "not valid YAML"),
     ],

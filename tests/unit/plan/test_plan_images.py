@@ -79,7 +79,7 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         (["evaluation={dataset: {type: prompt, path: rows.jsonl, images_key: images}, "
           "tasks: {backend: sglang:d1}}", "actor.path=null", "actor.tokenizer=model",
           "actor.architecture={model_type: gemma3}"], "evaluation.tasks.backend", "get no images"),
-        (["algorithm.name=ppo"], "dataset.images_key", "critic is a model with values"),
+        (["algorithm.name=ppo"], "dataset.images_key", "critic is a value model"),
         (["algorithm.name=dpo", "dataset.type=preference", "reward=null", "rollout=null"],
          "dataset.images_key", "dpo reads no images; allowed algorithms: sft, ppo, grpo"),
         (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model"],
@@ -105,11 +105,11 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
          "sglang servers get no videos; leave out the key"),
         ([*VIDEOS, "rollout.backend=vllm", "rollout.servers=['unix:/a']"], "rollout.servers",
          "with videos, which servers do not get"),
-        ([*VIDEOS, "algorithm.name=ppo"], "dataset.videos_key", "critic is a model with values"),
+        ([*VIDEOS, "algorithm.name=ppo"], "dataset.videos_key", "critic is a value model"),
         ([*VIDEOS, "algorithm.name=dpo", "dataset.type=preference", "reward=null",
           "rollout=null"], "dataset.videos_key", "dpo reads no videos; allowed algorithms: sft"),
         (["actor.backend=fsdp:t2"], "actor.implementation", "'t' is not possible for qwen3_vl"),
-        (["actor.backend=megatron:d1"], "actor.implementation", "runs its own models only"),
+        (["actor.backend=megatron:d1"], "actor.implementation", "runs only its own models"),
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
 )  # fmt: skip

@@ -304,7 +304,7 @@ MERGE = r"slurmrl export other/1 --step {} --form merged"
         (["3-adapter"], "", rf"newest export .* \(step 3\) is an adapter; .*: {MERGE.format(3)}$"),
         (["3-adapter"], "@3", rf"\(exports in .*: 3 \(adapter\)\), .*: {MERGE.format(3)}$"),
         (["3-adapter"], "@2", rf"{MERGE.format(2)}$"),
-        (["2", "3-adapter"], "", rf"{MERGE.format(3)}, or name an older one: trial:other/1@2$"),
+        (["2", "3-adapter"], "", rf"{MERGE.format(3)}, or name an older export: trial:other/1@2$"),
         (["1", "3-adapter"], "@2", rf"in .*: 1, 3 \(adapter\)\), .*: {MERGE.format(2)}$"),
         (["4-critic-adapter"], "", r"first let that trial finish: slurmrl submit <.*>$"),
     ],

@@ -206,7 +206,7 @@ def test_checkpoint_deleted_during_linking_leaves_no_files(
 
     monkeypatch.setattr(SystemCalls, "link", linked)
     folder = judge.exports / "step-00000008.1-checkpoint"
-    with pytest.raises(ConfigError, match="no checkpoint of step 12; there are: 4, 8"):
+    with pytest.raises(ConfigError, match="no checkpoint of step 12; available: 4, 8"):
         judge.load("trial:sft/1@12")
     assert list(judge.exports.iterdir()) == []
     gone.append(8)
@@ -245,7 +245,7 @@ def test_damaged_checkpoint_is_rejected(judge: Judge, damage: str) -> None:
     message = judge.problem("trial:sft/1@8")
     assert "'trial:sft/1@8' cannot be used: checkpoint " in message
     assert "actor.1.safetensors" in message
-    assert "choose another checkpoint with @STEP (there are: 4, 12)" in message
+    assert "choose another checkpoint with @STEP (available: 4, 12)" in message
     assert list(judge.exports.iterdir()) == []
 
 

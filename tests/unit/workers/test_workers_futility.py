@@ -202,7 +202,7 @@ def test_too_many_starts_without_a_commit_fail_the_trial(past: Past) -> None:
     verdict = past.verdict()
     assert verdict is not None
     assert verdict["reason"] == (
-        f"{MOST} starts in a row without a new commit; the last one: "
+        f"{MOST} starts in a row without a new commit; the last start: "
         "rank 1 on n7 was ended by SIGKILL"
     )
 
@@ -219,7 +219,7 @@ def test_verdict_about_hangs_names_waiting_and_missing_ranks(past: Past) -> None
     verdict = past.verdict()
     assert verdict is not None
     assert verdict["reason"] == (
-        f"{MOST} starts in a row without a new commit; the last one: rank 3, gen: {silence}; "
+        f"{MOST} starts in a row without a new commit; the last start: rank 3, gen: {silence}; "
         f"ranks 0-2 have waited {MOST - 1} s in gen for rank 3"
     )
     job = JobTag(past.job)
