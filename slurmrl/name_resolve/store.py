@@ -1,7 +1,7 @@
 """Name store in a shared directory: one value per key.
 
 If several processes add a key at the same time, one of them succeeds. There is one file per key,
-named by the encoded key. The directory is flat, so that adding and deleting never race over
+named by the encoded key. The directory is flat, so that additions and deletions never race over
 subdirectories. Each file holds a JSON object with the value and a nonce that identifies its writer
 (see `fsio.atomic.exclusive_create`).
 """
@@ -44,7 +44,7 @@ class NameStore:
         self._directory = directory
         self._calls = calls
         self._paths: dict[str, Path] = {}
-        """Cache of paths by key, because making a path takes longer than reading its file."""
+        """Cache of paths by key. Making a path takes longer than reading its file."""
         self._temporary: dict[str, bytes] = {}
         """Contents of the keys that `reset` deletes."""
 
@@ -83,7 +83,7 @@ class NameStore:
         return value
 
     def find_subtree(self, root: str) -> list[str]:
-        """Return the sorted existing keys: ``root`` and all keys below it; all keys for ``""``."""
+        """Return the existing keys, sorted: ``root`` and all keys below it; all keys for ``""``."""
         root = normalize_root(root)
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
@@ -117,7 +117,7 @@ class NameStore:
     def watch_names(
         self, names: Sequence[str], callback: Callable[[], object], *, timeout_s: float = 300.0
     ) -> threading.Thread:
-        """Call ``callback`` once in the returned thread, after all ``names`` are deleted.
+        """Call ``callback`` once after all ``names`` are deleted, in the returned thread.
 
         A name that does not appear within ``timeout_s`` counts as deleted.
         """
@@ -192,7 +192,7 @@ class NameStore:
 
 
 VALUE_BYTES = 1 << 20
-"""Limit on a value in UTF-8: a name store holds addresses and short notes, not data."""
+"""Maximum bytes of a value in UTF-8. A name store holds addresses and short notes, not data."""
 
 
 def normalize(name: str) -> str:

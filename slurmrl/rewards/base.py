@@ -36,7 +36,7 @@ class RewardFunction(ABC):
         """
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the reason why each row cannot be scored, "" if it can.
+        """Return the reason why each row cannot be scored; "" for a row that can.
 
         ``submit`` calls this method on the login node, so the method must not import torch.
         """
@@ -47,7 +47,7 @@ class RewardFunction(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Release processes; the function is not called again."""
+        """Release processes. The function is not called again."""
 
 
 class ExactMatch(RewardFunction):
@@ -97,7 +97,7 @@ def _number(name: str, value: Any) -> float:
 
 
 FLOAT32_MAX = 3.4028234e38
-"""Maximum absolute value of a reward: rewards become float32 tensors."""
+"""Maximum absolute value of a reward. Rewards become float32 tensors."""
 LIMITS = "of at most 3.4e+38, float32's largest"
 SHOWN_CHARACTERS = 200
 METRIC = "reward/"
@@ -169,7 +169,7 @@ def _values(reward: str, returned: Any, count: int) -> list[Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """Return the value, even a scalar of torch or numpy, as a float; None if it is no number."""
+    """Return a value as a float, even a scalar of torch or numpy; None if it is not a number."""
     if not isinstance(value, Real) and hasattr(value, "item"):
         try:
             value = value.item()
@@ -184,7 +184,7 @@ def as_number(value: Any) -> float | None:
 
 
 def shortened(text: str) -> str:
-    """Return the string in quotes; omit the middle of a long one."""
+    """Return the string in quotes. Omit the middle of a long string."""
     half = SHOWN_CHARACTERS // 2
     return repr(text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}")
 

@@ -27,10 +27,10 @@ PER_COMPLETION: Final = (
 MODEL_SCORES: Final = "model_scores"
 """Argument that exists only if a reward model scores the completions."""
 PER_CALL: Final = ("step", "evaluation")
-"""Arguments with one value for a call, which a reward requests in the same way."""
+"""Arguments with one value for a call. A reward requests them in the same way."""
 Stats = dict[str, tuple[float, float]]
 Extras = Mapping[str, Any]
-"""Additional arguments by name; those of `PER_COMPLETION` are lists with one entry each."""
+"""Additional arguments by name. Arguments in `PER_COMPLETION` are lists with one entry each."""
 NO_EXTRAS: Final[Extras] = {}
 
 
@@ -103,7 +103,7 @@ class CheckedReward:
         return self._defines("stats")
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`)."""
+        """Return the reason why each row cannot be scored; "" if it can (see `RewardFunction`)."""
         problems = self._optional("check_rows", rows)
         return [""] * len(rows) if problems is None else list(problems)
 
@@ -196,7 +196,7 @@ def _check_call(
 def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the additional arguments that parameters after the first three request.
 
-    A parameter that the options set requests nothing.
+    A parameter that the options set does not count.
     """
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = list(signature.parameters.values())[len(ARGUMENTS) :]

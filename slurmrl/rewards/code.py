@@ -21,7 +21,7 @@ logger = log.get(__name__)
 GRACE_S = 10.0
 """Seconds that a sandbox may take to answer after the time limit of a program."""
 MOST_RESULT_BYTES = 8 << 20
-"""Maximum bytes of results in one reply. As JSON, they may be six times as long."""
+"""Maximum bytes of results in one reply. Their JSON may be six times as long."""
 MOST_CASES = 1 << 30
 LOADER = """\
 import json, os
@@ -140,7 +140,7 @@ class CodeReward(RewardFunction):
         return [run.score(share=self._share) for run in runs]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return why each row cannot be scored: it has no tests, or tests in an unknown form."""
+        """Return why each row cannot be scored: no tests, or tests in an unknown form."""
         problems = []
         for index, row in enumerate(rows):
             try:
@@ -158,7 +158,7 @@ class CodeReward(RewardFunction):
         self._pool.close()
 
     def _advance(self, runs: Sequence[_Run], most: int, deadline: float) -> None:
-        """Run up to ``most`` further tests of each program that may still pass."""
+        """Run up to ``most`` more tests of each program that may still pass."""
         requests, owners = [], []
         for run in runs:
             for cases in run.next_cases(most, share=self._share):
@@ -228,7 +228,7 @@ class _Run:
     def next_cases(self, most: int, *, share: bool) -> list[list[Case]]:
         """Return the next tests, in groups whose results fit into one reply.
 
-        A program that can no longer pass gets no further tests.
+        A program that can no longer pass gets no more tests.
         """
         if self.unscored or (self._failed and not share):
             return []

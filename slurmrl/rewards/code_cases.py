@@ -22,7 +22,7 @@ MOST_EXPECTED: Final = 1 << 20
 """Maximum number of characters of an expected output."""
 SPARE_BYTES: Final = 4096
 TOLERANCE: Final = 1e-6
-"""Relative and absolute tolerance between numbers of which one has a fraction or an exponent."""
+"""Relative and absolute tolerance between two numbers, if one has a fraction or an exponent."""
 NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FENCE: Final = re.compile(
     r"(?:^(?P<indent>[ \t]+))?(?P<fence>```|~~~)"
@@ -30,7 +30,7 @@ FENCE: Final = re.compile(
     r"\r?\n(?P<body>.*?)(?:\n?[ \t]*(?(indent)|(?<![ \t]{4}))(?P=fence)|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""Pattern of a code block of Markdown, whose language other words may follow: ```` ```python
+"""Pattern of a Markdown code block. Other words may follow the language: ```` ```python
 title="a.py" ````. A fence in a docstring, after four spaces, does not end it."""
 PYTHON: Final = re.compile(r"py3?|python(3(\.\d+)*)?", re.IGNORECASE)
 """Pattern of the languages of blocks with Python code."""
@@ -51,7 +51,7 @@ class Case:
     """One test."""
 
     kind: Literal["script", "call", "check"]
-    """A script reads input and prints; a call calls a function; a check runs code after the
+    """A script reads input and prints, a call calls a function, a check runs code after the
     program."""
     stdin: str = ""
     function: str = ""
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def most_bytes(self) -> int:
-        """Maximum size of the output or result; a larger one is wrong."""
+        """Maximum size of the output or result. A larger output or result is wrong."""
         script = self.kind == "script"
         size = len(self.expected.encode(errors="replace") if script else json.dumps(self.expected))
         return 2 * size + SPARE_BYTES
@@ -229,7 +229,7 @@ def _close(ours: float, theirs: float) -> bool:
 def same_value(value: Any, expected: Any) -> bool:
     """Return whether a function's result is as expected.
 
-    The result may also equal the only element of an expected list: some datasets add this list.
+    The result may also equal the only element of an expected list. Some datasets add this list.
     """
     if _equal(value, expected):
         return True
@@ -253,8 +253,8 @@ def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
     """Return the code block with the program to test; without blocks, the whole string.
 
     Blocks without a language count only if no block is labeled Python. Of several blocks, choose
-    the last one that defines most of the names in the tests. Tests of printed output choose the
-    last one that looks most like a whole program.
+    the last block that defines most of the names in the tests. For tests of printed output, choose
+    the last block that looks most like a whole program.
     """
     tagged: list[str] = []
     bare: list[str] = []

@@ -1,4 +1,4 @@
-"""The process that runs programs: one JSON request a line in, one JSON reply a line out.
+"""The process that runs programs. It reads one JSON request per line and writes one reply.
 
 Its source is sent to a Python that may be inside a container (`slurmrl.rewards.code.LOADER`), so it
 imports nothing of slurmrl. If the kernel allows it, the process has its own namespaces: no network,
@@ -41,7 +41,7 @@ MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 CAPABILITY_VERSION = 0x20080522
 PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
-"""Possible mount points for the private folder; the first one that works is used."""
+"""Possible mount points for the private folder. The first working mount point is used."""
 SHARED_MEMORY = "/dev/shm"  # multiprocessing creates its semaphores here
 VARIABLES = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -65,7 +65,7 @@ class Sandbox:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self.network = self.files = self.process_table = False
-        """Whether each of these resources is isolated."""
+        """Whether the network is isolated; the next attributes are for other resources."""
         if settings["namespaces"]:
             self._enter_namespaces()
         self._kept: dict[str, list[tuple[str, int]]] = {}
@@ -79,7 +79,7 @@ class Sandbox:
             _write("/proc/self/oom_score_adj", "1000")
 
     def protections(self) -> dict[str, bool]:
-        """Return the active protections; root's processes are limited only by a process table."""
+        """Return the active protections. Only a process table limits the processes of root."""
         counted = self._own_proc or not self._root
         return {"network": self.network, "files": self.files, "processes": counted}
 
@@ -418,7 +418,7 @@ def _folders_of_interpreter() -> set[str]:
 
 
 def _below(place: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths at or below a place, without paths below another one of them."""
+    """Return the paths at or below a place, without paths below another of these paths."""
     found = [place]
     for path in sorted(paths):
         if [each for each in found if f"{path}/".startswith(f"{each}/")] == [place]:
@@ -437,7 +437,7 @@ def _enter_own_users(others: int) -> None:
 
 
 def _works_in_child(change: Callable[[], None]) -> bool:
-    """Try a permanent change in a child: root in Apptainer cannot set users of its namespace."""
+    """Try a permanent change in a child. Root in Apptainer cannot set users of its namespace."""
     child = os.fork()
     if not child:
         try:

@@ -1,4 +1,4 @@
-"""Complete the test code of a row: call its uncalled tests; reject code that tests no program."""
+"""Complete a row's test code: call tests that it does not call; reject code without tests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _call_tests(tests):
 
 """
 """Code that runs test functions and classes as pytest does. It must not contain names of
-`code_sandbox.preamble`, because programs lose those that occur in test code."""
+`code_sandbox.preamble`, because programs lose the names that occur in test code."""
 
 CHECK_EQUALITY: Final = """
 
@@ -163,7 +163,7 @@ def _parsed(code: str) -> ast.Module:
 
 
 def _only_defines(node: ast.stmt) -> bool:
-    """Return whether a statement only defines code; a decorated function may run at once."""
+    """Return whether a statement only defines code. A decorated function may run at once."""
     if isinstance(node, Function) and node.decorator_list:
         return node.name.startswith("test")
     return isinstance(node, Definition)
@@ -202,7 +202,7 @@ def _is_test_case(node: Definition, defined: Definitions) -> bool:
 
 
 def _classes(node: ast.ClassDef, defined: Definitions) -> list[ast.ClassDef]:
-    """Return a class and those of its base classes that the code defines."""
+    """Return a class and its base classes, if the code defines them."""
     classes = [node]
     for each in classes:  # the loop extends this list
         bases = [defined.get(base.id) for base in each.bases if isinstance(base, ast.Name)]
@@ -293,7 +293,7 @@ def _check_of_names(code: str, run: Sequence[ast.stmt], defined: Definitions) ->
         return ""
     names = sorted(free.intersection(dir(builtins)))
     if not names or "assert" not in code:
-        raise UsageError("they run nothing of the program, so every program would pass")
+        raise UsageError("they do not run the program, so every program would pass")
     return f"\nassert any(name in globals() for name in {names}), 'the program defines none'\n"
 
 

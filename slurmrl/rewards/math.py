@@ -1,4 +1,4 @@
-"""The reward 1 for a completion whose final answer equals the reference mathematically, else 0."""
+"""The reward that is 1 if the final answer equals the reference mathematically, else 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM = PoolProgram(
     hint=": is math-verify installed?",
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
-"""Pattern of a plain number, which is always a valid reference."""
+"""Pattern of a plain number. It is always a valid reference."""
 BRACKETS = re.compile(r"(?<!\\)(?<!\\sqrt)(?<!\\left)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
 """Pattern of square brackets, with a pair inside as in ``[\\sqrt[3]{8}]``, but not ``\\[…\\]``."""
 
@@ -154,7 +154,7 @@ class MathReward(RewardFunction):
 
 
 def tail(text: str, characters: int) -> str:
-    """Return the end of a long text.
+    """Return the end of a long string.
 
     The result begins with a whole line if a line begins in its first half, so that no formula is
     cut.

@@ -42,7 +42,7 @@ LOOKS = re.compile(
     r"|(?:text)?color\s*\{\w+\}|hspace\s*\{[^{}]*\}|checkmark"
     r"|(?:mathbf|mathit|bf)(?=\s*\{?\s*[-\\\d]))(?![A-Za-z])"
 )
-"""Tags as in ``<answer>``, and commands that change only how a formula looks."""
+"""Pattern of tags as in ``<answer>``, and of commands that only change a formula's look."""
 LIFTED = re.compile(r"<su([pb])>([^<>]{1,40})</su\1>")
 QUANTITY = re.compile(r"\\(?:SI|qty|num)\s*\{([^{}]*)\}(?:\s*\{[^{}]*\})?")
 ROMAN = re.compile(
@@ -92,7 +92,7 @@ WRAPPED = (
 )
 FUNCTION = r"(?:arc)?(?:sin|cos|tan)h?|a(?:sin|cos|tan)h?|cot|csc|ln|log|lg|exp|gcd"
 UPRIGHT = re.compile(rf"\\(?:mathrm|text|operatorname)\s*\{{\s*({FUNCTION})\s*\}}")
-"""Pattern of a function's name in upright letters, which is not a unit."""
+"""Pattern of a function's name in upright letters. It is not a unit."""
 LOGARITHM = re.compile(r"\\(?:(lg)|log\s*_\s*(?:e|\{\s*e\s*\}))(?![A-Za-z])")
 """Pattern of logarithms that math-verify does not read."""
 LEADING_TEXT = re.compile(
@@ -131,7 +131,7 @@ VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 AROUND = re.compile(rf"\A{SPACE}+|{SPACE}+\Z")
 PARENTHESES = re.compile(r"\A(?:\((.*)\)|\{([^{}]*)\})\Z", re.DOTALL)
 EUROPEAN = r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d{1,3}(?: \d{3})+,\d+"
-"""Pattern of a number with a decimal comma or dots between thousands, and no other reading."""
+"""Pattern of a number whose only reading has a decimal comma or dots between thousands."""
 DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 SCIENTIFIC = (
     rf"(?:(?P<digits>{DECIMAL})[eE]|(?:(?P<digit>\d(?:\.\d+)?)\s*(?:\\times|\\cdot|[x×*·⋅])\s*)?"
@@ -150,7 +150,7 @@ LITERAL = re.compile(
 
 
 def rewritten(text: str) -> str:
-    """Return an answer with symbols, thousands, bases and residues as math-verify reads them."""
+    """Return an answer with symbols, thousands, bases and residues in math-verify's notation."""
     text = LIFTED.sub(lambda match: f"{'^' if match[1] == 'p' else '_'}{{{match[2]}}}", text)
     text = LOOKS.sub(" ", QUANTITY.sub(r"\1 ", with_unequal_signs(text)))
     text = COMPOSED.sub(decomposed, text.strip()).translate(SYMBOLS)
@@ -176,7 +176,7 @@ def decomposed(match: re.Match[str]) -> str:
 
 
 def number(text: str, *, plain: bool) -> str:
-    """Return the decimal number or fraction in lowest terms that an answer consists of.
+    """Return the decimal number, or fraction in lowest terms, if an answer consists of one.
 
     The answer may have a currency or units. The result is "" for any other answer. `without_units`
     explains ``plain``. With ``plain``, a comma may also separate decimals.
@@ -243,13 +243,13 @@ def fraction(repeating: re.Match[str]) -> str:
 
 
 def residue_symbol(residue: re.Match[str]) -> str:
-    """Return a symbol that only congruent numbers with the same modulus share."""
+    """Return a symbol that is equal only for congruent numbers with the same modulus."""
     modulus = int(residue[2] or residue[3] or residue[4])
     return rf"\Upsilon_{{{int(residue[1]) % modulus if modulus else residue[1]}mod{modulus}}}"
 
 
 def based_symbol(number: re.Match[str]) -> str:
-    """Return a symbol that only the same digits in the same base share.
+    """Return a symbol that is equal only for the same digits in the same base.
 
     In base ten, return only the digits. math-verify would ignore the base.
     """
@@ -272,8 +272,8 @@ FORMULA = re.compile(
     re.DOTALL,
 )
 LONGEST_FORMULA = 300
-"""Maximum number of characters of a formula without an environment: math-verify's parser takes very
-long to reject longer strings."""
+"""Maximum number of characters of a formula without an environment. (math-verify's parser takes
+very long to reject longer strings.)"""
 BOX = re.compile(r"\\(?:boxed|f(?:rame)?box)\s*(?:(\{)|((?:[^\s{}$\\]|\\[A-Za-z]+|\{[^{}]*\})+))")
 SAME_ANSWER = re.compile(
     r"(?:(?!.*\b(?:not|wrong|incorrect|mistaken?)\b)[^.!?,;:\n]{0,60}\band\b)?"
@@ -301,14 +301,14 @@ PROSE = re.compile(
     r"|infinity|percent|percentage|pct|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi"
     r")(?![A-Za-z]))[A-Za-z]{3,}|is|of|so|we|to|it|be|an|as|if|at|by)(?![^\s.,;:!?)\"'*-])"
 )
-"""Pattern of a word between spaces: it has a small letter and a vowel, and is no math name."""
+"""Pattern of a word between spaces. It has a small letter and a vowel, and is no math name."""
 ARTICLE = re.compile(r"a|A|I")
 ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
 TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
 MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^]|\.\d)")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
 NO_PROSE = re.compile(r"[+*/^_\\{}<>|]|(?<=\s)-\s")
-"""Pattern of characters that show that a string with words and a number is a formula."""
+"""Pattern of characters by which a string with words and a number is a formula."""
 CURRENCIES = re.compile("[€£¥₹]")
 NAMED = re.compile(
     r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
@@ -338,8 +338,8 @@ OPENING = re.compile(r"(?:(?<!\w)[\[(\"'`*“_>~+]+|(?<!\d):)(?=[-$\d.])|\b(?:US
 def marked_answer(text: str, marker: str) -> str | None:
     """Return the rest of the line after the last marker that is not a Markdown heading.
 
-    Return None if there is no marker, or if the answer is in a box: in a later line, or before a
-    heading.
+    Return None if there is no marker, or if the answer is in a box (in a later line, or before a
+    heading).
     """
     before, separator, after = text.rpartition(marker)
     if not separator or BOX.search(after.partition("\n")[2]):
@@ -354,7 +354,7 @@ def marked_answer(text: str, marker: str) -> str | None:
 
 
 def is_heading(line: str) -> bool:
-    """Return whether the line after a marker is empty or a title, as in a Markdown heading."""
+    """Return whether the line after a marker is empty, or a title as in a Markdown heading."""
     if not line.strip() or NUMBERED.match(line):
         return True
     return is_prose(line) and not VALUE.match(line)
@@ -428,8 +428,8 @@ def _last_number(formula: str) -> str:
 def only_formula(text: str, *, plain: bool = False) -> str | None:
     """Return the only formula, number or word of an answer, which may have prose around it.
 
-    The result is None if the answer has none or several. With ``plain``, the answer is compared
-    with a plain number.
+    The result is None if the answer has none of these, or several. With ``plain``, the answer is
+    compared with a plain number.
     """
     text = text.strip().removeprefix("=")
     if FORMULA.search(text):
@@ -465,7 +465,7 @@ def the_only(formulas: list[str]) -> str | None:
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a string has a word. Products of adjacent letters (``abc``) are no words."""
+    """Return whether a string has a word. Products of adjacent letters (``abc``) do not count."""
     words = ("".join(sorted(word.lower())) for word in PROSE.findall(text))
     return any(word not in string.ascii_lowercase or len(word) < 3 for word in words)
 

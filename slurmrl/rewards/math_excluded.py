@@ -48,8 +48,8 @@ def without_other_numbers(text: str) -> str:
 def with_unequal_signs(text: str) -> str:
     r"""Return a formula with ``\neq`` for each ``!=`` that means "unequal".
 
-    Between two numbers, ``!=`` is a factorial if the equation is then true: ``5!=120``. Everywhere
-    else, ``!=`` without a space between its characters means "unequal".
+    Between two numbers, ``!=`` means a factorial and ``=`` if this equation is true: ``5!=120``.
+    Everywhere else, ``!=`` without a space between its characters means "unequal".
     """
     return UNEQUAL.sub(r" \\neq ", FACTORIAL.sub(_factorial, text))
 

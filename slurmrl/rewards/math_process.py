@@ -1,7 +1,7 @@
-"""The process that runs math-verify: one JSON request a line in, one JSON reply a line out.
+"""The process that runs math-verify. It reads one JSON request per line and writes one reply.
 
-Its parent enforces time limits by killing it: math-verify's own limits use SIGALRM, which does not
-interrupt long operations on big numbers.
+Its parent enforces time limits by killing it, because math-verify's own limits use SIGALRM, which
+does not interrupt long operations on big numbers.
 
 math-verify reads an answer as mathematics only inside a LaTeX environment. From other text, it
 extracts single numbers: 2 from ``2\\sqrt{3}``. Answers are therefore put in a box.
@@ -134,7 +134,7 @@ OPTION_IS = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?){CHOSEN}")
 def chosen(text: str, *, inside: bool) -> str:
     """Return the letter of a multiple choice that a string chooses; "" if it chooses none.
 
-    ``inside``: the string is from a box or after the marker, and has no prose.
+    With ``inside``, the string is from a box or after the marker, and has no prose.
     """
     text = re.sub(r"\\(?:text|math)\w*|\\[ ,;]|[{}$*]", " ", text)
     if (inside or OPTION.fullmatch(text)) and (label := LABEL.match(text)):
@@ -260,7 +260,7 @@ def in_full(match: re.Match[str]) -> str:
 
 
 def counted(text: str) -> list[str]:
-    """Return a string and, if it counts in dozens, also the string with the single pieces."""
+    """Return a string and, if it counts dozens, also the string with the number of pieces."""
     pieces = DOZEN.sub(lambda match: f"{12 * Decimal(match[1].replace(',', ''))}{match[2]}", text)
     return list(dict.fromkeys((text, pieces)))
 
@@ -273,7 +273,7 @@ def _same(one: str, other: str) -> bool:
 
 @lru_cache(maxsize=64)  # all completions of a prompt have one reference
 def read(text: str, *, plain: bool = False) -> Reading:
-    """Parse an answer by math-verify. ``plain``: the answer is compared with a plain number."""
+    """Parse an answer by math-verify. With ``plain``, the reference is a plain number."""
     from math_verify import parse
 
     prepared = prepare(text, plain=plain)

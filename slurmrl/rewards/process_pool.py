@@ -1,4 +1,4 @@
-"""A pool of processes that answer requests, whose hangs and crashes do not affect the caller.
+"""A pool of processes that answer requests. Their hangs and crashes do not affect the caller.
 
 The rewards with processes (math, code, and users' own rewards in ``reward.pool``), rollout tasks
 and the Python tool use pools. `end_with_parent`, `take_pipes` and `send` are for the processes.
@@ -36,13 +36,13 @@ ATTEMPTS = 2
 """Number of attempts at a request whose process dies. A request that hangs is not retried."""
 MOST_FAILED_STARTS = 3
 MOST_PROCESSES = 8
-"""Maximum of the default number of processes; each needs 50 to 100 MB."""
+"""Maximum of the default number of processes. Each process needs 50 to 100 MB."""
 LOOK_S = 0.5
 """Seconds between two checks whether a call was abandoned."""
 START_LIMIT_S = 120.0
 READ_BYTES = 1 << 16
 ENDING_S = 1.0
-"""Seconds to wait for a process that closed its pipe, to report how it ended."""
+"""Seconds to wait for the end of a process that closed its pipe, to report how it ended."""
 
 
 class Unanswered(NamedTuple):
@@ -124,7 +124,7 @@ class PoolProcess:
     def ask(self, index: int, request: Mapping[str, Any], timeout_s: float) -> None:
         """Begin to send a request.
 
-        `work` sends the rest of a long request, so that a process that does not read cannot block
+        `work` sends the rest of a long request. A process that does not read therefore cannot block
         the caller.
         """
         self.request = index
@@ -157,7 +157,7 @@ class PoolProcess:
         return None
 
     def end_input(self) -> None:
-        """Tell the process that no further request comes."""
+        """Tell the process that no more requests come."""
         self._requests.close()
 
     def close(self, deadline: float = 0.0) -> None:
@@ -309,7 +309,7 @@ class ProcessPool:
             process.ask(index, batch.requests[index], min(self._timeout_s, batch.end - now))
 
     def _wait(self, most_s: float) -> None:
-        """Wait until a process has something to do, or until the first deadline."""
+        """Wait until a process can be served, or until the first deadline."""
         busy = [process for process in self._processes if not process.idle]
         if not busy:
             return
@@ -387,7 +387,7 @@ class _Requests:
         self.end = min(self.end, now + self._within_s)
 
     def retry(self, index: int | None, why: str) -> None:
-        """Queue the request of a lost process again, unless that was its last attempt."""
+        """Queue the request of a lost process again, unless this was the request's last attempt."""
         if index is None:
             return
         self._attempts[index] += 1

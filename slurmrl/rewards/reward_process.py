@@ -48,7 +48,7 @@ def _limit_memory(size: int) -> None:
 
 
 def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> WeightedReward | None:
-    """Make the reward; report success or the failure."""
+    """Make the reward. Report success or the failure."""
     settings = Reward.model_validate(setup["reward"])
     try:
         reward = make_reward(settings, cores=setup["cores"], of_one_prompt=setup["of_groups"])

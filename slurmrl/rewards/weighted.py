@@ -28,7 +28,7 @@ CLOSING_S = 5.0
 MOST_LOGGED = 5
 """Maximum number of failures of one call that are logged."""
 MOST_SINGLE_FAILURES = 8
-"""Number of failed calls in a row, each for one completion or one prompt, that raise an error."""
+"""Number of failed calls in a row (each for one completion or one prompt) that raise an error."""
 Row = Mapping[str, Any]
 
 
@@ -40,7 +40,7 @@ class WeightedPart(NamedTuple):
 class WeightedReward:
     """The weighted sum of the scores of a reward's parts.
 
-    :param parts: parts by name; the part `ALONE`, of a reward that is not a sum, has no metric.
+    :param parts: parts by name; the part `ALONE` of a reward that is not a sum has no metric.
     """
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
@@ -66,7 +66,7 @@ class WeightedReward:
         return any(part.scorer.has_stats for part in self._parts.values())
 
     def wanted(self) -> set[str]:
-        """Return the names of the additional arguments that functions request; raise as `score`."""
+        """Return the names of the additional arguments that functions request."""
         return {name for part in self._parts.values() for name in part.scorer.wanted()}
 
     def score(
@@ -117,7 +117,7 @@ class WeightedReward:
         return [None if index in unscored else total for index, total in enumerate(totals)]
 
     def stats(self) -> Stats:
-        """Metrics that the functions return in addition to their scores, of the latest call."""
+        """Metrics of the latest call that the functions return in addition to their scores."""
         return dict(self._stats)
 
     def metrics(self) -> Stats:
@@ -125,7 +125,7 @@ class WeightedReward:
         return metrics(self._stats, self.given)
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:
-        """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`)."""
+        """Return the reason why each row cannot be scored; "" if it can (see `RewardFunction`)."""
         problems = [self._scored_by_none(row) for row in rows]
         for settings, scorer in self._parts.values():
             chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
@@ -311,7 +311,7 @@ class PooledReward:
         return [self._score(reply) for reply in replies]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`).
+        """Return the reason why each row cannot be scored; "" if it can (see `RewardFunction`).
 
         Without rows, check only that the reward can be made.
 

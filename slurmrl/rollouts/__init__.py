@@ -1,7 +1,8 @@
 """Completions: engines that generate tokens, and episodes with environments and tools.
 
 The configuration names a user's own episode, environment or tool as ``package.module:name``
-(docs/rollouts.md). To add a built-in one, add a class and a line in a table below. Torch-free.
+(docs/rollouts.md). To add a built-in episode, environment or tool, add a class and a line in a
+table below. Torch-free.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class EpisodeItem:
     sample_id: str
     """Id of the row, with the epoch: ``17@0``."""
     index: int
-    """Index of the episode's completion among the completions of its prompt, from 0."""
+    """Index of the episode's completion among the completions of the prompt, from 0."""
     prompt: tuple[int, ...]
     """Token ids."""
     text: str
@@ -36,7 +36,7 @@ class EpisodeItem:
 
 
 PolicyTurn = Completion
-"""Turn that an environment answers; it reads ``text``, ``tokens``, ``finish`` and ``stopped``."""
+"""Turn that an environment answers. It can read ``text``, ``tokens``, ``finish``, ``stopped``."""
 
 
 @dataclass(frozen=True, kw_only=True)

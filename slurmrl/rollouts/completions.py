@@ -26,8 +26,8 @@ Finish: TypeAlias = Literal["stop", "length", "aborted"]
 class Completion:
     """Token ids that the policy wrote after a prompt, and messages that it read between its turns.
 
-    An engine answers with one turn, whose prompt is in the request. An episode begins with its
-    prompt and adds turns and messages.
+    An engine answers with one turn; its prompt is in the request. An episode begins with its prompt
+    and adds turns and messages.
     """
 
     prompt: Sequence[int] = ()
@@ -64,7 +64,7 @@ class Completion:
     """Reason why the episode failed; empty if it did not fail."""
     tool_calls: int = 0
     tool_failures: int = 0
-    """Number of failed tool calls; ``tool_calls`` is the number of all tool calls."""
+    """Number of failed tool calls. ``tool_calls`` is the number of all tool calls."""
 
     def __post_init__(self) -> None:
         self.prompt = _checked(self.prompt)

@@ -50,7 +50,7 @@ class ToolCalls(Environment):
     :param role: role of the message with the results in the chat template.
     :param message: template of the message with the results. ``{results}`` is replaced by a line
         for each call.
-    :param max_calls: maximum number of calls in a turn. If a turn has more, no call is executed.
+    :param max_calls: maximum number of calls in a turn. If a turn has more, none is executed.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class PolicyClient:
         self._policy = policy
         self.completions = Completion(item.prompt)
         self.failure: RunFailedError | None = None
-        """Error of the engine. The environment mistakes this error for a failure of the model."""
+        """Error of the engine, which the environment would mistake for a failure of the model."""
         self._known: list[tuple[str, str]] = []
         """Role and content of the messages up to the policy's last turn."""
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))

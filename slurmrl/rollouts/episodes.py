@@ -147,9 +147,8 @@ class EpisodeRunner:
         """Run the episodes of the items; return their completions in the items' order.
 
         :param slots: limit of running episodes, shared by concurrent calls. The items of such a
-            call are completions of one prompt, which may occasionally all fail.
-        :raises EpisodeError: no episode was completed.
-        :raises RunFailedError: the engine failed.
+        call are completions of one prompt. They may occasionally all fail. :raises EpisodeError: no
+        episode was completed. :raises RunFailedError: the engine failed.
         """
         outcomes: dict[int, Completion] = {}
         left = deque(enumerate(items))

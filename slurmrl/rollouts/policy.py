@@ -1,7 +1,7 @@
 """The policy that writes the turns of an episode, and the tokens of messages. Torch-free.
 
 The tokens of a message are appended to the tokens that the policy has sampled. The conversation is
-never rendered and tokenized again: the tokenizer may produce other ids than the policy sampled.
+never rendered and tokenized again, because this may give other ids.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TokenSampling:
 
 
 class Waiting:
-    """Counter of episodes that are busy: they neither wait for the engine nor have ended."""
+    """Counter of busy episodes. A busy episode does not wait for the engine and has not ended."""
 
     def __init__(self) -> None:
         self._elsewhere = 0
@@ -82,7 +82,7 @@ class Policy:
         waiting: Waiting,
         clock: asyncio.Timeout,
     ) -> None:
-        """``clock`` is the episode's time limit, which is suspended while the engine samples."""
+        """``clock`` is the episode's time limit. It is suspended while the engine samples."""
         self._item, self._engine, self._dialogue = item, engine, dialogue
         self._sampling, self._limits = sampling, limits
         self._waiting, self._clock = waiting, clock
@@ -92,7 +92,7 @@ class Policy:
         self._left_s = 0.0
         self._over = False
         self._from: Counter[int] = Counter()
-        """Number of turns by the number of tokens before the turn."""
+        """Number of turns that began after each number of tokens."""
         self.latest: Completion | None = None
         """The completion to which the policy has last added a turn."""
         self.limited = False
@@ -188,7 +188,7 @@ class Policy:
     def _key(self, begin: int) -> int:
         """Return the random stream of a turn.
 
-        All turns use the completion's stream, in which the positions of tokens differ. A further
+        All turns use the completion's stream, in which the positions of tokens differ. A second
         turn from the same position gets a different stream.
         """
         again = self._from[begin]
@@ -242,8 +242,8 @@ class Dialogue:
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a string that continues another string.
 
-        Names of special tokens in the string are tokenized as ordinary characters, so that no
-        message can end a turn or pretend to have another role.
+        Names of special tokens in the string are tokenized as ordinary characters. A message can
+        therefore neither end a turn nor pretend to have another role.
         """
         return tuple(self._behind(None, text, literal=True))
 
@@ -263,7 +263,7 @@ class Dialogue:
         """Return the tokens of messages (role, content), up to the beginning of the next turn.
 
         Without a chat template, return only the tokens of the contents. The context ends with the
-        token ``last``. ``turn`` says whether the policy wrote this token.
+        token ``last``. ``turn`` is true if the policy wrote this token.
         """
         if self._template is None:
             return self._joined(last, [(text, True) for _, text in said])

@@ -133,7 +133,7 @@ class SampleWriter:
         atomic.sync_directory(self._folder, calls=self._calls)
 
     def _make_folder_again(self) -> None:
-        """Make the folder for the next attempt to write: a user or a purge has removed it.
+        """Make the folder for the next try after a user or a purge has removed it.
 
         If the parent folder is missing, too, the task attempt is lost, and the task exits.
         """
@@ -219,10 +219,10 @@ def _read(path: Path, offset: int, length: int, calls: SystemCalls) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleGroup:
-    """All completions of an item, made under a lease.
+    """All completions of an item that were made under one lease.
 
-    Raises ValueError if the fields contradict each other. (n completions; T tokens of all of them,
-    side by side, prompts included)
+    Raises ValueError if the fields contradict each other. (n completions; T tokens of all
+    completions, side by side, including prompts)
     """
 
     item: int
@@ -234,9 +234,9 @@ class SampleGroup:
     prompt_lengths: Array
     """int32 [n]: tokens of each prompt."""
     finished: Array
-    """bool [n]: the completion ended by itself, not at a limit."""
+    """bool [n]: whether the completion ended by itself, not at a limit."""
     failed: Array
-    """bool [n]: the episode failed, so no token of the policy counts."""
+    """bool [n]: whether the episode failed. Then no token of the policy counts."""
     turns: Array
     """int32 [n]: turns of the policy."""
     tool_calls: Array
@@ -281,7 +281,7 @@ class SampleGroup:
         completions: Sequence[Completion],
         held: str,
     ) -> SampleGroup:
-        """``held`` is the task's weight version, which the group has if no token was sampled."""
+        """``held`` is the task's weight version. The group has it if no token was sampled."""
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
         place = {name: number for number, name in enumerate(versions)} | {"": -1}

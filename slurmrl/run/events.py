@@ -1,8 +1,8 @@
 """Events of a run: one file of JSON lines per writer, merged when read.
 
-Times are from each writer's own clock. The merged order is for people; no decision depends on it.
-A killed writer leaves a torn last line to which a later writer of the same name appends, so readers
-skip lines that are not events.
+Times are from each writer's own clock. The merged order is for people; no decision depends on it. A
+killed writer may leave an incomplete last line. A later writer of the same name appends to this
+line, so readers skip lines that are not events.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ END_BYTES = 32 * 1024
 
 
 class EventWriter:
-    """Appends events to the file of a writer, such as ``master.3``; closes it after each event."""
+    """Appends events to the file of a writer, such as ``master.3``. Closes it after each event."""
 
     def __init__(self, paths: RunPaths, writer: str) -> None:
         self._path = paths.event_file(writer)
@@ -99,7 +99,7 @@ class EventWriter:
             logger.warning("event %s was not written: %s", kind, error)
 
     def _append(self, line: bytes) -> None:
-        """Append to the file. Recreate its folder if it was removed, but no removed trial."""
+        """Append to the file. Recreate its folder if it was removed, but not a removed trial."""
         try:
             atomic.append(self._path, line)
         except EnvironmentFailure as error:
@@ -110,7 +110,7 @@ class EventWriter:
 
 
 def read_all(paths: RunPaths) -> list[Event]:
-    """Return all writers' events by time; events of one writer keep their order."""
+    """Return all writers' events by time. Events of one writer keep their order."""
     return EventReader(paths).read()
 
 
@@ -151,7 +151,7 @@ class EventReader:
         self._offsets: dict[str, int] = {}
 
     def read(self) -> list[Event]:
-        """Return new events by time; events of one writer keep their order.
+        """Return new events by time. Events of one writer keep their order.
 
         An incomplete line is returned once it is complete.
         """

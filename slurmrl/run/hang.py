@@ -14,7 +14,7 @@ from slurmrl.run.reports import TRAINERS
 COMPILING = "compiling the operators of slurmrl, once for this cache"
 """The phase of a rank that compiles the operators, or waits while another process does so."""
 MOST_GROUPS = 50
-"""Maximum number of groups in a report; the groups with the lowest ranks are reported."""
+"""Maximum number of groups in a report. It shows the groups with the lowest ranks."""
 _PATTERN = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
 SPANS = FieldType(
     "ranks such as 0-2,5",
@@ -35,10 +35,10 @@ class _Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCollective(_Collective):
-    """The collective that a rank has entered, or the message for which the rank waits."""
+    """The collective that a rank has entered, or the message that it waits for."""
 
     ranks: tuple[Annotated[int, COUNT], ...] = ()
-    """The ranks of the group, empty if unknown; for a message, its sender."""
+    """The ranks of the group (empty if unknown), or the sender of a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class RankProgress(_Progress):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupProgress(_Progress):
-    """Common activity of several ranks of one world; times are the maximum over the ranks."""
+    """Common activity of several ranks of one world. Times are the maximum over the ranks."""
 
     ranks: Annotated[str, SPANS]
     collective: SharedCollective | None = None
@@ -149,7 +149,7 @@ def _oldest(ages_s: Iterable[float]) -> float:
 
 
 def explain(groups: Sequence[GroupProgress]) -> str:
-    """Return one sentence about the trainers; empty if no rank waits or is late.
+    """Return one sentence about the trainers. Return "" if no rank waits or is late.
 
     ``ranks 0-2 have waited 140 s in actor_train (all_reduce #1841) for rank 3, which has been in
     reward_inf for 140 s``
@@ -173,7 +173,7 @@ def explain(groups: Sequence[GroupProgress]) -> str:
 
 
 def _missing(waiting: Iterable[tuple[GroupProgress, SharedCollective]]) -> str:
-    """Return a phrase about ranks of the collective without a report; empty if all reported."""
+    """Return a phrase about ranks of the collective that did not report; empty if all did."""
     there, members = set[int](), set[int]()
     for group, collective in waiting:
         there |= _ranks(group.ranks)

@@ -6,12 +6,12 @@ had SLOTS records. ``lost.INCARNATION.HOST.json``: an incarnation failed because
 during that incarnation.
 ``avoid.HOST.json``: jobs avoid the host. Each file is created atomically and never changed.
 
-Shell code in batch scripts also writes the first and the last kind, because Python may be missing.
-A batch script tries its interpreter before it becomes the supervisor; each host of a job does the
-same before it becomes an agent. The supervisor runs the same shell code when its agents could not
-start. The code records the failure and excludes the host from the queued jobs of the trial. It then
-waits, longer after each failed start in a row, and requeues the job, so that no link is used up.
-After MOST_FAILED failures in a row the job ends instead.
+Shell code in batch scripts also writes files of the first and the last kind, because Python may be
+missing. A batch script tries its interpreter before it becomes the supervisor; each host of a job
+does the same before it becomes an agent. The supervisor runs the same shell code when its agents
+could not start. The code records the failure and excludes the host from the queued jobs of the
+trial. It then waits (longer after each failed start in a row) and requeues the job, so that no link
+is used up. After MOST_FAILED failures in a row, the job ends instead.
 
 The shell code first treats a failing line of ``cluster.slurm.setup`` like any other failed start.
 The line itself is at fault if it has never worked for this submission and fails in the same way on
@@ -37,8 +37,8 @@ from slurmrl.run.history.slots import History
 from slurmrl.run.paths import RunPaths
 
 LOSSES = 2
-"""Number of failures of incarnations and rollout tasks because of one host, after which jobs avoid
-it."""
+"""Number of failures of incarnations and rollout tasks because of a host, after which jobs avoid
+the host."""
 LONGEST_WHY = 400
 
 FIELDS = {"host": TEXT, "why": TEXT, "start": TEXT, "time": SECONDS}
@@ -99,7 +99,7 @@ def record_start(run: RunPaths, slots: int, start: str, host: str, why: str) -> 
 def blame(
     run: RunPaths, host: str, incarnation: int, why: str, attempt: tuple[int, int] | None = None
 ) -> bool:
-    """Record a failure because of a host; return whether to avoid the host now.
+    """Record a failure because of a host. Return whether jobs must avoid the host now.
 
     ``attempt``: task and number of the failed attempt at a rollout task; None if the incarnation
     itself failed.
@@ -127,7 +127,7 @@ def avoid(run: RunPaths, host: str, why: str) -> None:
 
 
 def chosen(run: RunPaths, wanted: Iterable[str]) -> list[str]:
-    """Return the wanted hosts; ``all`` stands for all hosts that jobs avoid.
+    """Return the wanted hosts; ``all`` means all hosts that jobs avoid.
 
     Raises UsageError for a host that jobs do not avoid.
     """
@@ -168,9 +168,9 @@ def _names(run: RunPaths) -> list[str]:
 
 FIRST_S = 5
 LONGEST_S = 300
-"""Pause in seconds after the first failed start, and the longest pause after later ones."""
+"""Pause in seconds after the first failed start, and the maximum pause after later starts."""
 MOST_FAILED = 20
-"""Maximum number of failed starts in a row, since the history last grew, for another requeue."""
+"""Maximum number of failed starts in a row (since the history last grew) for another requeue."""
 SEVERAL_HOSTS = 3
 """Number of hosts on which the same set-up line must fail before the line counts as wrong."""
 TRY_S = 300
@@ -224,7 +224,7 @@ def _leave_text() -> str:
 
 
 def shorten_script(script: str) -> str:
-    """Return a batch script for display, with one line in place of the functions."""
+    """Return a batch script for display. One line replaces the functions."""
     text = _leave_text()
     before, found, after = script.partition(text)
     begin = before.find("\nslurmrl_run=")
@@ -246,6 +246,6 @@ def guard_command(run: Path, python: str, module: str) -> list[str]:
 
 
 def try_module(python: str, module: str) -> str:
-    """Return a command that fails if a module cannot run; ``slurmrl_said`` then has the reason."""
+    """Return a command that fails if a module cannot run. ``slurmrl_said`` then has the reason."""
     tried = shlex.join([python, "-P", "-c", f"import {module}.__main__"])
     return f"slurmrl_said=$(timeout {TRY_S} {tried} 2>&1)"

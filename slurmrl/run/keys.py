@@ -1,4 +1,4 @@
-"""The keys of a trial's name store; the keys of an incarnation contain its number."""
+"""The keys of a trial's name store. The keys of an incarnation contain its number."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def warned(incarnation: int) -> str:
 
 
 def leader_locks() -> str:
-    """Return the root of the leader locks, which name the jobs that took over the trial, in order.
+    """Return the root of the leader locks.
 
-    Keep the name: jobs of an older slurmrl and jobs resumed with ``--update-code`` use it to
-    exclude each other.
+    They name the jobs that took over the trial, in order. Never change this name: jobs of an older
+    slurmrl and jobs resumed with ``--update-code`` use it to exclude each other.
     """
     return "baton"
 
@@ -62,10 +62,10 @@ def leader_lock(number: int) -> str:
 
 
 def hang(incarnation: int) -> str:
-    """Return the key of the ranks that waited when silence or a deadline ended an incarnation.
+    """Return the key of the report on who waited when silence or a deadline ended an incarnation.
 
-    Its value is JSON: ``text`` says which ranks waited for which, and ``files`` lists files with
-    stacks.
+    Its value is JSON: ``text`` explains which ranks waited for which, and ``files`` lists files
+    with stacks.
     """
     return f"incarnation/{incarnation}/hang"
 
@@ -73,7 +73,7 @@ def hang(incarnation: int) -> str:
 def stacks(incarnation: int, number: int) -> str:
     """Return the key of the ``number``-th request for stacks, counted from 1.
 
-    Its value is JSON with the ``ranks``; null stands for all ranks.
+    Its value is JSON with the ``ranks``; null means all ranks.
     """
     return f"incarnation/{incarnation}/stacks/{number}"
 

@@ -1,4 +1,4 @@
-"""Leases: the holder increments a counter; observers check by their own clocks whether it grows.
+"""Leases: the holder increments a counter. Observers check by their own clocks if it grows.
 
 Observers use no clock and no file time of another machine. They count time only while the directory
 answers, so a stalled file system does not look like a dead holder.
@@ -31,8 +31,8 @@ from slurmrl.fsio.calls import (
 DIGITS = 20
 NOTE_BYTES = 64 * 1024
 GAPS_PER_TTL = 4
-"""The time between two reads counts as at most 1/4 of the TTL, because the observer itself may have
-been suspended or blocked."""
+"""Divisor of the TTL. The time between two reads counts as at most 1/4 of the TTL, because the
+observer itself may have been suspended or blocked."""
 
 
 class Lease:
@@ -47,8 +47,8 @@ class Lease:
         """Increment the counter and write ``note`` after it.
 
         A reader can see a partial note. After a shorter note, the end of the previous note remains.
-        Something else in the place of the file is moved aside, so that the next beat can create the
-        file. Raises EnvironmentFailure; the holder must then start nothing new.
+        If another object is in the place of the file, it is moved aside. The next beat then creates
+        the file. Raises EnvironmentFailure; the holder must then start nothing new.
         """
         self._counter += 1
         data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]
@@ -136,7 +136,7 @@ class LeaseObserver:
         self._note = b""
         self._age_s = 0.0
         self._looked_at: float | None = None
-        """Time at which the last read ended; None if it failed."""
+        """Time at which the last read ended; None if the read failed."""
 
     def observe(self) -> LeaseView:
         """Read the lease once. The time after a failed read does not count."""

@@ -32,7 +32,7 @@ FIELDS: Fields = {"step": INTEGER}
 LATEST_BYTES = 64 << 20
 """Maximum number of bytes that `read_latest` reads from the end."""
 MIXED_BYTES = 1 << 20
-"""Number of bytes before the last kept line in which `cut` searches for lines to drop."""
+"""Number of bytes before the last kept line that `cut` searches for lines to drop."""
 _EVALUATION = b'"eval/'
 """Start of the keys of an evaluation's metrics."""
 NO_STEP = 2**60
@@ -42,7 +42,7 @@ NO_STEP = 2**60
 class MetricsWriter:
     """Appends lines to ``metrics.jsonl``.
 
-    Each line is one write: a reader sees complete lines and perhaps an incomplete last line.
+    Each line is one write, so a reader sees complete lines and perhaps an incomplete last line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class MetricsWriter:
         self._file.write(encode(values))
 
     def sync(self) -> None:
-        """Flush all lines to disk, because a commit must not be newer than the metrics on disk."""
+        """Flush all lines to disk. A commit must not be newer than the metrics on disk."""
         if self._file.path.exists():
             atomic.sync_file(self._file.path)
 
@@ -190,7 +190,7 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines that are an object with a step.
 
-    Skip incomplete lines: a crash leaves one, and later lines may follow it.
+    Skip incomplete lines, because a crash may leave such a line, and later lines may follow.
     """
     for raw in raw_lines:
         with suppress(CorruptFileError):
@@ -222,7 +222,7 @@ HEAD: Fields = {
 }
 REQUIRED: Final = ("model", "algorithm", "estimates")
 SCORES: Final = b' "scores": ['
-"""The line of a summary after which the scores of single items begin."""
+"""Line of a summary after which the scores of single items begin."""
 _STEP: Final = re.compile(r".*-step-(\d{1,9})(?:-.*)?")
 _MODEL: Final = re.compile(r"step-(\d{1,9})(?:\.(\d{1,9})-checkpoint)?")
 """Pattern of a folder's name: its step and, for a checkpoint, the incarnation that wrote it."""
@@ -242,7 +242,7 @@ class _Evaluation(NamedTuple):
 def read_evaluated(paths: RunPaths) -> list[dict[str, Any]]:
     """Return lines of metrics with the evaluations of all checkpoints, ordered by step.
 
-    Omit damaged results, and results of checkpoints from which training did not continue.
+    Omit damaged results and results of checkpoints that were rolled back.
     """
     return _evaluations_of(paths, evaluation_trials(paths))
 

@@ -66,7 +66,7 @@ class RunPaths:
     """The resolved configuration."""
     plan = _RunEntry("plan.json")
     identity = _RunEntry("trial.json")
-    """The trial's uuid and creation time; its exclusive creation creates the trial."""
+    """The trial's uuid and creation time. The exclusive creation of this file creates the trial."""
     code = _RunEntry("code")
     """Snapshot of the run's code from the creation of the trial."""
 
@@ -119,7 +119,7 @@ class RunPaths:
         return self.run / f"scale.{group}.json"
 
     def orphaned(self, group: str) -> Path:
-        """Return the file in which the group's last task records that the trainers were absent."""
+        """Return the file in which the group's last task records that the trainers were missing."""
         return self.run / f"orphaned.{group}.json"
 
     checkpoints = _RunEntry("checkpoints")
@@ -129,7 +129,7 @@ class RunPaths:
     summary = _RunEntry("summary.json")
     """Summary of the results."""
     overview = _RunEntry("overview.json")
-    """Line of a finished trial in lists of trials (see `watch.overview`)."""
+    """A finished trial's line in lists of trials (see `watch.overview`)."""
     parts = _RunEntry("parts")
     """Folder of the results of single steps."""
 
@@ -161,7 +161,7 @@ class RunPaths:
     """HTML file of ``slurmrl report``."""
 
     def notice(self, slot: int) -> Path:
-        """Return the claim file of the notice about the end that a slot of the history records.
+        """Return the claim file of the notice about an end of the trial in a slot of the history.
 
         The process that creates the file posts the notice.
         """
@@ -192,7 +192,7 @@ class RunPaths:
         return self.submissions / str(number)
 
     def submission_request(self, number: int) -> Path:
-        """Return the request of a submission; its exclusive creation creates the submission."""
+        """Return the request of a submission. Its exclusive creation creates the submission."""
         return self.submission(number) / "request.json"
 
     def submission_script(self, number: int, group: str) -> Path:
@@ -282,7 +282,7 @@ class RunPaths:
         return self.events / f"{writer}.jsonl"
 
     def channels(self) -> tuple[Path, ...]:
-        """Return the directories whose contents do not outlive an incarnation."""
+        """Return the directories with contents that do not outlive an incarnation."""
         return (self.control, self.leases)
 
     def directories(self) -> tuple[Path, ...]:

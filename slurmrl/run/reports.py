@@ -1,4 +1,4 @@
-"""Types that a trial's processes publish: their identities, and reports on ends of incarnations.
+"""Types that a trial's processes publish: identities, and reports about ends of incarnations.
 
 The first failure of an incarnation counts. Reports of older versions of slurmrl may lack fields.
 `workers.failure` writes the reports; `watch.published` reads them.
@@ -7,8 +7,8 @@ A world is a set of processes that share one process group and fail together; it
 The group of the trainers is one world on all of its hosts. In every other group, each task is a
 separate world.
 
-`Ending` is the end of an incarnation, read from the reports. The master uses it to decide whether
-to start again (`workers.master.futility`), and the status shows it (`watch.incarnation_rows`).
+`Ending` is the end of an incarnation, read from the reports. From it, the master decides whether to
+start again (`workers.master.futility`). `slurmrl status` shows it (`watch.incarnation_rows`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TRAINERS: Final = "trainer"
 """The group of the trainers, and the name of their world. When it ends, the incarnation ends."""
 
 MASTER: Final = "master"
-"""Name under which the master's output is filed, as if it were a group. Its log has the number of
-the agent that starts it: the trainers' first agent."""
+"""Name of the master's output files, as if it were a group. Its log has the number of the agent
+that starts it: the trainers' first agent."""
 
 
 def group_of(world: str) -> str:
@@ -65,7 +65,7 @@ class Cause(StrEnum):
     LOST_HOST = "lost_host"
     """An agent stopped renewing its lease."""
     GPU_FAULT = "gpu_fault"
-    """A GPU failed (see `tensors.parallel.gpu`); its host is treated like a lost one."""
+    """A GPU failed (see `tensors.parallel.gpu`). Its host is treated like a lost host."""
     MASTER = "master"
     """The master ended unexpectedly."""
     ENVIRONMENT = "environment"
@@ -78,7 +78,7 @@ class Identity:
 
     group: Annotated[str, FILE_NAME]
     task: Annotated[int, COUNT]
-    """Host index in a fixed group, array index in an elastic one."""
+    """Host index in a fixed group; array index in an elastic group."""
     attempt: Annotated[int, COUNT]
     """Number of earlier starts of this task."""
     host: Annotated[str, FILE_NAME]
@@ -117,7 +117,7 @@ class Report:
     """Base class of publications about an incarnation."""
 
     damage: str = ""
-    """Reason why the report cannot be read; all other fields then have their defaults."""
+    """Reason why the report cannot be read. All other fields then have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,16 +230,16 @@ class RolloutsView:
     """Reason why the trainers wait; empty if the batch of the next step exists or is in progress.
     """
     finished: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
-    """Number of finished groups that wait for a step, by staleness in steps (age of the oldest
-    weights)."""
+    """Number of finished groups that wait for a step, by staleness (age of the oldest weights in
+    steps)."""
     trained: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     """Number of groups that steps have trained on, by their staleness at that step."""
     dropped: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
-    """Number of dropped groups, which are never trained on, by reason, since the trial began."""
+    """Number of dropped groups (never trained on) since the trial began, by reason."""
     refused: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     """Number of rejected results, by reason."""
     damaged: Annotated[int, SIZE] = 0
-    """Number of groups whose samples could not be read; they are generated again."""
+    """Number of groups with unreadable samples. These groups are generated again."""
     aborted: Annotated[int, SIZE] = 0
     """Number of items that the master withdrew because their samples would have been too stale."""
     given_back: Annotated[int, SIZE] = 0
@@ -254,11 +254,11 @@ HOST_LOSSES = (Cause.LOST_HOST, Cause.GPU_FAULT)
 HANGS = (Cause.HUNG, Cause.DEADLINE)
 """Failures for which agents collect stacks, to explain who waited for whom."""
 RAISED = (Cause.EXCEPTION, Cause.MASTER)
-"""Failures raised by code of a worker or the master, which would probably raise them again."""
+"""Failures raised by code of a worker or the master. They would probably occur again."""
 OWN_FAULTS = (*RAISED, *HANGS, Cause.GPU_FAULT, Cause.OOM)
-"""Failures that explain an end better than a warning that the same job received."""
+"""Failures that explain an end better than a warning to the same job."""
 UNFAULTED = ("preemption", "interrupt")
-"""Warnings of ends that the trial did not cause, which do not count as failed starts."""
+"""Warnings of ends that the trial did not cause. Such ends do not count as failed starts."""
 MOST_WORDS = 200
 """Maximum length of the failure of a rollout task, in characters."""
 
@@ -308,10 +308,10 @@ class Ending:
     requeued: bool = False
     """Whether Slurm has since requeued the job, or ended the job together with its host."""
     repeated: bool = False
-    """Whether the failure is a GPU fault that occurred again on other hosts."""
+    """Whether the failure is a GPU fault that also occurred on other hosts."""
     shared_loss: bool = False
-    """Whether the next incarnation in the same start of the job was lost with its host. This
-    incarnation then was lost for the same reason."""
+    """Whether the next incarnation in the same start of the job was lost with its host. Then this
+    incarnation was lost for the same reason."""
 
     @property
     def cause(self) -> str:
@@ -319,9 +319,9 @@ class Ending:
 
     @property
     def what(self) -> str:
-        """The first failure, without the rank; empty if nothing failed.
+        """The first failure, without the rank; empty if there was no failure.
 
-        The rank is omitted, because which of several ranks fails first is random.
+        The rank is omitted, because it is random which of several ranks fails first.
         """
         failure = self.failure
         what = failure.exception or failure.reason or failure.damage
@@ -345,9 +345,9 @@ class Ending:
 
     @property
     def hang_words(self) -> str:
-        """One line that says which ranks waited for which.
+        """One line that explains which ranks waited for which.
 
-        Do not compare it: its times differ between incarnations.
+        Do not compare it, because its times differ between incarnations.
         """
         return first_line(self.hang.text) if self.hang is not None else ""
 

@@ -2,9 +2,9 @@
 
 ``samples/`` has readable samples. Each incarnation writes its own files:
 ``step-<s>.<incarnation>.jsonl`` for training and ``eval-step-<s>.<incarnation>.jsonl`` for
-evaluations contain step ``s`` and later steps. ``<s>.<incarnation>.index`` gives the place of each
-step in them; its ``s`` is the first step of its incarnation. Earlier versions wrote one file per
-step, ``step-<s>.jsonl``.
+evaluations contain step ``s`` and later steps. ``<s>.<incarnation>.index`` has the place of each
+step in these files. Its ``s`` is the first step of its incarnation. Earlier versions wrote one file
+per step, ``step-<s>.jsonl``.
 
 Part files have one line for each item of a step or an evaluation. Ranks write them, and the master
 reads them.
@@ -29,10 +29,10 @@ from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
 
 FILE_BYTES = 64 << 20
-"""Size in bytes from which on later steps go to another file."""
+"""Size in bytes of a file after which later steps go to another file."""
 FIELDS: Fields = {"step": SIZE, "file": FILE_NAME, "start": SIZE, "stop": SIZE}
-"""The fields of a line of an index. The samples of the step are the bytes from ``start`` to
-``stop`` of the file."""
+"""The fields of a line of an index. The bytes from ``start`` to ``stop`` of the file are the step's
+samples."""
 _INDEX = re.compile(r"([0-9]{8,})\.([0-9]+)\.index")
 
 
@@ -47,7 +47,7 @@ class SamplePlace(NamedTuple):
 class KeptSampleWriter:
     """Writes the samples of an incarnation that begins with the step ``first``.
 
-    The methods raise EnvironmentFailure; the caller can then repeat the call.
+    The methods raise EnvironmentFailure. The caller can then repeat the call.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KeptSampleWriter:
         self._files: dict[str, documents.LineWriter] = {}
 
     def begin(self) -> None:
-        """Create the index. It replaces samples of earlier incarnations from step ``first`` on."""
+        """Create the index. It replaces earlier incarnations' samples from step ``first`` on."""
         self._append(self._index, b"")
 
     def write(self, step: int, rows: bytes, *, evaluation: bool) -> None:
@@ -130,8 +130,8 @@ def write_part(
 
     The file is complete or absent.
 
-    Raises ValueError if ``records`` lacks one of the items or has another, EnvironmentFailure if
-    the file cannot be written for `READ_S` seconds.
+    Raises ValueError if ``records`` lacks one of the items or has other items. Raises
+    EnvironmentFailure if the file cannot be written for `READ_S` seconds.
     """
     if records.keys() != set(own):
         odd = sorted(records.keys() ^ set(own))[:3]

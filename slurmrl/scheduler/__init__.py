@@ -23,7 +23,7 @@ PROBE_S = 10.0
 _UNCONFIGURED = "Could not establish a configuration source"
 """Message of Slurm's commands that find no configuration: the machine belongs to no cluster."""
 _UNREACHED = "failed to fetch remote configs"
-"""Words in that message if the machine belongs to a cluster but cannot reach its controller."""
+"""Words in that message if the machine belongs to a cluster but cannot reach the controller."""
 
 
 def make(name: str) -> Scheduler:

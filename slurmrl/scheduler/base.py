@@ -39,7 +39,7 @@ class JobState(StrEnum):
     NODE_FAIL = "NODE_FAIL"
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     UNKNOWN = "UNKNOWN"
-    """The scheduler does not (or no longer) know the job; the run directory has its outcome."""
+    """The scheduler does not (or no longer) know the job. The run directory has the outcome."""
 
     @property
     def active(self) -> bool:
@@ -57,7 +57,7 @@ class TaskState:
     element: int
     state: JobState
     raw: str
-    """The scheduler's own word for the state."""
+    """The scheduler's own name of the state."""
     reason: str
     """The scheduler's reason why the element is pending or how it ended; may be empty."""
     hosts: tuple[str, ...]
@@ -189,8 +189,8 @@ class Scheduler(ABC):
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         """Return the job ids of a submission, even if it crashed before it wrote them.
 
-        Omit groups without a job. Return no groups if the run directory is a copy: the jobs belong
-        to the original directory.
+        Omit groups without a job. Return no groups if the run directory is a copy, because the jobs
+        belong to the original directory.
         """
 
     @abstractmethod
@@ -201,13 +201,13 @@ class Scheduler(ABC):
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
         """End all elements except ``spare`` (``41_3``).
 
-        Pending elements never start; running elements receive TERM, then KILL. Ignore jobs that
+        Pending elements never start. Running elements receive TERM, then KILL. Ignore jobs that
         have ended.
         """
 
     @abstractmethod
     def interrupt(self, jobs: JobIds) -> None:
-        """Signal running elements to stop after a step (USR2); no further link starts.
+        """Signal running elements to stop after a step (USR2). No other link starts.
 
         A link without a handler for the signal may miss it.
         """
@@ -270,27 +270,27 @@ class SchedulerPoll:
 
 
 def _shape(tasks: list[TaskState]) -> Mapping[tuple[str, str], tuple[str, str, int]]:
-    """Return the fields that count as a change: all except times."""
+    """Return the fields that count as a change, which are all fields except times."""
     return {(t.group, t.job_id): (t.raw, t.reason, t.restarts) for t in tasks}
 
 
 EXPORTED = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH")
-"""Variables that a job inherits. Set-up lines define all other variables, so that no secret of the
-login shell gets into a job's environment.
+"""Variables that a job inherits.
 
-With ``--export=HOME,USER,…``, Slurm would run the user's login shell on the compute node at each
-start of a job, which takes seconds, and would add every variable that this shell exports.
+Set-up lines define all other variables, so that no secret of the login shell gets into a job's
+environment. With ``--export=HOME,USER,…``, Slurm would run the user's login shell on the compute
+node at each start of a job. This takes seconds and would add every variable that the shell exports.
 Therefore sbatch itself runs with these variables only, and the script uses ``--export=ALL``."""
 
 FABRIC_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
-"""Prefixes of further variables that a job inherits: NCCL's settings, which are no secrets."""
+"""Prefixes of other variables that a job inherits: NCCL's settings, which are not secret."""
 
 LOCAL_EXPORTED = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 """Variables that a link of the local scheduler inherits. On compute nodes, Slurm sets the devices
 and the temporary folder."""
 
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Variable that forbids Python to write bytecode into a code snapshot, whose files must not change.
+"""Variable that forbids Python to write bytecode into a code snapshot. (Its files must not change.)
 A snapshot already has the bytecode of this package, so a process compiles only the user's own
 modules at its start."""
 
@@ -304,8 +304,8 @@ def job_environment(
 ) -> dict[str, str]:
     """Return the environment for sbatch, which passes all variables to the job.
 
-    ``inherited`` has the variables at the time of the submission, because set-up lines may have
-    changed them in ``environ``. None takes them from ``environ``.
+    ``inherited`` has the variables at the time of the submission. (Set-up lines may have changed
+    them in ``environ``.) None takes them from ``environ``.
     """
     return _chosen(environ, ("SLURM_CONF",)) | inherited_environment(inherited or environ)
 

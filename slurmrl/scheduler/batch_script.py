@@ -59,26 +59,26 @@ OURS = {
     "--wait": "-W",
     "--wrap": "",
 }
-"""Options, with their short forms, that ``extra_lines`` may not set, because slurmrl sets them."""
+"""Options, with their short forms, that slurmrl sets, so that ``extra_lines`` may not set them."""
 LETTERS: Final = re.compile(r"-([HIkOQsvWX]*.?)")
-"""Short options in one word: any number of options without a value, then one with a value."""
+"""Pattern of short options in one word: some options without a value, then one with a value."""
 SUPERVISOR = "slurmrl.workers.supervisor"
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
-"""Shell line that handles a warning during the set-up lines: send the signal again 3 s later, when
-the supervisor runs under the same pid."""
+"""Shell line that handles a warning during the set-up lines. It sends the signal again 3 s later,
+when the supervisor runs under the same pid."""
 MODULES = """\
 command -v module >/dev/null || [ ! -r /etc/profile ] || {
     slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }"""
-"""Shell lines that define ``module``. A batch script is no login shell and inherits few variables
-(`job_environment`), but sites define ``module`` in files that /etc/profile reads. The entries of
-the inherited PATH stay first."""
+"""Shell lines that define ``module``. A batch script is not a login shell and inherits few
+variables (`job_environment`), but sites define ``module`` in files that /etc/profile reads. The
+entries of the inherited PATH stay first."""
 MODULE_WORDS = re.compile(r"\b(module|ml)\b")
 BLOCK = """\
 slurmrl_block=
 env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
 trap '' USR2"""
 """Shell lines that block the warning signal until the supervisor has a handler. Before coreutils
-8.31, ``env`` cannot block signals; a warning that arrives while Python starts is then lost."""
+8.31, ``env`` cannot block signals. A warning that arrives while Python starts is then lost."""
 MOST_DIRECTIVES: Final = 4
 """Maximum number of rejected directives reported for a group."""
 CHOSEN: Final = (
@@ -86,7 +86,7 @@ CHOSEN: Final = (
     *("gres", "gpus-per-node", "mem", "cpus-per-task", "nodes", "partition"),
 )
 """Directives that come from settings, in the order in which `rejections` leaves them out. The
-partition is last, because sbatch then checks the request against another partition's hosts."""
+partition is last: without it, sbatch checks another partition's hosts."""
 WAITS: Final = re.compile(r"busy|down, drained|not available now|inactive or drain", re.IGNORECASE)
 """Slurm's messages about a job that sbatch accepts and that has to wait."""
 UNCLEAR: Final = "Requested node configuration is not available"
@@ -226,7 +226,7 @@ def _memory(group: GroupRequest) -> dict[str, str | bool]:
 
 
 def _output(request: SubmissionRequest, group: GroupRequest) -> str:
-    """Return the output file with Slurm's ``%`` patterns; a ``%`` in its folder is doubled."""
+    """Return the output file with Slurm's ``%`` patterns. A ``%`` in its folder is doubled."""
     path = request.run.batch_log(group.name, "slurm-%A_%a")
     return f"{str(path.parent).replace('%', '%%')}/{path.name}"
 
@@ -264,7 +264,7 @@ class Rejection:
     """Slurm's message."""
     directive: str = ""
     """Name of the directive that causes the message, or the user's line; empty if no single
-    directive causes it."""
+    directive is the cause."""
 
     @property
     def waits(self) -> bool:

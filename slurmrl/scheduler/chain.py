@@ -43,17 +43,16 @@ FEW = 2
 BEING_ENDED = "COMPLETING"
 """Slurm's state of a job that `scancel`, a preemption or the time limit is ending."""
 TIMEOUT_S = 45.0
-"""Time limit of a Slurm command in seconds, so that a controller that does not answer cannot block
-hosts for long."""
+"""Time limit of a Slurm command in seconds. A controller that does not answer must not block hosts
+for long."""
 TRIES = 3
 """Number of failed calls of sbatch after which a link no longer extends its chain."""
 RETRY_S = 120.0
-"""Seconds between two calls of sbatch if the first call failed, for example without a controller.
-"""
+"""Seconds between two calls of sbatch if the first failed, for example without a controller."""
 COMMIT_S = 15.0
 """Seconds between two checks for the first commit."""
 KEEP_S = 60.0
-"""Seconds between two checks of an elastic group; each failure in a row doubles them."""
+"""Seconds between two checks of an elastic group. Each failure in a row doubles this time."""
 LONGEST_S = 3600.0
 """Maximum seconds between two checks of an elastic group."""
 
@@ -68,7 +67,7 @@ class Chain:
 
 
 class TopUp(Enum):
-    """The reason why no links were added."""
+    """Reason why no links were added."""
 
     NO_CHAIN = "this trial has no chain of links"
     ENDED = "the trial has ended"
@@ -85,7 +84,7 @@ def top_up(chain: Chain, scheduler: Scheduler, *, by: str, requested: bool = Fal
     ``by`` is unique to the caller: its element (``41_3``), or a user and a process. The running
     link adds links only after a commit, because a trial whose starts all fail must end. It adds no
     links while Slurm ends its job, because the user may be cancelling all links. With
-    ``requested``, a user requests links: no commit is needed, but a link that waits or runs.
+    ``requested``, a user requests links. Then a commit is not needed, but a link must wait or run.
 
     Raises EnvironmentFailure if Slurm's commands do not work on this host, UsageError while another
     process extends the chain.
@@ -117,9 +116,9 @@ def why_not(
 
 
 def shortage(queued: int, *, has_committed: bool) -> TopUp | None:
-    """Return why a chain with ``queued`` successors gets no more links, or None if it gets some.
+    """Return why a chain with ``queued`` successors gets no more links; None if it gets links.
 
-    ``has_committed`` says whether a commit was made since links were last added.
+    ``has_committed`` is true if a commit was made since links were last added.
     """
     if queued >= FEW:
         return TopUp.ENOUGH
@@ -139,7 +138,7 @@ def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> lis
 def continues(chain: Chain) -> Continue:
     """Return the way in which the trial continues after a link, from the submission's request.
 
-    Requests of older versions name no way and mean a chain.
+    Requests of older versions do not name a way. They mean a chain.
     """
     fields = {"continue": one_of(*Continue)}
     path = chain.run.submission_request(chain.submission)
@@ -193,7 +192,7 @@ def continue_after(
 ) -> str:
     """Ensure that an unfinished trial continues after this link; return a message for the log.
 
-    With ``extend``, extend the chain if it needs links; no other thread of this process may do so.
+    With ``extend``, extend the chain if it needs links. No other thread of this process may do so.
     With ``lost_host``, too few hosts are left: requeue the link, as Slurm does after a node
     failure. Do not requeue a link in which no incarnation began, because it would fail again.
 
@@ -215,7 +214,7 @@ def continue_after(
             return _requeue(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     except (EnvironmentFailure, CorruptFileError) as error:
-        return f"cannot determine which job follows this one: {error}"
+        return f"cannot determine which job follows this job: {error}"
     after = successors(tasks, link.group, link.element)
     if not after:
         return "no link is left: slurmrl resume resumes the trial"
@@ -223,7 +222,7 @@ def continue_after(
 
 
 def give_back(link: Link, why: str, host: str) -> None:
-    """Requeue a link in which no incarnation began, and exclude ``host`` for it.
+    """Requeue a link in which no incarnation began, and exclude ``host`` for the link.
 
     An empty ``host`` excludes none. Call this function last, because Slurm ends this job.
     """
@@ -246,7 +245,7 @@ def _here() -> dict[str, str]:
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Exclude the hosts that the trial avoids for its queued links; log a failure."""
+    """Exclude the hosts that the trial avoids for its queued links. Log a failure."""
     try:
         if hosts.avoided(link.run):
             scheduler = scheduler or slurm()
@@ -288,7 +287,7 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
 
 
 class Upkeep:
-    """Threads that extend the chain and adjust elastic groups, because a link must not wait.
+    """Threads that extend the chain and adjust elastic groups, so that the link need not wait.
 
     These threads receive no signals.
     """
@@ -319,7 +318,7 @@ class Upkeep:
     def stop(self) -> bool:
         """Stop the threads; return whether all of them have ended.
 
-        Wait at most until a hanging command of each thread has timed out.
+        Wait at most until hanging commands of the threads have timed out.
         """
         self._stop.set()
         for thread in self._threads:
@@ -347,7 +346,7 @@ class Upkeep:
                 return
 
     def _wait_for_commit(self) -> bool:
-        """Wait for a commit; return False if the link ends before it."""
+        """Wait for a commit. Return False if the link ends first."""
         while not self._stop.wait(COMMIT_S):
             try:
                 if committed(self._link):

@@ -23,10 +23,10 @@ FORGOTTEN = "Invalid job id specified"
 """Slurm's message for a single job that it no longer knows."""
 
 TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
-"""Parts of sbatch's errors, and of `parse.job_id`'s, after which Slurm may have the job."""
+"""Parts of errors of sbatch and `parse.job_id` after which Slurm may have the job."""
 
 NO_WORDS = "no message"
-"""Words in the error of a command that printed no message."""
+"""Words in the error for a command that printed no message."""
 
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
 """Parts of the messages by which sacct, or its absence, shows that there is no accounting."""
@@ -39,7 +39,7 @@ NAMED = {
     "reservation": (("scontrol", "--oneliner", "show", "reservation"), "ReservationName"),
     "licenses": (("scontrol", "--oneliner", "show", "licenses"), "LicenseName"),
 }
-"""Command that lists the possible values of an option of sbatch, and its field with the values."""
+"""Command that lists the possible values of an sbatch option, and the field with the values."""
 _WORDS = re.compile(r" failed \(-?\d+\): (.*)", re.DOTALL)
 
 DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
@@ -56,7 +56,7 @@ def may_have_worked(error: SchedulerError) -> bool:
 
 SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
 """Command that starts one task on each host of a job. The task gets the environment after the
-set-up lines (--export=ALL) and all CPUs of the job, whereas Slurm's default is one CPU."""
+set-up lines (--export=ALL) and all CPUs of the job. (Slurm's default is one CPU.)"""
 
 
 class SlurmClient:
@@ -74,18 +74,18 @@ class SlurmClient:
         return parse.version(self._run("sbatch", "--version"))
 
     def try_out(self, script: Path, *options: str) -> None:
-        """Raise unless sbatch would accept the script; submit nothing."""
+        """Raise unless sbatch would accept the script. Submit nothing."""
         command = ("sbatch", "--test-only", *options, str(script))
         self._run(*command, environ=base.job_environment(os.environ))
 
     def expected_start(self, script: Path) -> datetime:
-        """Return the time (UTC) at which a job with the script would start; submit nothing."""
+        """Return the time (UTC) at which a job with the script would start. Submit nothing."""
         command = ("sbatch", "--test-only", str(script))
         done = self._completed(*command, environ=base.job_environment(os.environ) | {"TZ": "UTC0"})
         return parse.expected_start(f"{done.stderr}\n{done.stdout}")
 
     def rejection(self, script: Path) -> str | None:
-        """Return Slurm's message if sbatch would reject a script; submit nothing.
+        """Return Slurm's message if sbatch would reject a script. Submit nothing.
 
         Return None if sbatch would accept the script or has no ``--test-only``. Raises
         SchedulerError if Slurm does not answer.
@@ -140,7 +140,7 @@ class SlurmClient:
         return parse.names(self._run(*command), field)
 
     def partition_names(self) -> list[str]:
-        """Return the names of all partitions, including those hidden from this user."""
+        """Return the names of all partitions, including partitions that this user cannot see."""
         return parse.partition_names(self._run("sinfo", "--noheader", "--all", "--format=%R|%a"))
 
     def time_left_s(self, job: str) -> float | None:
@@ -154,8 +154,8 @@ class SlurmClient:
         """Submit a script and return the job id.
 
         Options override the script's directives. The job inherits ``inherited`` if given, else
-        variables of this process. Log messages of the site's plugins, because a plugin may have
-        changed the partition or the time limit.
+        variables of this process. Log messages of the site's plugins: a plugin may have changed the
+        partition or the time limit.
         """
         environ = base.job_environment(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
@@ -165,7 +165,7 @@ class SlurmClient:
         return parse.job_id(done.stdout)
 
     def queue(self, jobs: Iterable[str]) -> list[states.QueueRow]:
-        """Return the rows of these jobs, including ended ones that Slurm still remembers.
+        """Return the rows of these jobs, including ended jobs that Slurm still remembers.
 
         One call of squeue covers all jobs. If squeue fails or is not Slurm's program, scontrol runs
         once per job.
@@ -214,11 +214,11 @@ class SlurmClient:
         return self._run("scontrol", "show", "assoc_mgr", f"users={user}", "flags=assoc")
 
     def requeue(self, element: str) -> None:
-        """Requeue a running element (``41_3``): Slurm ends it and starts it again."""
+        """Requeue a running element (``41_3``). Slurm ends the element and starts it again."""
         self._run("scontrol", "requeue", element)
 
     def exclude(self, element: str, hosts: str) -> None:
-        """Exclude these hosts, and no others, for queued elements (``41_[2-7]``)."""
+        """Exclude exactly these hosts for queued elements (``41_[2-7]``)."""
         self._run("scontrol", "update", f"JobId={element}", f"ExcNodeList={hosts}")
 
     def throttle(self, job: str, count: int) -> None:
@@ -228,8 +228,8 @@ class SlurmClient:
     def hold(self, elements: str) -> None:
         """Hold queued elements (``41_[2-7]``) with a user's hold.
 
-        If an administrator runs ``scontrol hold``, Slurm would report an administrator's hold, as
-        if the site had set it.
+        If an administrator ran ``scontrol hold``, Slurm would report an administrator's hold, as if
+        the site had set the hold.
         """
         self._run("scontrol", "uhold", elements)
 
@@ -238,16 +238,16 @@ class SlurmClient:
         self._run("scontrol", "release", elements)
 
     def cancel(self, elements: Iterable[str]) -> None:
-        """Cancel jobs or ranges of elements (``41_[2-7]``); ignore jobs that have ended."""
+        """Cancel jobs or ranges of elements (``41_[2-7]``). Ignore jobs that have ended."""
         self._scancel(*elements)
 
     def signal(self, name: str, elements: Iterable[str], *, steps: bool) -> None:
-        """Send a signal to the batch processes only, or to the steps' processes as well."""
+        """Send a signal to the batch processes, or also to the steps' processes."""
         whom = "--full" if steps else "--batch"
         self._scancel(whom, f"--signal={name}", *elements)
 
     def _scancel(self, *arguments: str) -> None:
-        """Run scancel; ignore that it fails without a message for a job that has just ended."""
+        """Run scancel. It fails without a message for a job that has just ended; ignore that."""
         try:
             self._run("scancel", "--quiet", *arguments)
         except SchedulerError as error:
@@ -310,10 +310,10 @@ def usable_hosts(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_dead(state: str) -> bool:
-    """Return whether a host is unusable; a trailing star in sinfo's state means no response."""
+    """Return whether a host is unusable. A trailing star in sinfo's state means no response."""
     return state.endswith("*") or state.startswith(DEAD_STATES)
 
 
 def is_out_of_service(state: str) -> bool:
-    """Return whether Slurm starts no new job now on a host with this state in sinfo."""
+    """Return whether a host with this state in sinfo gets no new jobs now."""
     return is_dead(state) or state.startswith(OUT_OF_SERVICE)

@@ -1,4 +1,4 @@
-"""Extension of a group by further arrays, each of which starts after the earlier arrays.
+"""Extension of a group by additional arrays. Each array starts after the earlier arrays.
 
 A process exclusively creates the *claim* ``GROUP.more.K.json`` before it calls sbatch, and writes
 the *note* ``GROUP.more.K.job.json`` afterwards. The note has the job id, or no id if sbatch
@@ -6,7 +6,7 @@ rejected the request. If the process is killed between claim and note, other pro
 by the K in the job's name.
 
 A claim without a job is *void* once its claimant has ended. Its array indices stay unused, and the
-next extension writes a note without an id for it. Thus each claim yields at most one array.
+next extension writes its note, without a job id. Thus each claim yields at most one array.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slurmrl.scheduler.submission import Claimant, is_gone
 logger = log.get(__name__)
 
 SETTLE_S = TIMEOUT_S + 30.0
-"""Seconds after which a claim without a job is void, because its sbatch has timed out."""
+"""Seconds after which a claim without a job is void. Its sbatch has then timed out."""
 LOOK_S = 5.0
 """Seconds between two queries for the job of a claim."""
 TOO_MANY = re.compile(
@@ -84,11 +84,11 @@ class Extension:
     job: str | None
     """Id of the array's job; None if there is no note or no job."""
     refused: bool = False
-    """Whether the note says that there is no job."""
+    """Whether the note states that there is no job."""
 
     @property
     def open(self) -> bool:
-        """Whether there is no note, so that only the job's name can show if there is a job."""
+        """Whether there is no note. Then only the job's name can show whether there is a job."""
         return self.job is None and not self.refused
 
 
@@ -103,7 +103,7 @@ def read(run: RunPaths, number: int, group: str) -> list[Extension]:
 
 
 def take(run: RunPaths, number: int, group: str, claim: Claim) -> bool:
-    """Claim an extension; return False if another process has claimed it."""
+    """Claim an extension. Return False if another process has claimed it."""
     path = run.extension_claim(number, group, claim.index)
     values = asdict(claim)
     values |= values.pop("claimant")
@@ -168,7 +168,7 @@ def _names(run: RunPaths, number: int) -> list[str]:
 
 
 class Extender:
-    """Submits further arrays of one group of one submission."""
+    """Submits additional arrays of one group of one submission."""
 
     def __init__(
         self,
@@ -286,8 +286,8 @@ class Extender:
     def _close(self, void: Sequence[Extension]) -> None:
         """Query the jobs of void claims for the last time, and write their notes.
 
-        Slurm has accepted a later array, so it shows all earlier arrays. Without the notes, each
-        later call would query these jobs again.
+        Slurm has accepted a later array, so its answer shows all earlier arrays. Without the notes,
+        each later call would query these jobs again.
         """
         if not void:
             return
@@ -311,7 +311,7 @@ class Extender:
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
     """Return whether the claimant can no longer submit a job.
 
-    This holds for the element ``by`` before its requeue, an ended element and an ended process.
+    This is true for the element ``by`` before its requeue, an ended element and an ended process.
     """
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active
@@ -335,10 +335,10 @@ def array_limit(settings: Mapping[str, str]) -> int | None:
 
 
 def submit_room(text: str, user: str, account: str | None) -> int | None:
-    """Return the number of further jobs that a user may submit; None without a limit.
+    """Return the number of additional jobs that a user may submit; None without a limit.
 
-    ``text`` is the output of ``scontrol show assoc_mgr``. The records of the account itself limit
-    all of its users together, and apply too.
+    ``text`` is the output of ``scontrol show assoc_mgr``. Records of the account itself limit all
+    of its users together, and also apply.
     """
     records = [
         (found[1], found[2], part)

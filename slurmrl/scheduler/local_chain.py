@@ -2,11 +2,11 @@
 
 ``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` replaces Slurm's
 ``--array=0-L%W`` on one machine, in its own session. The links of a fixed group run one after the
-other. Of an elastic group, W tasks run at once, or the number that a user has set. Each link runs
-the batch script. After the end of a link, the next link starts, unless the trial has ended. Only
-the chain writes its state file.
+other. In an elastic group, W tasks run at once, or the number that a user has set. Each link runs
+the batch script. After a link ends, the next link starts, unless the trial has ended. Only the
+chain writes its state file.
 
-After any signal, the chain starts no further link. USR1 lets the running links continue. The chain
+After any signal, the chain starts no other link. USR1 lets the running links continue. The chain
 forwards USR2 (stop after a step) to each link that has a handler. TERM ends the links with TERM,
 and after 10 s with KILL. QUIT kills them at once.
 """
@@ -76,7 +76,7 @@ class Element:
     state: JobState
     reason: str = ""
     pid: int | None = None
-    """Id of a running element's process, which leads its own process group."""
+    """Id of a running element's process. The process leads its own process group."""
 
 
 @dataclass
@@ -200,7 +200,7 @@ class LocalChain:
         return self._last or bool(signal.sigpending() & others)
 
     def _at_once(self) -> int:
-        """Return the number of links that may run now: 0 for tasks whose trainers are absent."""
+        """Return the number of links that may run now. It is 0 for tasks without trainers."""
         try:
             if is_orphaned(self._run, self._group):
                 return 0
@@ -225,7 +225,7 @@ class LocalChain:
         try:
             return fold(History(self._run.history).read()).end is not None
         except CorruptFileError as error:
-            _log.error("no further link starts: %s", error)
+            _log.error("no other link starts: %s", error)
             return True
 
     def _begin(self, index: int) -> None:
@@ -268,7 +268,7 @@ class LocalChain:
             )
 
     def _wait(self) -> list[int]:
-        """Handle at most one signal; return the indices of links that have ended."""
+        """Handle at most one signal. Return the indices of links that have ended."""
         for index in sorted(self._relay):
             if submission.catches(self._running[index].pid, signal.SIGUSR2):
                 self._running[index].send_signal(signal.SIGUSR2)

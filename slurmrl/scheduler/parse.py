@@ -37,7 +37,7 @@ class HostRow:
     state: str
     gpus: int
     cpus: int = 0
-    """Number of CPUs, which are cores or hardware threads; 0 if unknown."""
+    """Number of CPUs (cores or hardware threads); 0 if unknown."""
     memory_mib: int = 0
     """Memory of the host in MiB; 0 if unknown."""
 
@@ -119,9 +119,10 @@ def expected_start(text: str) -> datetime:
 
 
 def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:
-    """Return the lines of a command's output that are rows; skip lines of a wrapper.
+    """Return the lines of a command's output that are rows.
 
-    Raises SchedulerError if the output has other lines only, because the command may have failed.
+    Skip lines of a wrapper. Raises SchedulerError if the output has only other lines. The command
+    may have failed.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     found = [line for line in lines if is_row(line)]
@@ -149,7 +150,7 @@ def _ranges(text: str) -> Iterable[str]:
 def elements(text: str) -> tuple[int, ...]:
     """Parse array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``.
 
-    ``N/A`` gives no elements: the job is no array, or its pending elements were cancelled.
+    ``N/A`` gives no elements. The job is not an array, or its pending elements were cancelled.
     """
     ranges = text.strip().strip("[]").partition("%")[0].strip("[]")
     if ranges in ("", "N/A"):
@@ -307,7 +308,7 @@ def version(text: str) -> str:
 
 
 def qos_limits(text: str) -> dict[str, str]:
-    """Return the time limit of each QOS in sacctmgr's output; empty means no limit."""
+    """Return the time limit of each QOS in sacctmgr's output. Empty means no limit."""
     found = rows(text, "sacctmgr", re.compile(r"[^|\s]+\|[\d:-]*").fullmatch)
     return {name: limit for name, _, limit in (line.partition("|") for line in found)}
 

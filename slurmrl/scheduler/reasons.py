@@ -1,4 +1,4 @@
-"""Slurm's reasons for pending and ended jobs, explained and with advice.
+"""Explanations of Slurm's reasons for pending and ended jobs, with advice.
 
 The names come from ``job_reason_string`` in Slurm 22.05 to 26.05 and from its page "Job Reason
 Codes". Names of limits are composed (``QOSMaxGRESPerUser``), so this module parses their parts.
@@ -86,7 +86,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
         "it requests more memory per core or host than is allowed",
         "lower cluster.mem_per_worker",
     ),
-    "SchedDefer": ("the controller starts jobs later, in groups", _WAIT),
+    "SchedDefer": ("the controller starts jobs in groups, a little later", _WAIT),
     "Cleaning": ("Slurm is cleaning up after its last start", _WAIT),
     "Prolog": ("the site's prolog prepares its hosts", _WAIT),
     "FrontEndDown": ("no front-end host is up", _ADMIN),
@@ -178,7 +178,7 @@ def _name(text: str) -> tuple[str, str]:
 
 
 def _limit(name: str) -> str:
-    """Explain a limit's composed name, such as ``QOSMaxGRESPerUser``; empty if it is no limit."""
+    """Explain a limit's composed name, such as ``QOSMaxGRESPerUser``; empty for another name."""
     found = _LIMIT.fullmatch(name)
     if not found:
         return ""

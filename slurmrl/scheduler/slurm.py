@@ -1,10 +1,9 @@
-"""The Slurm scheduler: one job array per group, whose elements are the links of the trial.
+"""The Slurm scheduler. It has one job array per group; its elements are the trial's links.
 
-The array of an elastic group has a throttle (``%P``) and more elements than run at once, so that
-Slurm itself replaces a task that ends with a queued task. If Slurm's commands work on the host
-that manages the group, `ElasticGroup` submits missing tasks, sets the throttle to the desired
-number of tasks, and holds the array while no task is desired. The master tells surplus tasks to
-exit.
+The array of an elastic group has a throttle (``%P``) and more elements than run at once. Slurm
+itself therefore starts a queued task when a task ends. If Slurm's commands work on the host that
+manages the group, `ElasticGroup` submits missing tasks, sets the throttle to the desired number of
+tasks, and holds the array while no task is desired. The master tells surplus tasks to exit.
 """
 
 from __future__ import annotations
@@ -239,8 +238,8 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
 class EndedElements:
     """The rows of ended elements that squeue no longer shows, from sacct.
 
-    sacct runs only if elements are missing, and never again after it failed or reported that there
-    is no accounting.
+    sacct runs only if elements are missing. It never runs again after it failed or reported that
+    there is no accounting.
     """
 
     def __init__(self, client: SlurmClient) -> None:
@@ -263,8 +262,8 @@ class EndedElements:
     def _lacks(self, job: str, seen: set[tuple[str, int]]) -> bool:
         """Return whether sacct may add elements of a job.
 
-        This is true after each query for a job without any row, which the accounting database may
-        have recorded since the last query.
+        This is true after each query for a job without any row, because the accounting database may
+        have recorded the job in between.
         """
         lowest = _lowest(job, seen)
         return lowest != 0 and (lowest < 0 or (job, lowest) not in self._asked)
@@ -291,7 +290,7 @@ HELD: Final = "JobHeldUser"
 """Slurm's reason for a pending element that its user holds."""
 
 FINISHED: Final = "Job has already finished"
-"""Message of scontrol if some elements of an array have ended; scontrol changes the others."""
+"""Message of scontrol if some elements of an array have ended. scontrol changes the rest."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,7 @@ class Change:
 
 
 def balance(desired: int, tasks: Sequence[TaskState], throttle: int | None) -> Change:
-    """Return the change after which ``desired`` tasks run or are queued, and no others start.
+    """Return the change after which ``desired`` tasks run or are queued, and no other tasks start.
 
     ``tasks`` are the elements of a group, and ``throttle`` is their throttle, if it is known.
     Queued elements beyond the throttle stay, because they replace tasks that end.
@@ -351,10 +350,10 @@ class ElasticGroup:
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
-        """Ensure that ``desired`` tasks run or are queued, and no others start; return the change.
+        """Ensure that ``desired`` tasks run or are queued, and no more start; return the change.
 
-        Raises SchedulerError if Slurm's commands do not work on this host. Only queued elements
-        can then replace tasks.
+        Raises SchedulerError if Slurm's commands do not work on this host. In this case, only
+        queued elements can replace tasks.
         """
         jobs = self._scheduler.recover(self._run, self._number)
         if self._group not in jobs:

@@ -109,7 +109,7 @@ QUEUE_FIELDS = (
     "Reason",
 )
 QUEUE_FORMAT = ",".join(f"{name}:|" for name in QUEUE_FIELDS)
-"""Fields requested from squeue. squeue does not truncate a field with a suffix and no size. The
+"""Fields requested from squeue. squeue does not truncate a field that has a suffix and no size. The
 reason is last, because it can contain the separator."""
 
 
@@ -169,7 +169,7 @@ _CONTROL = re.compile(
     r" RunTime=(?P<ran>\S+) TimeLimit=(?P<limit>\S+).*? StartTime=(?P<start>\S+).*?"
     r" NodeList=(?P<hosts>\S*)"
 )
-"""Fields in scontrol's order. The order matters: a job name can contain text such as
+"""Fields in scontrol's order. The order matters, because a job name can contain text such as
 ``JobState=``."""
 
 
@@ -258,7 +258,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
 
 
 def _tasks(group: str, rows: list[QueueRow]) -> list[TaskState]:
-    """Return the elements of one array; one element with number -1 if its rows name none."""
+    """Return the elements of one array. If its rows name none, return one element, number -1."""
     tasks = [_task(group, row, element) for row in rows for element in row.elements]
     if rows and not tasks:
         tasks = [_task(group, rows[0], -1)]
@@ -314,5 +314,5 @@ def _signal_name(number: int) -> str:
 
 def forgotten(group: str, job: str) -> TaskState:
     """Return the state of a job that its scheduler no longer knows."""
-    reason = "the scheduler has forgotten it"
+    reason = "the scheduler no longer knows it"
     return TaskState(job, group, 0, JobState.UNKNOWN, "", reason, (), reason)

@@ -1,4 +1,4 @@
-"""The files of ``submissions/<n>/``: requests, scripts, job ids; excluded hosts; claimants.
+"""The files of ``submissions/<n>/`` (requests, scripts, job ids), excluded hosts and claimants.
 
 Pid, start time and boot of the machine identify a process uniquely. A process that claims a right
 for the trial (a submission, an extension) writes its `Claimant`.
@@ -7,9 +7,9 @@ Three records change the number of jobs that start:
 
 - ``slurmrl scale`` sets the number of tasks of a group. It replaces the planned number until the
   user sets another number or the plan changes.
-- If the trainers are absent for too long, a task of an elastic group writes `Orphaned`. No later
-  task starts until a new incarnation has begun or a link of the trainers has removed the record.
-- ``slurmrl stop`` stops a submission: its trainers commit, and no other job starts.
+- If the trainers are missing for too long, a task of an elastic group writes `Orphaned`. Later
+  tasks do not start until an incarnation begins or a link of the trainers removes the record.
+- ``slurmrl stop`` stops a submission. Its trainers commit, and no other job starts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 HEARTBEAT = FieldType(
     "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
 )
-"""Type of the heartbeat interval, which is bounded because ``slurmrl status`` waits for it."""
+"""Type of the heartbeat interval. It is bounded, because ``slurmrl status`` waits for it."""
 REQUEST: Fields = {
     "scheduler": TEXT,
     "total_steps": INTEGER,
@@ -83,7 +83,7 @@ class Submission:
     number: int
     scheduler: str
     total_steps: int | None
-    """Number of steps; None for a single pass, whose steps depend on the dataset."""
+    """Number of steps; None for a single pass, because its steps depend on the dataset."""
     heartbeat_s: float
     time: float | None = None
     """Time of the request in seconds since the epoch, by the clock of the submitting host."""
@@ -177,14 +177,14 @@ def may_submit(claim: Mapping[str, Any]) -> bool:
 
 
 def claimant_words(claim: Mapping[str, Any]) -> str:
-    """Return the claimant in words: ``on login1, process 123``."""
+    """Return a description of the claimant: ``on login1, process 123``."""
     return f"on {claim.get('host')}, process {claim.get('pid')}"
 
 
 logger = log.get(__name__)
 
 NO_LONGER_PENDING = "no longer pending"
-"""scontrol's message if some elements have just started. scontrol changes the other elements."""
+"""scontrol's message if some elements have just started. scontrol changes the rest."""
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 JOB = FieldType("a job id", lambda value: isinstance(value, str) and bool(_JOB.fullmatch(value)))
 
@@ -197,7 +197,7 @@ def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> Non
 
 
 def write_jobs(run: RunPaths, number: int, jobs: JobIds) -> None:
-    """Write the job id of each group's first array; `extensions` records later arrays."""
+    """Write the job id of each group's first array. `extensions` records later arrays."""
     first = {group: ids[0] for group, ids in jobs.items()}
     atomic.replace(run.submission_jobs(number), json.dumps(first).encode())
 
@@ -233,7 +233,7 @@ def is_another(run: RunPaths, made: object) -> bool:
     """Return whether ``made`` is the path of another run directory that this host sees.
 
     Compare inode numbers, because a file system may be mounted at two places. A folder without a
-    configuration does not count: processes may create it after the run directory was moved.
+    configuration does not count, because processes may create it after the run directory was moved.
     """
     try:
         if not isinstance(made, str) or made == "":
@@ -314,7 +314,7 @@ def exclude_option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
 def avoid_host(
     client: SlurmClient, run: RunPaths, number: int, group: str, host: str, why: str
 ) -> bool:
-    """Avoid a host from now on; return False if no job of the group could start without it."""
+    """From now on, avoid a host; return False if no job of the group could start without it."""
     wanted = excluded_hosts(run, number, group, host)
     try:
         client.try_out(run.submission_script(number, group), f"--exclude={wanted}")
@@ -427,7 +427,7 @@ def set_wanted_tasks(run: RunPaths, group: str, tasks: int, planned: int) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Orphaned:
-    """The record of absent trainers: their newest incarnation and its first agent's lease."""
+    """The record of missing trainers: their newest incarnation and its first agent's lease."""
 
     incarnation: Annotated[int, COUNT]
     attempt: Annotated[int, COUNT]
@@ -436,7 +436,7 @@ class Orphaned:
 
 
 def read_orphaned(run: RunPaths, group: str) -> Orphaned | None:
-    """Return the record of absent trainers; None without one.
+    """Return the record of missing trainers; None without one.
 
     Raises CorruptFileError, EnvironmentFailure.
     """
@@ -452,12 +452,12 @@ def write_orphaned(run: RunPaths, group: str, seen: Orphaned) -> None:
 
 
 def remove_orphaned(run: RunPaths, group: str) -> None:
-    """Remove the record of absent trainers, because the trainers are back."""
+    """Remove the record of missing trainers, because the trainers are back."""
     atomic.remove(run.orphaned(group))
 
 
 def is_orphaned(run: RunPaths, group: str) -> bool:
-    """Return whether the trainers of a group's tasks are absent, according to the record.
+    """Return whether the trainers of a group's tasks are missing, according to the record.
 
     Raises CorruptFileError, EnvironmentFailure.
     """

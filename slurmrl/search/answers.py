@@ -1,4 +1,4 @@
-"""A search that may change the result of training, and the output of its answers.
+"""A search that may also make changes to the result of training, and the output of its answers.
 
 The user allows named changes (`CHANGES`). Each set of allowed changes makes a new configuration,
 which the plan checks and the search treats like the given configuration. Thus the answers include
@@ -78,13 +78,13 @@ class LearnedChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Searched:
-    """The best combinations of settings, and the allowed changes that none of them makes."""
+    """The best combinations of settings, and the allowed changes that no combination makes."""
 
     answers: Sequence[Answer]
     unchanged: Answer | None = None
     """The best answer with an unchanged result of training; None if no combination fits."""
     refused: Sequence[str] = ()
-    """Allowed changes that no answer makes, each with the reason."""
+    """Allowed changes that no answer makes, with the reasons."""
     rejected: Sequence[str] = ()
     """Reasons why a submission would reject other combinations, some of which are faster."""
 
@@ -250,9 +250,9 @@ def document(
 ) -> Document:
     """Return the answers as a table.
 
-    ``given`` is the prediction of the given configuration. ``fits`` says if this configuration fits
-    into memory. ``searched`` has the allowed changes; None if none are allowed. ``rejected`` has
-    reasons why a submission would reject other combinations.
+    ``given`` is the prediction of the given configuration. ``fits`` states whether this
+    configuration fits into memory. ``searched`` has the allowed changes; None if no changes are
+    allowed. ``rejected`` has reasons why a submission would reject other combinations.
     """
     refusal = "a submission would reject other combinations, some of them faster:"
     return Document(
@@ -347,7 +347,7 @@ def changes(answer: Answer) -> str:
 
 
 def limits(step: StepSeconds) -> str:
-    """Return the causes that take most of a step's seconds, with their shares."""
+    """Return the causes of most of a step's seconds, with their shares."""
     total = sum(step.causes.values()) or 1.0
     first = list(step.causes.items())[:SHOWN]
     return ", ".join(f"{CAUSES.get(name, name)} {seconds / total:.0%}" for name, seconds in first)

@@ -1,9 +1,9 @@
 """The search for the fastest combinations of layouts that fit into the GPUs.
 
 A combination has one candidate for each model. The predicted seconds of a step are the sum over the
-models. If rollout tasks generate during the other calls, they are the larger of two sums. A queue
-yields the combinations in the order of their seconds, so the first combinations that fit are the
-best. The search is deterministic.
+models. If rollout tasks generate during the other calls, the seconds are the larger of two sums. A
+queue yields the combinations in the order of their seconds, so the first combinations that fit are
+the best. The search is deterministic.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from slurmrl.search.candidates import Candidate, of_model
 
 Objective: TypeAlias = Literal["time", "cost"]
 MOST_COMBINATIONS: Final = 200_000
-"""Maximum number of combinations to try for one way to use the GPUs."""
+"""Maximum number of combinations to try for each way to use the GPUs."""
 MOST_REJECTED: Final = 20
-"""Number of rejected combinations that fit into memory after which the search of a way stops."""
+"""Number of rejected combinations that fit into memory, after which the search of a way stops."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def search(
     progress: Callable[[str], None] = lambda line: None,
     known: Sequence[Answer] = (),
 ) -> list[Answer]:
-    """Return the best of all combinations and of the ``known`` answers, the best first.
+    """Return the best among all combinations and the ``known`` answers, the best first.
 
     ``load`` loads the configuration with a combination's overrides and runs all checks of a
     submission; it returns None if a check fails. ``progress`` receives a line for each way to use
@@ -172,7 +172,7 @@ def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, s
 def ways(checked: Checked, request: SearchRequest, gpus: int) -> Iterator[GpuUse]:
     """Yield the ways to use a number of GPUs that do not change the result of training.
 
-    A configuration with rollout tasks keeps them, and a configuration without gets none.
+    A configuration with rollout tasks keeps them; a configuration without tasks gets none.
     """
     config = checked.config
     own = _engine(config.rollout.backend)
@@ -300,7 +300,7 @@ def _least_bytes(chosen: Sequence[Candidate]) -> int:
 
 
 def _main(backends: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return the layouts that distinguish answers: the actor's and the layout of generation."""
+    """Return the layouts that distinguish answers: the actor's layout and generation's layout."""
     return backends.get("actor"), backends.get(ROLLOUTS)
 
 
@@ -319,7 +319,7 @@ def _in_order(
 ) -> Iterator[tuple[Candidate, ...]]:
     """Yield the combinations of one candidate of each list, in the order of `_least`.
 
-    Of equal combinations, the smaller sum of seconds comes first. The lists must be sorted by
+    Among equal combinations, the smaller sum of seconds comes first. The lists must be sorted by
     their candidates' seconds.
     """
     if not all(lists):
@@ -345,7 +345,7 @@ def _in_order(
 
 
 def _cleared(checked: Checked, scheme: GpuUse) -> Variant:
-    """Return the configuration with the way's engine for generation and any number of hosts."""
+    """Return the configuration with the way's engine for generation, for any number of hosts."""
     config = checked.config
     cluster = config.cluster.model_copy(update={"hosts": None})
     rollout = config.rollout

@@ -132,7 +132,7 @@ def least_memory(checked: Checked, name: str, gpus: int, engines: Iterable[str])
 
 
 def _calls(checked: Checked, name: str, *, generates: bool) -> list[Call]:
-    """Return the calls of a step on a model; the actor also generates with ``generates``."""
+    """Return the calls of a step on a model. With ``generates``, the actor also generates."""
     names = [each for each in placed_models(checked) if not (generates and each == ROLLOUTS)]
     calls = checked.algorithm.calls(checked.config)
     return [call for call in calls if layout_of(call, names) == name]
@@ -228,9 +228,9 @@ def _models(demand: MemoryDemand, allocation: Allocation, name: str) -> Iterator
 
 
 def unbeaten(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates except those that are both slower and larger than another candidate.
+    """Return the candidates, the fastest first.
 
-    The fastest comes first.
+    Omit candidates that are both slower and larger than another candidate.
     """
     kept: list[Candidate] = []
     for one in sorted(candidates, key=lambda each: each.key):

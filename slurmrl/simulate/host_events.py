@@ -1,4 +1,4 @@
-"""Hosts of the trainers' job: lost hosts, the time until a loss is detected, and slow hosts."""
+"""The hosts of the trainers' job: losses, the time until their detection, and slow hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostLosses:
     """Interval between two checks of the leases."""
 
     def of_spares(self, now: float, rng: random.Random) -> list[float]:
-        """Return the time at which each unused spare fails, for a job that starts now."""
+        """Return the times at which unused spares fail, for a job that starts now."""
         rate = self.disturbances.failures
         return [now + seconds_to_event(rate, rng) for _ in range(self.spares)]
 
@@ -56,7 +56,7 @@ class HostSpeeds:
         self._slow = 0
 
     def new_job(self) -> bool:
-        """Choose hosts for a new job; return whether some of them are slow."""
+        """Choose hosts for a new job. Return whether some of them are slow."""
         self._slow = sum(self._is_slow() for _ in range(self._hosts))
         return self._slow > 0
 

@@ -103,7 +103,7 @@ def run_all(
         outcomes.append(TrialRun(costs, conditions, str(seed)).run())
     queue, first_s = conditions.waits.words, conditions.first_wait_s
     if first_s is not None:
-        queue = f"the first job waits {first_s:.0f} s; of later ones: {queue}"
+        queue = f"the first job waits {first_s:.0f} s; later jobs: {queue}"
     return Runs(conditions.time_limit_s, outcomes, queue)
 
 
@@ -114,14 +114,14 @@ class CommitAdvice:
     seconds: float
     steps: int
     lost: float
-    """Share of the time in jobs that commits, repeated work and restarts take at this interval."""
+    """Share of the time in jobs for commits, repeated work and restarts with this interval."""
     between_failures_s: float
 
 
 def commit_advice(costs: TrialCosts, disturbances: Disturbances) -> CommitAdvice | None:
     """Return the best interval, or None without failures.
 
-    Before a time limit or a preemption, a job commits, so only failures lose work.
+    A job commits before a time limit or a preemption, so only failures lose work.
     """
     rate = (disturbances.failures + disturbances.crashes) * costs.hosts
     if not rate:
@@ -138,7 +138,7 @@ def commit_advice(costs: TrialCosts, disturbances: Disturbances) -> CommitAdvice
 def tasks_needed(costs: TrialCosts) -> int | None:
     """Return the minimum number of rollout tasks that make groups as fast as steps use them.
 
-    Return None if no number is enough: the limit on groups in flight also limits the speed.
+    Return None if no number is enough, because the limit on groups in flight also limits the speed.
     """
     tasks = costs.tasks
     if tasks is None:
@@ -174,7 +174,7 @@ class SimulationAnswers:
 
     @property
     def best(self) -> Runs:
-        """The runs of the best time limit: most runs finish; on a tie, in the shortest time."""
+        """The runs of the best time limit, with which most runs finish (on a tie, the fastest)."""
         return min(self.runs, key=lambda one: (-one.finished, one.seconds.middle))
 
 
@@ -204,7 +204,7 @@ def _blocks(answers: SimulationAnswers) -> Iterator[Block]:
     several = len(best.outcomes) > 1
     headings = ("TIME LIMIT", "FINISHED", "WALL TIME", "JOBS", "GPU HOURS", "TRAINING")
     note = "ranges contain 80 % of the runs; " if several else ""
-    note += "TRAINING: share of job time in steps that a failure did not undo"
+    note += "TRAINING: share of job time in steps that no failure undid"
     yield Table(headings, [_row(one) for one in answers.runs], note=note)
     where = f"time with the limit {limit_words(best.time_limit_s)}" if answers.runs[1:] else "time"
     total = sum(best.parts.values()) or 1.0

@@ -15,7 +15,7 @@ from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 
 FEWEST: Final = 10
-"""Number of similar jobs in a trace from which on only similar jobs count."""
+"""Minimum number of similar jobs in a trace. With fewer similar jobs, all jobs count."""
 SIMILAR: Final = 2.0
 """Maximum ratio of hosts, and of time limits, between two similar jobs."""
 COLUMNS: Final = ("Submit", "Start")
@@ -40,7 +40,7 @@ def duration_s(text: str) -> float:
 
 
 class Waits(Protocol):
-    """Source of the seconds that jobs wait in the queue."""
+    """Source of queue waits, in seconds."""
 
     def sample(self, rng: random.Random) -> float:
         """Return the seconds that one job waits."""
@@ -107,7 +107,7 @@ def given_waits(text: str) -> Waits:
 
 @dataclass(frozen=True)
 class TracedJob:
-    """One job of a trace; None for a value that the trace lacks."""
+    """One job of a trace. Values that the trace lacks are None."""
 
     wait_s: float
     hosts: int | None
@@ -142,7 +142,7 @@ class QueueTrace:
     def waits(self, hosts: int, limit_s: float) -> TracedWait:
         """Return the waits of similar jobs, or of all jobs if few are similar.
 
-        Jobs are similar if their numbers of hosts and their time limits are.
+        Jobs are similar if their numbers of hosts and their time limits are similar.
         """
         near = [job for job in self.jobs if _similar(job, hosts, limit_s)]
         used = near if len(near) >= FEWEST else self.jobs

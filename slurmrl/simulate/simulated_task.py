@@ -49,11 +49,11 @@ class SimulatedTask:
     """Tokens per group from the start of the attempt until the time `at`."""
     at: float = 0.0
     items: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Lease of each unfinished group, and the index in `versions` with which it began."""
+    """Lease of each unfinished group, and the index in `versions` of its first weights."""
     ends: list[tuple[float, int, int, str]] = field(default_factory=list)
     """Heap of (value of `tokens` at which a group ends, order, item, lease)."""
     plan: int = 0
-    """Number of the planned event for the next finished group; events with lower numbers are
+    """Number of the planned event for the next finished group. Events with lower numbers are
     obsolete."""
 
     @property
@@ -86,7 +86,7 @@ class SimulatedTask:
         return max(self.ends[0][0] - self.tokens, 0.0) if self.ends else None
 
     def finish(self, *, interruptible: bool) -> StoredGroup:
-        """Remove the group that ends first; return its sample."""
+        """Remove the group that ends first. Return its sample."""
         end, _, item, lease = heapq.heappop(self.ends)
         self.tokens = max(self.tokens, end)
         _, first = self.items.pop(item)

@@ -4,7 +4,7 @@ The master's real code keeps the ledger and the leases (`data.leases`,
 `workers.master.task_leases`). A task generates all of its groups at once. The more groups a task
 has, the longer it takes per token of each group.
 
-In large trials, a simulated task stands for several tasks, and an item for several groups.
+In large trials, a simulated task represents several tasks, and an item represents several groups.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PREEMPTED_S: Final = 20.0
 TURN_S: Final = 0.1
 """Seconds until the master reacts to an event."""
 MOST_ITEMS: Final = 1024
-"""Maximum number of simulated items per step. In larger batches, an item stands for several
+"""Maximum number of simulated items per step. In larger batches, an item represents several
 groups."""
 
 
@@ -98,7 +98,7 @@ class TaskPool:
         self._read: list[tuple[str, StoredGroup]] = []
         """Lease and sample of each result that the master has read since the last commit."""
         self._snapshot = 0
-        """Number of these results that the next commit will contain."""
+        """Number of the results in `_read` that the next commit will contain."""
         self._versions: list[tuple[str, float]] = []
         """The newest weight versions, each with the time from which tasks can read it."""
         self._orphaned_at = math.inf
@@ -132,7 +132,7 @@ class TaskPool:
     # -- the trainers ------------------------------------------------------------------------
 
     def job_started(self, now: float) -> None:
-        """Start the tasks in the trainers' job, which begins now; queue jobs of other tasks."""
+        """Start the tasks in the trainers' job, which begins now. Queue the jobs of other tasks."""
         self.advance(now)
         self._orphaned_at = math.inf
         for number in sorted(self._held):
@@ -141,7 +141,7 @@ class TaskPool:
         self._held.clear()
 
     def job_ended(self, now: float) -> None:
-        """End the tasks in the trainers' job, which ends now; later, other tasks are orphaned."""
+        """End the tasks in the trainers' job, which ends now. Later, other tasks are orphaned."""
         self.advance(now)
         self.master_ended()
         if not self.costs.inside:
@@ -158,7 +158,7 @@ class TaskPool:
         records: Iterable[Record],
         record: LedgerRecord | None,
     ) -> None:
-        """Start a master with the ledger of the last commit; it reads later results again."""
+        """Start a master with the ledger of the last commit. It reads later results again."""
         self.advance(now)
         lineage = Lineage.of(records)
         self._incarnation = incarnation
@@ -184,7 +184,7 @@ class TaskPool:
         self._next_look = math.inf
 
     def published(self, now: float, step: int) -> None:
-        """Publish the weights of a step, which tasks load later."""
+        """Publish the weights of a step. Tasks load them later."""
         self.advance(now)
         version, at = VersionId(step, self._incarnation).name, now + self.costs.publish_s
         self._versions = [*self._versions[-1:], (version, at)]
@@ -204,7 +204,7 @@ class TaskPool:
         self._wake()
 
     def take(self, now: float, step: int) -> Sequence[StoredGroup]:
-        """Take the groups of a step; return none if too few are finished."""
+        """Take the groups of a step. Take none if too few are finished."""
         self.advance(now)
         return self.ledger.take_finished(self._batch_size, step, self._admission.max_staleness)
 
@@ -377,7 +377,7 @@ class TaskPool:
         self._wake()
 
     def _end(self, task: SimulatedTask, *, requeue: bool = True, lost: bool = False) -> None:
-        """End the job of a task. With ``lost``, the master learns of the end only later."""
+        """End the job of a task. With ``lost``, the master detects the end only later."""
         self.gpu_s += (self._now - task.since) * self.costs.gpus * self._stands_for
         task.end()
         if not lost:
@@ -408,7 +408,7 @@ class TaskPool:
         return self.costs.token_s(len(task.items) * self._groups / self._stands_for)
 
     def _plan(self, task: SimulatedTask) -> None:
-        """Plan the event for the next finished group, which replaces the task's earlier plan."""
+        """Plan the event for the next finished group. It replaces the task's earlier plan."""
         task.plan += 1
         if (left := task.first_end()) is not None:
             at = self._now + left * self._token_s(task)

@@ -1,4 +1,4 @@
-"""Seconds and sizes of a trial's parts, which are predicted, measured or assumed."""
+"""Seconds and sizes of a trial's parts. They are predicted, measured or assumed."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ DELTA: Final = 0.05
 """Size of a delta divided by the size of a full weight version, as measured with a learning rate
 of 1e-5 (docs/benchmarks.md)."""
 SIGNAL_EARLY_S: Final = 30.0
-"""Maximum seconds by which Slurm signals a job too early: the interval at which it checks time
-limits. Slurm's documentation allows twice as much (`workers.agent.agent_host.LATE_S`)."""
+"""Maximum seconds by which Slurm signals a job too early. This is the interval at which it checks
+time limits. Slurm's documentation allows twice as much (`workers.agent.agent_host.LATE_S`)."""
 POINTS: Final = 256
-"""Number of lengths from which the mean of the longest completion is computed."""
+"""Number of lengths for computing the mean of the longest completion."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class TaskCosts:
     longest: LongestCompletion
     """The longest completion of a group."""
     token_s: Callable[[float], float]
-    """Seconds in which each of a number of groups gets one more token."""
+    """Function from a number of groups to the seconds in which each group gets one more token."""
     start_s: float
     publish_s: float
     """Seconds from the end of a step until tasks can read its weights."""
     load_s: float
-    """Seconds in which a task reads a weight version."""
+    """Seconds that a task takes to read a weight version."""
     per_host: int = 1
     """Number of tasks in separate jobs that share a host and fail with it."""
 
@@ -134,7 +134,7 @@ class TrialCosts:
 
 @dataclass(frozen=True)
 class GivenSeconds:
-    """Numbers that the user has measured; None for numbers to predict or assume."""
+    """Numbers that the user has measured. None marks numbers to predict or assume."""
 
     step: float | None = None
     start: float | None = None
@@ -155,8 +155,8 @@ class Scale:
 
     steps: int | None = None
     hosts: int | None = None
-    """Hosts of the trainers. The batch and the number of tasks grow with them, so that each host
-    does as much work as configured."""
+    """Hosts of the trainers. The batch and the number of tasks grow with the hosts, so that each
+    host does as much work as configured."""
     tasks: int | None = None
 
 
@@ -329,7 +329,7 @@ def _tasks(
     start_s = START_S + whole_s if given.start is None else given.start
     if given.start is None:
         notes.append(f"start of a rollout task: {start_s:.3g} s (--start-seconds)")
-    words = f"weights of rollout tasks: {loading_s:.3g} s to write, as long to read"
+    words = f"weights of rollout tasks: {loading_s:.3g} s to write, and the same time to read"
     words += f"; {deltas:.0%} of the versions are deltas, with {DELTA:.0%} of the bytes"
     notes.append(words)
     return TaskCosts(

@@ -54,7 +54,7 @@ MOST_WITHOUT_COMMIT: Final = 100
 LONGEST_WAIT_S: Final = 10 * DAY_S
 """Maximum wait for the groups of one step."""
 KILLED: Final = "killed"
-"""Reason for an end by Slurm, at the time limit or a preemption. It is no failure."""
+"""Reason of an end by Slurm, at the time limit or a preemption. It is not a failure."""
 
 
 class MemoryNames(NameStore):
@@ -88,7 +88,7 @@ class TrialOutcome:
     """Number of committed steps."""
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by part of the time; their sum is `seconds`."""
+    """Seconds by part of the time. Their sum is `seconds`."""
     jobs: int
     """Number of starts of the trainers' jobs."""
     links: int
@@ -102,7 +102,7 @@ class TrialOutcome:
 
     @property
     def useful(self) -> float:
-        """Share of the time in jobs that was spent on training steps that no failure undid."""
+        """Share of the time in jobs that went into training steps that no failure undid."""
         held = self.seconds - self.parts.get(QUEUE, 0.0)
         return self.parts.get(TRAINING, 0.0) / held if held > 0 else 0.0
 
@@ -242,7 +242,7 @@ class TrialRun:
         self._now += wait_s
 
     def _job(self, start: str) -> str:
-        """Run one job; return the way in which it ended."""
+        """Run one job. Return the way in which it ended."""
         costs, rates = self._costs, self._conditions.disturbances
         limit_s = self._conditions.time_limit_s
         self._kill_at = self._now + limit_s
@@ -348,7 +348,7 @@ class TrialRun:
     _items: tuple[int, ...] = ()
 
     def _groups(self, pool: TaskPool, step: int) -> bool:
-        """Wait for the groups of a step; return False if a warning comes first."""
+        """Wait for the groups of a step. Return False if a warning comes first."""
         began = self._now
         while True:
             samples = pool.take(self._now, step)
@@ -445,7 +445,7 @@ class TrialRun:
     # -- the clock ---------------------------------------------------------------------------
 
     def _advance(self, seconds: float, part: str) -> None:
-        """Let time pass for one part. Raises ReportedError if the incarnation ends before."""
+        """Advance the clock for one part. Raises ReportedError if the incarnation ends first."""
         until = self._now + seconds
         if not self._preempted and self._preempt_at <= until:
             self._preempted = True

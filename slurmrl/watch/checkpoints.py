@@ -1,4 +1,4 @@
-"""Inventory of a trial's checkpoints: the reasons to keep each, and its damage."""
+"""Inventory of a trial's checkpoints, with the reasons to keep each, and its damage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StoredCommit:
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
     """Return all checkpoints by step, with the sizes of their files checked.
 
-    With ``checksums``, check the contents too. Omit a checkpoint that the run deletes during the
+    With ``checksums``, also check the contents. Omit a checkpoint that the run deletes during the
     listing. Raises EnvironmentFailure if the history cannot be read.
     """
     records = History(paths.history).read()
@@ -89,7 +89,7 @@ def _look(
 def _set_aside(
     paths: RunPaths, records: list[Record], times: dict[str, float]
 ) -> list[StoredCommit]:
-    """Return the damaged checkpoints that still exist; a run may remove them at any time."""
+    """Return the damaged checkpoints that still exist. A run may remove them at any time."""
     damaged = []
     for record in records:
         if record.kind is Kind.DELETE and "reason" in record.data:

@@ -18,7 +18,7 @@ Status = Mapping[str, Any]
 
 WAIT_S = 60.0
 WAIT_STEPS = 5.0
-"""A wait for ranks is reported once it is longer than WAIT_S seconds and than WAIT_STEPS steps."""
+"""A wait for ranks is reported if it exceeds WAIT_S seconds and the time of WAIT_STEPS steps."""
 SILENT_S = 180.0
 """Seconds without output of its processes after which a running job is reported."""
 SHORT_LIMITS = 2
@@ -233,7 +233,7 @@ def _compiling(status: Status) -> Iterator[StatusFinding]:
 def whom(waiting: Mapping[str, Any]) -> str:
     """Describe a wait, for example ``ranks 0, 3 (n1) to finish train_step of step 4``.
 
-    If the master does not wait for ranks, return only the name of the awaited thing.
+    If the master does not wait for ranks, return only the object of the wait.
     """
     ranks = waiting["for"]
     if not ranks:
@@ -247,7 +247,7 @@ def whom(waiting: Mapping[str, Any]) -> str:
 
 
 def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
-    """Report that the trainers wait and no rollout task works for them."""
+    """Report that the trainers wait and no rollout task works."""
     rollouts = status["rollouts"]
     if rollouts is None or not rollouts["waits_for"]:
         return
@@ -262,7 +262,7 @@ def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
     waiting = {task["reason"] for task in tasks if task["state"] == "PENDING"}
     ended = [task for task in tasks if task["state"] not in (*ACTIVE, "COMPLETED")]
     why = f" ({', '.join(sorted(waiting))})" if waiting else ""
-    text = f"the trainers wait {plain(rollouts['waits_for'])}: none runs{why}"
+    text = f"the trainers wait {plain(rollouts['waits_for'])}: no task runs{why}"
     if failed := rollouts["failed"]:
         host = f" on {failed['host']}" if failed["host"] else ""
         text += f"; the last one ({failed['task']}{host}) failed: {failed['why']}"
@@ -331,10 +331,10 @@ def _now(status: Status) -> StatusFinding:
 
 
 def _begins(status: Status, last: Mapping[str, Any] | None) -> StatusFinding:
-    """Report that a job runs in which no incarnation has begun yet."""
+    """Report that a job runs, but no incarnation has begun in it."""
     ran_s = (status["link"] or {}).get("runs_s")
     since = f" {age(ran_s)} ago" if ran_s is not None else ""
-    quiet = f"its job started{since}, no sign of its processes yet"
+    quiet = f"its job started{since}, but its processes have reported nothing yet"
     look = f"; see slurmrl logs {status['trial']}" if (ran_s or 0.0) > SILENT_S else ""
     if last is None:
         return StatusFinding("starting", f"starting: {quiet}{look}")

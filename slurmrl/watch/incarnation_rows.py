@@ -1,8 +1,8 @@
 """The newest incarnations of a trial and their ends.
 
-An incarnation may be killed at any moment. The functions infer its end from its reports (see
-`Ending`), the history, the master's last event and the scheduler's state of the job, as far as
-these exist.
+An incarnation may be killed at any moment. The functions infer the end of an incarnation from its
+reports (see `Ending`), the history, the master's last event and the scheduler's state of the job,
+as far as these exist.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLOCKS_S = 5.0
 """Maximum difference of two hosts' clocks."""
 SHOWN_FILES = 2
 REPEATS: Final = "repeats"
-"""The event of an incarnation about the steps that it repeats: ``first``, ``last``."""
+"""Event of an incarnation about the steps that it repeats. Fields: ``first``, ``last``."""
 GUESSED = ("preemption", "unknown")
 JOB_ENDS = {
     JobState.TIMEOUT: "time_limit",
@@ -94,7 +94,7 @@ def _tag(traces: Traces) -> JobTag:
 
 
 def _reported(traces: Traces, after: Traces | None) -> Ending:
-    """Return the end of an incarnation from its reports; ``after`` is the next incarnation."""
+    """Return the end of an incarnation from its reports. ``after`` is the next incarnation."""
     return Ending(
         traces.begun.number,
         job=_tag(traces),
@@ -152,7 +152,7 @@ def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
 
 
 def is_start_of(task: TaskState, tag: JobTag) -> bool:
-    """Return whether a tag belongs to an element's newest start, not to one before a requeue."""
+    """Return whether a tag belongs to an element's newest start, not to an earlier start."""
     return tag.restarts is None or task.restarts <= tag.restarts
 
 
@@ -170,7 +170,7 @@ def _from_step(traces: Traces) -> int:
 def _last_seen(
     snapshot: TrialSnapshot, traces: Traces, after: Traces | None, *, running: bool
 ) -> int:
-    """Return the last step of an incarnation; 0 if it is unknown.
+    """Return the last step of an incarnation; 0 if unknown.
 
     The source is the first of these that applies:
 
@@ -251,7 +251,7 @@ def _explained(reported: Ending) -> str:
 def warning(warned: Warned, *, preempted: bool = False) -> str:
     """Describe the warning that an incarnation's job would end.
 
-    ``preempted``: the scheduler confirms that the job was preempted.
+    ``preempted`` is true if the scheduler confirms that the job was preempted.
     """
     words = WARNINGS.get(warned.cause, WARNINGS["unknown"])
     if preempted and warned.cause == "preemption":
@@ -281,7 +281,7 @@ def _warned(traces: Traces, warned: Warned, *, preempted: bool) -> RowEnd:
 
 
 def _unsaid(traces: Traces) -> RowEnd | None:
-    """Return an end without a published failure, from the history or the master's last event."""
+    """Return an end without a published failure, using the history or the master's last event."""
     if traces.begun.end is not None:
         if traces.begun.end.kind is Kind.CANCELLED:
             return _cancelled(traces)
@@ -312,7 +312,7 @@ def _cancelled(traces: Traces) -> RowEnd:
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> RowEnd | None:
     """Return the end that the scheduler's state of the job shows; None if it shows no end.
 
-    An element that waits or runs shows an end only while it is ending.
+    The state of an element that waits or runs shows an end only while the element is ending.
     """
     task = _task(traces, tasks)
     cause = JOB_ENDS.get(task.ending or task.state) if task else None
@@ -322,7 +322,7 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> RowEnd | None:
 
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
-    """Return the array element in which an incarnation ran; None if it was requeued since.
+    """Return the array element in which an incarnation ran; None if it was requeued afterwards.
 
     The state of a requeued element belongs to a later start.
     """

@@ -1,8 +1,8 @@
 """The log files of a trial's newest attempts, their merged lines, and stacks of its processes.
 
 Lines of several files are merged by their times, without splitting entries. An entry is a line of
-slurmrl's loggers (see `slurmrl.log`) and the lines after it: a traceback, or output of a library. A
-traceback that no logger's error precedes is a separate entry.
+slurmrl's loggers (see `slurmrl.log`) and the following lines: a traceback, or output of a library.
+A traceback without a preceding error of a logger is a separate entry.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ HEAD = re.compile(
     re.M,
 )
 HEAD_BYTES = 64 * 1024
-"""Number of bytes in which to search for the head of a part, because other processes may have
-written before it."""
+"""Number of bytes in which to search for the head of a part. (Other processes may have written
+before the head.)"""
 LEVELS = logging.getLevelNamesMapping()
 SEARCHED = 1000
-"""Maximum number of lines before the wanted lines in which to search for the start of their entry.
-"""
+"""Maximum number of lines before the wanted lines in which the start of their entry is searched."""
 _ENTRY = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \[(?P<process>[^]]+)\] (?P<level>[A-Z]+) ?"
     r"(?P<text>.*)",
@@ -78,14 +77,14 @@ class Part(NamedTuple):
 
 
 def head(number: int, skipped: int) -> bytes:
-    """Return the first line of a part, which has its number and the number of dropped bytes."""
+    """Return the first line of a part: its number and the number of dropped bytes."""
     without = f" without its first {skipped} bytes" if skipped else ""
     kept = "at most the last earlier part is kept (logging.output_mib)"
     return f"--- slurmrl: part {number} of this output{without}; {kept} ---\n".encode()
 
 
 def part(data: bytes) -> Part:
-    """Parse the head in the first bytes of a file; without a head, the file is the first part."""
+    """Parse the head in the first bytes of a file. Without a head, the file is the first part."""
     found = HEAD.search(data[:HEAD_BYTES])
     if found is None:
         return Part(1, 0, 0)
@@ -133,8 +132,8 @@ def newest(
 def serving(paths: RunPaths, incarnation: int) -> Attempts:
     """Return the attempts of the job in which an incarnation began.
 
-    The master's log has the same number as the log of the first agent. The logs may cover other
-    incarnations of the same job as well. Raises UnknownNameError.
+    The master's log has the same number as the log of the first agent. The logs may also cover
+    other incarnations of the same job. Raises UnknownNameError.
     """
     begin = begin_of(paths.history, incarnation)
     if begin is None:
@@ -190,9 +189,10 @@ class LogLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The entries to print; None and 0 print all.
+    """The entries to print.
 
-    Only a ``process`` or a ``level`` excludes lines before the first entry of a file.
+    None and 0 do not restrict. Only ``process`` and ``level`` exclude lines before a file's first
+    entry.
     """
 
     process: str | None = None
@@ -226,7 +226,7 @@ class OutputReader:
         self._last = last
         self._begun = False
         self._read: dict[Path, tuple[int, int]] = {}
-        """Number of the part and offset in it, up to which each file was read."""
+        """Number of the part, and offset in the part, up to which each file was read."""
         self._heads: dict[Path, LogLine] = {}
         """The newest line of each file."""
 
@@ -285,7 +285,7 @@ class OutputReader:
 
 
 def parse(text: str, before: LogLine) -> LogLine:
-    """Return a line as part of its entry; ``before`` is the previous line in its file."""
+    """Return a line as part of its entry. ``before`` is the previous line in its file."""
     found = _ENTRY.fullmatch(text)
     if found and (time := _seconds(found["time"])) is not None and found["level"] in LEVELS:
         values = found["process"], found["level"], found["text"]
@@ -313,11 +313,11 @@ class _Tail:
         self._path = file.path
         self._nobody = LogLine(file.label, None, file.label, "", "", False)
         self._found = self._open = 0
-        """Number of lines of wanted entries, and number of lines of the entry that is being read
+        """Number of lines of wanted entries, and of lines of the entry that is being read
         backward."""
 
     def start(self) -> tuple[int, int]:
-        """Return part and offset at which to begin; (0, 0) for the start of the previous part."""
+        """Return part and offset at which to begin. (0, 0) is the start of the previous part."""
         with documents.opened(self._path) as file:
             now = part(file.first(HEAD_BYTES))
             offset = self._search(file)

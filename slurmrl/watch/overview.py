@@ -1,9 +1,9 @@
-"""Lists of trials: the status of many trials, and ``overview.json`` of finished trials.
+"""Lists of trials: the status of many trials, and the file ``overview.json`` of finished trials.
 
 `collect` reads each run directory once, queries each scheduler once, and waits once for all
 heartbeats.
 
-``overview.json`` only saves work: it has the fields that a list shows of a finished trial. It also
+``overview.json`` only saves work. It has the fields of a finished trial that a list shows. It also
 has the number of history records and the size of the metrics at the time of writing. Records are
 never removed, so the file is current if both are unchanged. Otherwise, or without the file, a
 reader reads the whole trial.
@@ -95,7 +95,7 @@ def collect(
     """Return the status object of each trial (see `watch.status`).
 
     ``detailed`` objects cover more incarnations. A run directory that cannot be read is passed to
-    ``unreadable`` and omitted; without ``unreadable``, the error is raised.
+    ``unreadable`` and omitted. Without ``unreadable``, the error is raised.
     """
     snapshots = _read_all(trials, DETAILED if detailed else GLANCE, unreadable)
     found = ask(snapshots, schedulers)
@@ -161,10 +161,9 @@ def _read_all(
 def ask(
     snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory
 ) -> dict[str, SchedulerAnswer]:
-    """Query each scheduler once: for jobs that may run, and for the ends of earlier incarnations.
+    """Query each scheduler once, for jobs that may run and for the ends of earlier incarnations.
 
-    The ``problem`` of an answer is the error of a scheduler that does not answer about jobs that
-    may run.
+    If a scheduler does not answer about jobs that may run, ``problem`` is the error.
     """
     found = {snapshot.trial: SchedulerAnswer() for snapshot in snapshots}
     by_kind: dict[str, list[tuple[TrialSnapshot, int]]] = {}

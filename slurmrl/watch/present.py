@@ -1,4 +1,4 @@
-"""The current state of a trial: its waits, its pace, the remaining time."""
+"""The current state of a trial: its waits, its pace and the remaining time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECENT_COMMITS = 5
 def describe(
     snapshot: TrialSnapshot, tasks: Sequence[TaskState], status: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return fields of the status object; ``status`` holds the state, step and incarnations."""
+    """Return fields of the status object. ``status`` has the state, step and incarnations."""
     state, told = status["state"], status["incarnations"]
     lives = bool(told) and told[-1]["cause"] == "running"
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
@@ -82,7 +82,7 @@ def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _at(task: RolloutTaskView) -> dict[str, Any]:
-    """Return the current state of a rollout task; its pace is the mean since the task started."""
+    """Return the current state of a rollout task. Its pace is the mean since the task's start."""
     seconds = task.counts.get("seconds", 0.0)
     return {
         "task": task.task,
@@ -187,7 +187,7 @@ def _models(line: Mapping[str, Any]) -> list[str]:
 
 
 def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
-    """Return whether the engine skipped all updates of a step: gradients were not finite."""
+    """Return whether the engine skipped all updates of a step because gradients were not finite."""
     prefix = f"{model}_" if model else ""
     skipped, updates = line.get(f"{prefix}skipped"), line.get(f"{prefix}updates", 1)
     numbers = isinstance(skipped, int | float) and isinstance(updates, int | float)
@@ -272,7 +272,7 @@ def counted_time_s(
 ) -> float | None:
     """Return the total seconds of the steps up to ``step``, the trial's current step.
 
-    Later steps are lost; their lines remain until the next incarnation begins.
+    Later steps are lost, but their lines remain until the next incarnation begins.
     """
     if trained_s is None:
         return None
@@ -285,7 +285,7 @@ def effective_ratio(
 ) -> float | None:
     """Return the share of the time until ``until`` in which the trial trained steps that count.
 
-    The time starts when the first step could begin. Repeated steps count once; time in the queue
+    The time starts when the first step could begin. Repeated steps count once. Time in the queue
     counts as lost. All times are in seconds.
     """
     if trained_s is None or first_step_at is None or until is None or until <= first_step_at:

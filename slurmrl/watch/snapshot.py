@@ -34,8 +34,8 @@ DETAILED = 20
 LINES = 20
 """Number of newest lines of metrics to read for a diagnosis."""
 MORE_LINES = 200
-"""Number of newest lines to search for the newest evaluation, and to read for the detailed status
-if LINES are too few."""
+"""Number of newest lines to search for the newest evaluation. The detailed status also reads these
+lines if LINES are too few."""
 FIRST_STARTS = 5
 """Number of first incarnations to search for the time at which training could begin."""
 MOST_FAILURES = 100
@@ -67,7 +67,7 @@ class Traces:
     warned: Warned | None
     """The warning that the incarnation's job will end."""
     hang: Hang | None
-    """Description of which ranks waited for which when silence or a deadline ended it."""
+    """Description of who waited for whom when silence or a deadline ended the incarnation."""
     attempt: Identity | None
     """The claim of the first agent of the incarnation's job."""
     master: Sequence[Event]
@@ -81,7 +81,7 @@ class Traces:
 class TrialSnapshot:
     paths: RunPaths
     now: float
-    """Seconds since the epoch by this host's clock; used for display only."""
+    """Seconds since the epoch by this host's clock, only for display."""
     state: Recent
     submission: Submission | None
     """The newest submission; None for a trial that was created but never submitted."""
@@ -125,8 +125,8 @@ class TrialSnapshot:
     def total_steps(self) -> int | None:
         """Total number of steps; None if unknown.
 
-        The master, which knows the dataset's size, reports this number. Before that, it is the
-        number that the newest submission has calculated.
+        The master, which knows the dataset's size, reports it. Before its report, the number comes
+        from the newest submission.
         """
         submission = self.submission
         if submission is None:
@@ -146,7 +146,7 @@ class TrialSnapshot:
         return next((group for group in self.groups if group.name == TRAINERS), None)
 
     def lease(self) -> Path | None:
-        """Return the lease of the trainers' first agent, which shows if the master is alive."""
+        """Return the lease of the trainers' first agent. It shows whether the master is alive."""
         attempt = self.attempts.get((TRAINERS, 0))
         return self.paths.lease(TRAINERS, 0, attempt.attempt) if attempt is not None else None
 
@@ -196,9 +196,9 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
 
 
 def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
-    """Return whether steps that the detailed status counts may precede these lines.
+    """Return whether the detailed status may count steps before these lines.
 
-    The status counts the steps after the last commit, and steps in a row without an update.
+    It counts the steps after the last commit, and steps in a row without an update.
     """
     if len(lines) < LINES:
         return False

@@ -1,6 +1,6 @@
 """The status of a trial as ``slurmrl status --json`` prints it.
 
-This object is a contract: a new version may add fields, but never changes or removes one. In full::
+This object is a contract. New versions may add fields, but never change or remove fields. In full::
 
     {
       "trial": "EXPERIMENT/TRIAL",
@@ -135,9 +135,9 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the status object.
 
-    ``past``: tasks of jobs that show only the ends of incarnations. ``alive``: whether the master
-    renewed its lease; None if this was not checked. ``problem``: error of a scheduler that did not
-    answer.
+    ``past`` has tasks of jobs that show only the ends of incarnations. ``alive`` states whether the
+    master renewed its lease; None if this was not checked. ``problem`` is the error of a scheduler
+    that did not answer.
     """
     own = [task for task in tasks if task.group == TRAINERS]
     state = trial_state(snapshot, own, alive=bool(alive))
@@ -209,7 +209,7 @@ def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
 def _attempt(
     snapshot: TrialSnapshot, group: str, task: int, element: TaskState | None
 ) -> Identity | None:
-    """Return the newest attempt of a task, unless it belongs to an earlier link or start."""
+    """Return the newest attempt of a task unless it belongs to an earlier link or start."""
     attempt = snapshot.attempts.get((group, task))
     if element is None or attempt is None:
         return attempt
@@ -319,7 +319,7 @@ def _reason(element: TaskState | None) -> str:
 def _task_state(snapshot: TrialSnapshot, element: TaskState | None, state: str) -> str:
     """Return a task's state.
 
-    The scheduler is not queried about ended trials: their tasks have the state of the trial.
+    The scheduler is not queried about ended trials, so their tasks have the trial's state.
     """
     if element is not None:
         return element.state.value

@@ -280,7 +280,7 @@ def _unusable(python: str | None, *, contained: bool) -> str:
 def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
     """Check the settings of running servers: addresses, keys and the folder for weights."""
     rollout, backend = draft.config.rollout, allocation.backend
-    reason = "  with rollout.servers, because slurmrl does not start them"
+    reason = " with rollout.servers, because slurmrl does not start them"
     yield from _rejected(draft, OF_OURS, reason)
     if allocation.sizes["dp"] > 1:
         reason = (
@@ -350,7 +350,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(key, reason, value)
         return
     if rollout.kv_cache_dtype is not None:
-        reason = "  with rollout.quantization: random weights would set the cache's scale"
+        reason = " with rollout.quantization: random weights would set the cache's scale"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The dtype is float32 by default only without GPUs, and another check rejects FP8 there.
     given, found = last_value(rollout.server_args, DTYPE) is not None, generating(draft.config)

@@ -1,4 +1,4 @@
-"""The contract of engines, which answer requests for completions in any order.
+"""The contract of engines. An engine answers requests for completions in any order.
 
 All code of an engine runs in one asyncio loop. An engine in this process blocks the loop while it
 computes, so tools and rewards must run in other processes or threads.
@@ -39,7 +39,7 @@ class GenerationOptions:
     is kept."""
     masks: bool = False
     """Whether to record the sampling mask of each token: the tokens that ``top_k`` and ``top_p``
-    keep. Log-probabilities are then under the mask, never over all tokens."""
+    keep. Log-probabilities are then relative to the mask, never to all tokens."""
     experts: bool = False
     """Whether to record the experts that process each token."""
 

@@ -70,7 +70,7 @@ class BatchRollout(RolloutEngine):
     def __init__(self, version: str | None, *, stale_cache: bool) -> None:
         """``version`` is the name of the model's weights; None lets requests wait for an update.
 
-        ``stale_cache``: requests in flight keep the cache of older weights over an update.
+        With ``stale_cache``, requests in flight keep the cache of older weights over an update.
         """
         self._version, self._stale_cache = version, stale_cache
         self._jobs: dict[str, _Job] = {}
@@ -79,7 +79,7 @@ class BatchRollout(RolloutEngine):
         """Reason why the engine serves no more requests."""
         self._paused = False
         self._fresh = True
-        """Whether no token was sampled since the last update of the weights."""
+        """Whether no token has been sampled since the last update of the weights."""
         self._stepped = asyncio.Event()
 
     @property
@@ -197,7 +197,7 @@ class BatchRollout(RolloutEngine):
                 job.future.set_exception(failure)
 
     async def _progress(self) -> None:
-        """Wait until a token was sampled with the weights of the last update.
+        """Wait until a token has been sampled with the weights of the last update.
 
         Each update makes requests compute their caches again. Without the wait, frequent updates
         could prevent any progress.

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from slurmrl.rollouts.generation.http import HttpClient
 
 CONTROL_S: Final = 60.0
-"""Seconds in which a server must pause, resume or abort. It answers between two steps."""
+"""Seconds within which a server must pause, resume or abort. It answers between two steps."""
 FIRST_S: Final = 600.0
-"""Seconds in which a server must sample its first token. It may compile before."""
+"""Seconds within which a server must sample its first token. It may compile first."""
 
 
 class Dialect(ABC):
@@ -57,7 +57,7 @@ class Dialect(ABC):
     async def abort(self, name: str) -> None:
         """Let the server end the request ``name`` and return its tokens as ``aborted``.
 
-        Do nothing if the server does not know the name, or not yet.
+        Do nothing if the server does not know the name (yet).
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ class HttpDialect(Dialect):
         placeholders: tuple[int, ...] = (),
         quantizer: torch.device | None = None,
     ) -> None:
-        """``control`` is a client with the administration key, if the key is a different one.
+        """``control`` is a client with the administration key, if that key is different.
 
         ``model``: `connect` rejects servers of other models. ``checks``: the checks of all servers
         of this run. ``health_s``: time limit of `health` in seconds, at least the longest step.
@@ -156,7 +156,8 @@ class HttpDialect(Dialect):
         """Return whether the vocabulary has this token id.
 
         Servers do not report the size of the vocabulary. An unknown token in a prompt makes vLLM
-        exit, and SGLang computes with it. Both servers check the token ids of ``logit_bias``.
+        exit, while SGLang computes with the token. Both servers check the token ids of
+        ``logit_bias``.
         """
         body = self._first()
         body["sampling_params"]["logit_bias"] = {str(token): 0.0}
@@ -194,7 +195,7 @@ class HttpDialect(Dialect):
     def _keeps_cache(self) -> bool:
         """Whether an update keeps the cache.
 
-        The first update clears it, because another run may have filled it.
+        The first update clears the cache, because another run may have filled it.
         """
         return self._stale_cache and self._loaded is not None
 
@@ -205,7 +206,7 @@ class HttpDialect(Dialect):
                 f"weight version {version.name}: {folder} is not a folder with a checkpoint"
             )
         await self._ready_to_load()
-        assert self._check is not None, "a server loads weights once it was connected to"
+        assert self._check is not None, "a server loads weights only after `connect`"
         await self._check.before_load(version)
         with ExitStack() as stack:
             if self._quantizer is not None:

@@ -80,7 +80,7 @@ class ServedModel:
         if not await knows(self.vocabulary - 1) or await knows(self.vocabulary):
             raise UsageError(
                 f"{where}: the vocabulary of the server's model must have {self.vocabulary} token "
-                "ids, as the weights have"
+                f"ids, like the weights"
             )
 
 
@@ -178,7 +178,7 @@ def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     """Raise UsageError if a vLLM server would not sample with the weights that it loads later.
 
     On CPUs, vLLM does not update a vocabulary projection that is also the embedding. It packs
-    experts for its kernels only at the start, so it would misread new experts as packed.
+    experts for its kernels only at the start, so it would mistake new experts for packed experts.
     """
     config = field_of(where, server, "vllm_config")
     device = config.get("device_config") if isinstance(config, dict) else None

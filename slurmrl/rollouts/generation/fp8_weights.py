@@ -34,10 +34,9 @@ from slurmrl.tensors.checkpoint.export import write_index, write_json
 from slurmrl.tensors.layout import Box
 
 AT_A_TIME: Final = 2**24
-"""Maximum number of elements that are converted at a time, because a server uses the GPU's memory.
-"""
+"""Maximum number of elements that are converted at a time. A server uses most of the GPU memory."""
 LEAST: Final = 1e-12
-"""Minimum magnitude of a block for its factor, so that the factor of a block of zeros is not 0."""
+"""Minimum magnitude from which a factor is computed. A block of zeros thus has no factor 0."""
 
 
 def require_fp8(key: str, device: torch.device) -> None:
@@ -53,7 +52,7 @@ def require_fp8(key: str, device: torch.device) -> None:
 
 @contextmanager
 def fp8_folder(folder: Path, device: torch.device) -> Iterator[Path]:
-    """Yield a temporary folder with the same model, whose matrices are in FP8.
+    """Yield a temporary folder with the same model, but with matrices in FP8.
 
     ``device`` computes the matrices. The tensors of the file being written are in host memory.
     Raises UsageError or CorruptFileError for unreadable weights, EnvironmentFailure.

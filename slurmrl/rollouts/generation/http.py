@@ -156,5 +156,5 @@ def _value(where: str, status: int, kind: str, content: bytes) -> object:
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of a response, so that a message does not contain a whole page."""
+    """Return the beginning of a response for a message, which must not contain a whole page."""
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -34,7 +34,7 @@ CACHED: Final = 8
 
 
 def placeholders_of(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the token ids of placeholders of a ``config.json`` object; none without images.
+    """Return the placeholders' token ids from a ``config.json`` object; none without images.
 
     The first placeholder is for images. The second is for videos, which requests do not have.
     """

@@ -21,13 +21,13 @@ from slurmrl.rollouts.generation.process import ServerProgram
 from slurmrl.rollouts.generation.server_instance import Connect, Instance, Patience
 
 MOST_ATTEMPTS = 8
-"""Number of lost instances after which their common request fails, because it may be the cause."""
+"""Number of lost instances after which a request that all of them had fails as the likely cause."""
 
 Answer = tuple[Completion, ...]
 BLOCK = 16
 """Number of tokens of a block, the unit by which prefixes are compared."""
 MOST_BLOCKS = 2**17
-"""Maximum number of remembered blocks. Blocks that were unused for longest are forgotten first."""
+"""Maximum number of remembered blocks. The least recently used blocks are forgotten first."""
 
 
 @dataclass(order=True)
@@ -56,7 +56,7 @@ class Instances(RolloutEngine):
 
     An instance gets requests only while it has the newest weight version. A request goes to the
     instance that has the request's prefix in its cache, unless the load of this instance is much
-    higher than the load of another. If an instance is lost, its requests are sent again; samples do
+    higher than the load of another. If an instance is lost, its requests are sent again. Samples do
     not depend on the instance. While no instance is usable, requests wait for at most ``wait_s``
     seconds, or until all instances have been given up.
     """
@@ -106,8 +106,8 @@ class Instances(RolloutEngine):
         """Return when an instance can be used.
 
         On failure, close all instances. Raises UsageError if an instance will never be usable.
-        Raises RunFailedError if all instances were given up, or if all failed at first and none is
-        usable within ``wait_s``.
+        Raises RunFailedError if all instances were given up, or if all first attempts failed and no
+        instance is usable within ``wait_s``.
         """
         await asyncio.wait([instance.tried for instance in self._instances])
         errors = [instance.error for instance in self._instances if instance.error is not None]
@@ -167,8 +167,8 @@ class Instances(RolloutEngine):
         """Load ``version`` on all instances.
 
         Failed instances are lost, and load the version before they get another request. Raises
-        UsageError if an instance rejects the version and none accepts it. The last version then
-        remains.
+        UsageError if an instance rejects the version and no instance accepts it. The last version
+        then remains.
         """
         before, self._wanted = self._wanted, version
         updates = (instance.update(version) for instance in self._instances)
@@ -225,7 +225,7 @@ class Instances(RolloutEngine):
             self._giving_up = loop.call_later(self._wait_s, self._stop_waiting)
 
     def _given_up(self) -> SlurmrlError | None:
-        """Return why no instance will be usable again; None if one may be."""
+        """Return why no instance will be usable again; None if an instance may be."""
         reasons = [instance.given_up for instance in self._instances]
         return None if None in reasons else reasons[0]
 
@@ -319,7 +319,7 @@ class Instances(RolloutEngine):
             heapq.heappush(self._queue, job)
 
     def _remember(self, job: _Waiting, index: int, completions: Answer) -> None:
-        """Remember an answer's prefixes: the next turn of an episode begins with the answer."""
+        """Remember an answer's prefixes. The next turn of an episode begins with the answer."""
         if self._instances[index].engine is not None:
             for completion in completions:
                 self._prefixes.remember(job.request.prompt + completion.tokens, index)

@@ -53,7 +53,7 @@ class PageableMemory:
 
 
 def need_no_gpu() -> None:
-    """Let SGLang compute checksums of its weights and record experts on a CPU.
+    """Make SGLang compute checksums of its weights and record experts on a CPU.
 
     Versions before 0.5.23 synchronize with a GPU before checksums, even without a GPU. All versions
     ask CUDA for memory to record experts.

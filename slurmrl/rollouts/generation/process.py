@@ -54,7 +54,7 @@ class ServerProgram:
     log: Path
     """File to which the server's output is appended. Only the user can read the file."""
     more: Callable[[], Sequence[str]] = tuple
-    """Function that returns further arguments of the command at each start."""
+    """Function that returns additional arguments of the command at each start."""
     events: EventWriter | None = None
     """Writer of an event for each end of the server."""
 
@@ -89,7 +89,7 @@ class ServerProcess:
         return self._closed or bool(select.select([self.pidfd], [], [], 0)[0])
 
     def ending(self) -> str:
-        """Return how the server ended: ``sglang server 0 ended (SIGKILL)``."""
+        """Return how the server ended, such as ``sglang server 0 ended (SIGKILL)``."""
         code = self._warden.returncode if self._closed else _code(self.pidfd)
         words = "still runs" if code is None else exit_words(code if code <= 128 else 128 - code)
         return f"{self._program.name} ended ({words})"
@@ -141,8 +141,8 @@ class EndedStart:
     answered: bool = False
     """Whether the server has answered a request."""
     error: str = ""
-    """Error in the log of a server that ended by itself, without numbers that differ from start to
-    start; empty if the error may be specific to this host."""
+    """Error in the log of a server that ended by itself. Numbers that differ from start to start
+    are omitted. Empty if the error may be specific to this host."""
 
     def good(self, stable_s: float) -> bool:
         """Return whether the server was ready for ``stable_s`` and answered requests, if any."""
@@ -167,7 +167,7 @@ class FailedStarts:
 
     @property
     def enough(self) -> bool:
-        """Whether to stop starting the server."""
+        """Whether the server must not be started again."""
         return self.hopeless or self.count >= MOST_FAILED_STARTS
 
     @property
@@ -207,8 +207,8 @@ _TOLERATED: Final = re.compile(
     r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d "
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] \[http_server\] Error: "
 )
-"""Pattern of log lines about errors that a server survives: vLLM's warnings with their tracebacks,
-and requests that SGLang has rejected."""
+"""Pattern of log lines about errors that a server survives: vLLM's warnings with tracebacks, and
+requests that SGLang rejects."""
 _RAISED: Final = re.compile(r"(?=\S*[a-z])[A-Za-z_][\w.]*(: .*)?$")
 """Pattern of the last line of a traceback."""
 _ERROR: Final = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\b[Ee]rror: ")
@@ -255,8 +255,8 @@ class ServerLog:
 def read_end(path: Path, begin: int) -> ServerLog:
     """Read the end of a log.
 
-    The newest start of the server has written everything after ``begin`` bytes. A log that cannot
-    be read counts as empty.
+    The newest start of the server has written all bytes after the first ``begin`` bytes. A log that
+    cannot be read counts as empty.
     """
     try:
         with path.open("rb") as file:
@@ -337,8 +337,8 @@ class HostFolder:
 def remove_unused(root: Path = ROOT) -> None:
     """Remove folders of this user's killed processes.
 
-    Files that cannot be removed now, for example because another process has the lock, are removed
-    by the next process that makes a folder.
+    Some files cannot be removed now, for example because another process has the lock. The next
+    process that makes a folder removes them.
     """
     with suppress(OSError):
         for parent in _parents(root):

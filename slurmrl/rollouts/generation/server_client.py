@@ -24,7 +24,7 @@ from slurmrl.rollouts.generation.fitness import check_context
 
 @dataclass
 class _InFlight:
-    """A request in flight. ``samplings`` has a task by the name of each completion."""
+    """A request in flight. ``samplings`` has an asyncio task for each completion, by its name."""
 
     future: asyncio.Future[tuple[Completion, ...]]
     samplings: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class ServerClient(RolloutEngine):
     async def _abort(self, job: _InFlight) -> None:
         """Repeat the aborts until all completions of a request have ended.
 
-        A server may receive an abort before the completion's request, and then ignores it.
+        A server ignores an abort that it receives before the completion's request.
         """
         backoff = Backoff(0.02, 1.0)
         while unfinished := {name: task for name, task in job.samplings.items() if not task.done()}:
@@ -219,7 +219,7 @@ class ServerClient(RolloutEngine):
 
         There must be no requests in flight.
         """
-        assert not self._jobs, "a server sleeps once its requests are answered"
+        assert not self._jobs, "a server sleeps only without requests"
         async with self._control:
             self._version = None
             self._installed.clear()

@@ -52,8 +52,8 @@ class Patience:
     probe_s: float = 5.0
     """Interval between two health checks of a ready server."""
     stable_s: float = 60.0
-    """Time after which earlier failures of a ready server no longer count, unless it has got
-    requests and answered none."""
+    """Time after which earlier failures of a ready server no longer count, unless it got requests
+    and answered none."""
 
 
 class Instance:
@@ -98,13 +98,13 @@ class Instance:
         self._doubted = asyncio.Event()
         self._changed = asyncio.Condition()
         self._needed = asyncio.Event()
-        """Event that is cleared while a server that ends must not be started again."""
+        """Event that is cleared while the server must not be started again after its end."""
         self._needed.set()
         self._runs = self._was_used = False
-        """Whether there is a process, ready or not; whether the server has ever been ready."""
+        """Whether there is a process (ready or not), and whether the server has ever been ready."""
         self._asked = self._answered = self._heard = False
-        """Whether the newest start got a request, has answered a request, and has answered one
-        since the last probe."""
+        """Whether the newest start has got a request, has answered a request, and has answered a
+        request since the last probe."""
         self._ended: asyncio.Future[None]
         self.tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that is done after the first connection has succeeded or failed."""
@@ -127,7 +127,7 @@ class Instance:
     def heard(self) -> None:
         """Count the answer to a request as an answer to a health check.
 
-        A busy server may answer requests, but have no time to answer health checks.
+        A busy server may answer requests but no health checks.
         """
         self._heard = self._answered = True
 
@@ -143,8 +143,8 @@ class Instance:
     async def update(self, version: WeightVersion) -> None:
         """Load ``version``.
 
-        When this method returns, a server of this run has the version. A server elsewhere that
-        fails is lost, and gets the version when it is back. Raises UsageError if the server rejects
+        When this method returns, a server of this run has the version. If a server elsewhere fails,
+        it is lost, and gets the version when it is back. Raises UsageError if the server rejects
         the version, and raises as `up` does.
         """
 

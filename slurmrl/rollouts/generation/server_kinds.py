@@ -58,11 +58,11 @@ DROPPED = (
     "TORCHINDUCTOR_DETERMINISTIC",
 )
 """Environment variables of a worker that its server does not get. They have another meaning for a
-server, or only the worker's engine needs them: a server cannot free expandable segments."""
+server, or only the worker's engine needs them. (A server cannot free expandable segments.)"""
 SOCKET = "server.sock"
 TIED = "tie_word_embeddings"
 VIDEO_FILE = "video_preprocessor_config.json"
-"""File with the settings of a processor for videos. Some processors are not loaded without it."""
+"""File with the settings of a processor for videos. Some processors do not load without it."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -216,7 +216,7 @@ class ServerKind(ABC):
 
     @abstractmethod
     def environment(self) -> Mapping[str, str]:
-        """Return the environment variables of the server that differ from this process's."""
+        """Return the server's environment variables that differ from this process's variables."""
 
     def tokenizer(self, serving: Serving) -> Path | None:
         """Return the folder of the tokenizer that the server loads; None for no tokenizer.

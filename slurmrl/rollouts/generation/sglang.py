@@ -5,8 +5,8 @@ Weights are replaced while the server is paused, in one of three modes:
 - ``retract``: the server keeps its requests, and computes their caches again with the new weights.
 - ``abort``: the server returns the tokens so far, and the completions are requested again with
   these tokens in the prompt. This mode is for servers that cannot empty their cache while paused
-  (`fitness.retracts`), and for requests with a minimum number of tokens, which a retracting server
-  would count from zero.
+  (`fitness.retracts`). It is also for requests with a minimum number of tokens, because a
+  retracting server would count from zero.
 - ``in_place``: requests continue with the cache of the old weights (``stale_cache``).
 
 The server listens on a Unix socket in a folder that only the user can enter (`launch_sglang`).
@@ -50,7 +50,7 @@ from slurmrl.rollouts.generation.weight_checks import Digest, Held, TensorPart, 
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 IDLE_S = 30.0
-"""Seconds in which a server must end its last batch, whose requests are already answered."""
+"""Seconds within which a server must end its last batch. The requests are already answered."""
 
 
 class SglangDialect(HttpDialect):
@@ -212,7 +212,7 @@ class SglangDialect(HttpDialect):
 TILE = 8192
 """Number of 32-bit words that are summed to one hash."""
 CHUNK = {"cpu": 16 * TILE, "cuda": 512 * TILE}
-"""Number of words that are computed at a time: they fit a CPU's cache, or need 100 MB of a GPU."""
+"""Number of words that are computed at a time. They fit a CPU's cache, or need 100 MB of a GPU."""
 MOST_WORDS = 2**31 - 1
 """Maximum number of words that SGLang's kernel can count."""
 BITS = 2**32 - 1
@@ -378,8 +378,8 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 """Environment variables of a server, which override the job's variables."""
 UNCOMPILED: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}
-"""Additional variables for images on a CPU. SGLang would compile the image encoder at the first
-image, for a minute on a CPU, in which the server answers no health checks."""
+"""Additional variables for images on a CPU. Otherwise, SGLang would compile the image encoder at
+the first image for a minute, without answering health checks."""
 
 
 class SglangServer(ServerKind):

@@ -309,7 +309,7 @@ class PiecewiseSampling:
     def _is_stopped(self, piece: Completion, stop: str) -> bool:
         """Return whether the last token of the piece ends the completion.
 
-        A server reports only one of several reasons to stop, and none for an aborted piece.
+        A server reports only one of several reasons to stop, and no reason for an aborted piece.
         """
         options, tokens, text = self.sampling.options, self.tokens, self._text
         if piece.finish == "stop" and not stop:

@@ -62,7 +62,7 @@ FIRST = GenerationRequest(
     step=0,
     options=GenerationOptions(max_new_tokens=1, greedy=True),
 )
-"""Request that tests a server: it asks for one token."""
+"""Request that tests a server by asking for one token."""
 WITHOUT_HEAD = ("gemma2", "gemma3n", "gemma3n_text")
 """Families whose class in vLLM has no output layer and multiplies by the embedding instead."""
 HEAD_FILE = "model-head.safetensors"
@@ -189,7 +189,7 @@ class VllmDialect(HttpDialect):
         return fit.context
 
     async def _try(self) -> None:
-        """Sample a token to detect other problems before the first request."""
+        """Sample a token, to detect other problems before the first request."""
         try:
             reply = await self._client.post(self.GENERATE, self._first(), timeout_s=FIRST_S)
         except UsageError as error:
@@ -371,7 +371,7 @@ class VllmServer(ServerKind):
 
     @property
     def unties(self) -> bool:
-        """True on CPUs for a tied model, whose output layer vLLM would not update.
+        """True on CPUs for a tied model, because vLLM would not update its output layer.
 
         vLLM on CPUs repacks matrices when it loads them, and reloads only the embedding. The output
         layer would keep its initial random values.

@@ -10,8 +10,8 @@ the warden itself is killed, the kernel kills the server.
 
 Killed processes of SGLang and of Python's multiprocessing leave files in /dev/shm. The warden
 removes the files that the server's processes have mapped. It lists these files in the server's
-folder of temporary files: if the warden is killed, the process that removes this folder removes
-them.
+folder of temporary files. If the warden is killed, the process that removes this folder also
+removes the files.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OWNER = 0
 """Descriptor of the pipe."""
 POLL_S = 0.002
 LOOK_S = 1.0
-"""Seconds between two searches for files in shared memory, because the mappings of a process are
-unknown after its end."""
+"""Seconds between two searches for files in shared memory. (The mappings of a process are unknown
+after its end.)"""
 NEW_S = 60.0
-"""Maximum age in seconds of files whose mappings are searched: a server maps a file when it makes
-the file."""
+"""Maximum age in seconds of files whose mappings are searched. (A server maps a file when it makes
+the file.)"""
 SHARED = "/dev/shm/"
 KINDS = ("sglang_loads_", "sem.mp-")
 """Prefixes of the names of files that a killed server leaves in shared memory."""

@@ -31,8 +31,8 @@ from slurmrl.tensors.layout import Box, Index, TensorSpec
 logger = log.get(__name__)
 
 Digest: TypeAlias = Callable[[Tensor, torch.device], str | None]
-"""Function that computes a server's checksum of a parameter, if useful on the given device. It
-returns None for an unknown checksum."""
+"""Function that computes a server's checksum of a parameter, on the given device if this is useful.
+It returns None for an unknown checksum."""
 JOINED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -66,7 +66,7 @@ LANGUAGE_MODEL = ("model.language_model.", "language_model.model.", "model.")
 """Prefixes of a language model next to an image encoder, on servers and in files."""
 SHOWN = 3
 KEPT = 2
-"""Number of versions whose checksums are kept: servers may load different versions."""
+"""Number of versions whose checksums are kept. (Servers may load different versions.)"""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def parameter(
 def _read(files: FolderTensors, name: str, spec: TensorSpec, axis: int, own: range) -> Tensor:
     """Return the part of a file's tensor with the indices ``own`` along an axis.
 
-    Indices after the tensor's end give zeros: servers pad the vocabulary.
+    Indices after the tensor's end give zeros, because servers pad the vocabulary.
     """
     if not spec.shape:
         return as_tensor(files.read(name, Box.whole(spec.shape)), spec.dtype)
@@ -238,8 +238,8 @@ def type_name(server: object) -> str | None:
 class WeightChecks:
     """The checks of all servers of a run.
 
-    At the first check of a server, the parameters that agree with the files are the parameters that
-    the server stores in a known form. These parameters must agree in all later checks.
+    At the first check of a server, some parameters agree with the files, because the server stores
+    them in a known form. These parameters must agree in all later checks.
     """
 
     def __init__(self, device: torch.device | None = None, *, own: bool = False) -> None:
@@ -290,7 +290,7 @@ class WeightChecks:
     ) -> None:
         """Compare the parameters of the server ``where`` after it has loaded ``version``.
 
-        ``replaced`` are the parameters before, if they were other weights. Raises RunFailedError
+        ``replaced`` are the previous parameters, if they were other weights. Raises RunFailedError
         if the server has other weights, UsageError if the files lack the server's output layer.
         """
         if self.own and where not in self._comparable:
@@ -348,7 +348,7 @@ class WeightChecks:
         digest: Digest,
         ended: threading.Event,
     ) -> None:
-        """Add missing expected checksums. Stop if ``ended`` is set: the caller no longer waits."""
+        """Add missing expected checksums. Stop if ``ended`` is set, when no caller waits."""
         config = read_values(folder)
         files = open_folder(folder)
         for each in held:
@@ -420,8 +420,8 @@ class ServerCheck:
     ) -> None:
         """``digest`` is how the server computes checksums, or the reason why this is unknown.
 
-        ``report`` requests the server's checksums. ``first_only``: check only the first version,
-        because the server takes long.
+        ``report`` requests the server's checksums. With ``first_only``, check only the first
+        version, because the server takes long.
         """
         self._checks, self._where, self._report = checks, where, report
         self._first_only = first_only
@@ -434,7 +434,7 @@ class ServerCheck:
             self._digest = digest
 
     async def before_load(self, version: WeightVersion) -> None:
-        """Prepare the check of ``version``. Call this method before the server loads it.
+        """Prepare the check of ``version``. Call this method before the server loads the version.
 
         If the server's parameters are known, compute the expected checksums during the load.
         """

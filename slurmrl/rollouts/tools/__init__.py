@@ -36,7 +36,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
         self._tools = dict(tools)
         self.calls = 0
         self.failures = 0
-        """Number of failed calls; ``calls`` is the number of all calls."""
+        """Number of failed calls. ``calls`` is the number of all calls."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self._tools[name]

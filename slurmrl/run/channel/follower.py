@@ -1,8 +1,8 @@
 """Followers of growing logs.
 
 On a local file system, inotify reports changes. Elsewhere, or if the kernel has no watches left,
-followers poll the logs, and writers announce messages by wake-ups. Both are only hints: followers
-also poll occasionally with inotify.
+followers poll the logs, and writers announce messages by wake-ups. Both are only hints, so
+followers also poll occasionally with inotify.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = log.get(__name__)
 FIRST_POLL_S = 0.001
 ANNOUNCED_FIRST_POLL_S = 1.0
 """First pause in seconds between polls of logs whose writers send wake-ups. If a wake-up is lost,
-its message is late by at most this pause or a tenth of the wait, whichever is longer."""
+its message is late by at most this pause, or by a tenth of the wait if that is longer."""
 POLL_GROWTH = 1.1
-"""Factor between pauses: until pauses reach their maximum, a poll is late by at most a tenth of the
+"""Factor between pauses. Until pauses reach their maximum, a poll is late by at most a tenth of the
 wait."""
 SPARE_LOOKS = 8
-"""Maximum number of reads of a log without news because of wake-ups. Each poll without news allows
-another such read, so useless wake-ups at most double the reads."""
+"""Maximum number of reads without news that a log's wake-ups may cause. Each poll without news
+allows another such read, so useless wake-ups at most double the reads."""
 SAFETY_S = 1.0
 """Maximum pause in seconds between polls while the kernel reports every change."""
 _EVENT_BYTES = 65536
@@ -42,7 +42,7 @@ _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # the values of IN_NONBLOCK and IN_CLOEXE
 
 
 class _Polls:
-    """Schedule of the polls of some logs: pauses grow from ``first_s`` to ``longest_s``."""
+    """Schedule of the polls of some logs. Pauses grow from ``first_s`` to ``longest_s``."""
 
     def __init__(self, first_s: float, longest_s: float, clock: Callable[[], float]) -> None:
         self._backoff = Backoff(min(first_s, longest_s), longest_s, growth=POLL_GROWTH)
@@ -59,7 +59,7 @@ class _Polls:
         self.next_at = self._clock() + self._backoff.next_s()
 
     def restart(self) -> None:
-        """Continue with the shortest pause; the next poll is not postponed."""
+        """Continue with the shortest pause. Do not postpone the next poll."""
         self._backoff.reset()
         self.next_at = min(self.next_at, self._clock() + self._backoff.next_s())
 
@@ -156,7 +156,7 @@ class Follower:
         return self._wakeups.fileno() if self._wakeups and descriptor < 0 else descriptor
 
     def drain(self) -> None:
-        """Acknowledge that `fileno` is readable; it becomes readable again at the next change."""
+        """Acknowledge that `fileno` is readable. It becomes readable again at the next change."""
         if self._watch.fileno() >= 0:
             self.woken = True
             self._watch.drain()
@@ -258,7 +258,7 @@ class FileWatch:
     def follow(self, paths: Iterable[Path]) -> bool:
         """Follow the files that exist; return whether all files are followed now.
 
-        Only changes after the return are reported, so first follow, then read, then wait.
+        Only changes after the return are reported. Therefore first follow, then read, then wait.
         """
         if self._descriptor < 0:
             return False
@@ -273,7 +273,7 @@ class FileWatch:
         return True
 
     def drain(self) -> None:
-        """Discard the changes reported so far; the caller reads the files next."""
+        """Discard the changes reported so far. The caller reads the files next."""
         if self._descriptor < 0:
             return
         try:

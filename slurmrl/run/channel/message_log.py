@@ -1,6 +1,6 @@
 """A log of messages on the shared directory, with one writer. All readers see the same order.
 
-Each message is a frame, which pipes use as well: magic, length and checksum, then a JSON object.
+Each message is a frame: magic, length and checksum, then a JSON object. Pipes also use frames.
 
 0      4        8       12
 | SRL1 | length | crc32 | JSON ...          integers little-endian, crc32 over length and JSON
@@ -40,7 +40,7 @@ MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")
 LENGTH = struct.Struct("<I")
 MESSAGE_BYTES = 64 << 20
-"""Maximum length of a message in bytes; a frame with a greater length is damaged."""
+"""Maximum length of a message in bytes. A frame with a greater length is damaged."""
 
 Message = dict[str, Any]
 
@@ -57,8 +57,8 @@ def decode(buffer: bytes | bytearray, *, torn: bool = True) -> tuple[list[Messag
     """Return the complete messages at the start of ``buffer`` and the number of bytes they take.
 
     Later bytes are an incomplete frame. With ``torn``, they may also be no frame at all, because a
-    file can show half a write; without ``torn``, such bytes raise CorruptFileError. A frame with a
-    correct checksum whose content is not a JSON object always raises it.
+    file can show half a write. Without ``torn``, such bytes raise CorruptFileError. A frame with a
+    correct checksum whose content is not a JSON object always raises this error.
     """
     messages: list[Message] = []
     start = 0
@@ -97,19 +97,19 @@ SEGMENT_BYTES = 64 << 20
 """Size in bytes at which a log continues in a new segment."""
 CHUNK_BYTES = 1 << 20
 TAIL_BYTES = 256 << 20
-"""Maximum number of new bytes in one read: usually more than a writer appends between two reads."""
+"""Maximum number of new bytes in one read. Usually, a writer appends less between two reads."""
 LOOK_AGAIN_EVERY = 16
-"""Number of reads of a missing file after which its directory is listed: an NFS client may report a
+"""Number of reads of a missing file after which its directory is listed. An NFS client may report a
 file as missing until it notices that the directory has changed."""
 ANOTHER = "the next start creates a new log"
-"""Next step in messages about a log that something else has replaced."""
+"""Advice in messages about a log that something else has replaced."""
 OWN = "$log"
 """Key of the log's internal frames."""
 
 
 @dataclass(frozen=True)
 class LogPosition:
-    """A place between two messages of a log, at which a later reader may begin."""
+    """A place between two messages of a log. A later reader may begin there."""
 
     segment: Annotated[int, COUNT] = 0
     offset: Annotated[int, SIZE] = 0
@@ -122,7 +122,7 @@ def segment_path(path: Path, number: int) -> Path:
 
 
 class LogWriter:
-    """The only writer that a log ever has; it creates the file, which must not exist.
+    """The only writer that a log ever has. It creates the file, which must not exist.
 
     To retry after an EnvironmentFailure of the constructor, pass the same ``nonce``. ``durable``
     syncs each append to disk. Raises FileExistsError, EnvironmentFailure.
@@ -150,8 +150,8 @@ class LogWriter:
         """Append messages in one write. Readers see them together or one after the other.
 
         Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
-        already: the next append, even without messages, writes them first. Never append them again.
-        Raises CorruptFileError if something else has replaced the file: a retry would not help.
+        already. The next append, even without messages, writes them first. Never append them again.
+        Raises CorruptFileError if something else has replaced the file. A retry would not help.
         """
         if any(OWN in message for message in messages):
             raise UsageError(f"a message cannot have the key {OWN!r}")
@@ -221,8 +221,8 @@ class LogReader:
     def read(self) -> list[Message]:
         """Return the messages since the last read.
 
-        Return none if the file does not exist yet, or if its handle is stale; the next read opens
-        the file again.
+        Return no messages if the file does not exist yet, or if its handle is stale. The next read
+        opens the file again.
 
         Raises CorruptFileError, EnvironmentFailure.
         """

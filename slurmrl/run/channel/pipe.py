@@ -1,7 +1,7 @@
 """A pipe of messages between a process and its child, over one end of a socket pair.
 
 Only `Connection.receive` waits. Data that does not fit into the kernel's buffer is queued, and
-later calls send it. Several threads may send; one receives.
+later calls send it. Several threads may send, but only one may receive.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Outgoing:
 
 
 class Connection:
-    """One end of a socket pair; it owns the socket.
+    """One end of a socket pair.
 
-    No exception is raised when the peer closes: `closed` becomes true once all its messages were
-    received. Bytes that are not frames raise CorruptFileError.
+    The object owns the socket. A close of the peer raises nothing; `closed` becomes true once all
+    its messages were received. Bytes that are not frames raise CorruptFileError.
     """
 
     def __init__(self, end: socket.socket | int) -> None:
@@ -54,7 +54,7 @@ class Connection:
 
     @classmethod
     def from_fd(cls, descriptor: int) -> Connection:
-        """Wrap a descriptor that the parent passed; children of this process do not inherit it."""
+        """Wrap a descriptor from the parent. Children of this process do not inherit it."""
         os.set_inheritable(descriptor, False)
         return cls(descriptor)
 
@@ -75,7 +75,7 @@ class Connection:
     # -- sending -----------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send a message; queue bytes that do not fit; drop everything if the peer has closed."""
+        """Send a message. Queue bytes that do not fit. Drop all bytes if the peer has closed."""
         self._queue(Outgoing(memoryview(encode(message))))
 
     def send_with_fds(self, message: Message, *descriptors: int) -> None:
@@ -83,7 +83,7 @@ class Connection:
         self._queue(Outgoing(memoryview(encode(message)), [*map(os.dup, descriptors)]))
 
     def flush(self) -> bool:
-        """Send as much of the queue as fits; return whether the queue is empty."""
+        """Send as much of the queue as fits. Return whether the queue is empty."""
         with self._sending:
             return self._flush()
 
@@ -154,7 +154,7 @@ class Connection:
         return self._descriptors.popleft() if self._descriptors else None
 
     def close(self) -> None:
-        """Close this end; the peer then sees the end of the messages."""
+        """Close this end. The peer then sees the end of the messages."""
         with self._sending:
             self._drop_outbox()
             self._socket.close()

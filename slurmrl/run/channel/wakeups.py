@@ -1,9 +1,9 @@
 """Wake-ups: datagrams that say that the sender's log has grown, and the addresses of their sockets.
 
-A wake-up is only a hint, sent once and never answered: readers also poll the logs, and only the
-files count. A wake-up contains the receiver's secret token; the sender's address says which log has
-grown. The master, the agents and the rollout tasks each have a socket at their host's address on
-the network between the hosts.
+A wake-up is only a hint, sent once and never answered. Readers also poll the logs, and only the
+files count. A wake-up contains the receiver's secret token. The sender's address shows which log
+has grown. The master, the agents and the rollout tasks each have a socket at their host's address
+on the network between the hosts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TOKEN = FieldType(f"{2 * TOKEN_BYTES} hexadecimal digits", _is_token)
 
 @dataclass(frozen=True)
 class WakeupAddress:
-    """Address and token of a socket. Keep it secret: whoever has the token can send wake-ups."""
+    """Address and token of a socket. Keep it secret, because a token allows sending wake-ups."""
 
     host: Annotated[str, ADDRESS]
     port: Annotated[int, PORT]
@@ -109,7 +109,7 @@ class WakeupSocket:
         return WakeupAddress(host, port, self._token.hex())
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` has something to return."""
+        """Return a descriptor that is readable when datagrams have arrived for `receive`."""
         return self._socket.fileno()
 
     def receive(self) -> Wakeups:
@@ -222,8 +222,8 @@ def fabric_address(interface: str | None, hosts: int) -> str:
 def open_wakeups(control: Path, interface: str | None, hosts: int) -> WakeupSocket | None:
     """Return a socket on this host's fabric address for wake-ups about the logs in ``control``.
 
-    Return None if the kernel reports changes of these logs. Return None if wake-ups are impossible;
-    the logs are then only polled.
+    Return None if the kernel reports changes of these logs. Also return None if wake-ups are
+    impossible; the logs are then only polled.
     """
     return None if is_local(control) else fabric_wakeups(interface, hosts)
 

@@ -36,15 +36,15 @@ END_OF_DATASET: Final = "the end of the dataset"
 
 class Kind(StrEnum):
     BEGIN = "begin"
-    """An incarnation begins: ``base``, the directory of the commit that it resumes from, or null;
-    if absent, the newest commit."""
+    """An incarnation begins. ``base`` is the directory of the commit that it resumes from, or null.
+    If ``base`` is absent, the newest commit counts."""
     COMMIT = "commit"
-    """A checkpoint counts from now on: ``step``, ``directory``."""
+    """A checkpoint counts from now on. Fields: ``step``, ``directory``."""
     DELETE = "delete"
-    """A commit is deleted; its files may be removed from now on: ``step``, ``directory``, and the
+    """A commit is deleted, and its files may be removed. Fields: ``step``, ``directory``, and the
     ``reason`` if it was damaged."""
     EXPORT = "export"
-    """A model was exported: ``step``, ``directory``."""
+    """A model was exported. Fields: ``step``, ``directory``."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -119,7 +119,7 @@ def unpack(data: bytes, slot: int, where: object = "") -> Record:
 SLOT_DIGITS = 8
 _SLOT = re.compile(r"[0-9]{8}|[1-9][0-9]{8,11}")
 UNCACHED_PAUSES = 3
-"""Number of pauses after which a missing slot counts as lost, if no cache can hide the slot."""
+"""Number of pauses after which a missing slot counts as lost if no cache can hide it."""
 LONG_PAUSE_S = 1.0
 """Length in seconds of the first pause that is logged."""
 
@@ -129,10 +129,9 @@ logger = log.get(__name__)
 class History:
     """The records of one trial. Records never change, so each is read once per object.
 
-    ``directory`` is created before the run's configuration. If it is missing:
-
-    - Without the configuration, there are no records, and `append` raises EnvironmentFailure. If
-      this object has seen the directory before, `read` raises EnvironmentFailure too.
+    ``directory`` is created before the run's configuration. If it is missing: - Without the
+    configuration, there are no records, and `append` raises EnvironmentFailure. If this object has
+    seen the directory before, `read` also raises EnvironmentFailure.
     - With the configuration, or if something else has replaced the directory, all reads raise
       CorruptFileError.
 
@@ -158,8 +157,8 @@ class History:
     def read(self, *, at_least: int = 0) -> list[Record]:
         """Return all records from slot 0 without a gap, and no fewer than ``at_least``.
 
-        Raises EnvironmentFailure, and CorruptFileError if a slot below an existing one stays
-        missing: caches and listings can show a newer slot before an older one for a while.
+        Raises EnvironmentFailure, and CorruptFileError if a slot below an existing slot stays
+        missing. For a while, caches and listings can show a newer slot before an older slot.
         """
         least = at_least
         for _ in self._looks(lambda: self._path(len(self._records))):
@@ -187,7 +186,7 @@ class History:
         raise self._missing(slot, self._listed() - 1)
 
     def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
-        """Yield the number of each attempt to find a slot that must exist; pause between attempts.
+        """Yield the number of each attempt to find a slot that must exist. Pause between attempts.
 
         If a cache may hide the slot, the attempts take about a minute, and the wait is logged.
         """
@@ -214,7 +213,7 @@ class History:
         return slot in self._single
 
     def append(self, kind: Kind, incarnation: int, data: dict[str, Any], *, after: int) -> Record:
-        """Write slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
+        """Write slot ``after + 1``. The caller has read all slots up to ``after`` (-1: none).
 
         Raises EnvironmentFailure, and SlotTakenError if another writer has the slot.
         """
@@ -236,7 +235,7 @@ class History:
         return unpack(data, slot, path)
 
     def _listed(self) -> int:
-        """Return one more than the highest slot in the listing of the directory.
+        """Return the highest slot in the listing of the directory, plus one.
 
         The listing also makes an NFS client forget that new files were missing.
         """
@@ -261,7 +260,7 @@ class History:
         return bool(names) and (self._directory.name not in names or self._directory.is_symlink())
 
     def _names_in_run(self) -> list[str]:
-        """Return the names in the run directory; none if they are unknown or lack the config."""
+        """Return the names in the run directory; none if unknown, or without a configuration."""
         config = RunPaths(self._directory.parent).config
         names = atomic.known_names(config.parent, calls=self._calls) or []
         return names if config.name in names else []

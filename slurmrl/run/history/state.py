@@ -1,14 +1,14 @@
 """The state of a trial, from the records of its history, and safe appending to the history.
 
-Decisions use the whole history. For display, `recent` reads only the end of the history: otherwise
+Decisions use the whole history. For display, `recent` reads only the end of the history. Otherwise,
 every refresh of ``slurmrl status`` would read thousands of files. It relies on two invariants:
 
 - The records of an incarnation have no records of another incarnation between them, so bisection
   finds each BEGIN.
 - After an end, a COMMIT or a BEGIN requires a RESUME first.
 
-Incarnations and commands append records. A newer incarnation excludes older incarnations, because a
-writer of slot n + 1 has read all slots up to n: no incarnation appends after a newer BEGIN.
+Incarnations and commands append records. A newer incarnation excludes older incarnations: no
+incarnation appends after a newer BEGIN, because a writer of slot n + 1 has read all slots up to n.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class TrialState:
     last_commit: Commit | None = None
     """The newest commit, from which the next incarnation resumes."""
     end: Record | None = None
-    """The end of the trial; None if it was resumed since."""
+    """The end of the trial; None if the trial was resumed afterwards."""
     base: str | None = None
     """Directory of the commit from which the newest incarnation resumed; None for a fresh start."""
     bases: Mapping[int, Commit] = field(default_factory=dict)
-    """The commits from which incarnations resumed, by incarnation; none for a fresh start."""
+    """The commits from which incarnations resumed, by incarnation; no entry for a fresh start."""
     begins_without_commit: int = 0
     """Number of incarnations that began since the last commit or resume."""
     exports: tuple[Export, ...] = ()
@@ -76,7 +76,7 @@ class TrialState:
     begin_slot: int = -1
     """Slot of the newest BEGIN."""
     ended_slot: int = -1
-    """Slot of the newest end, even if the trial was resumed since."""
+    """Slot of the newest end, even if the trial was resumed afterwards."""
 
     @property
     def last_step(self) -> int:
@@ -138,7 +138,7 @@ def place(record: Record) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Lineage:
-    """For each incarnation that led to the newest one, its last step that still counts.
+    """For each incarnation that led to the newest incarnation, its last step that still counts.
 
     None means that all steps of the incarnation count.
 
@@ -184,12 +184,12 @@ class Begun:
     commit: Record | None
     """The incarnation's last commit."""
     end: Record | None
-    """The first end of the trial between this BEGIN and the next, even if it was resumed since."""
+    """The first end of the trial between this BEGIN and the next, even if it was later resumed."""
 
 
 @dataclass(frozen=True)
 class Recent:
-    """The newest part of a history; fields have the same meaning as in `TrialState`."""
+    """The newest part of a history. Fields have the same meaning as in `TrialState`."""
 
     incarnation: int = 0
     last_commit: Commit | None = None
@@ -205,8 +205,8 @@ def recent(
 ) -> Recent:
     """Read the newest part of a history.
 
-    Without ``exports``, do not search for the newest export: without an export, the search would
-    read all records. Raises the errors of `History.read`.
+    Without ``exports``, do not search for the newest export, because the search reads all records
+    if there is no export. Raises the errors of `History.read`.
     """
     history = History(directory, calls=calls)
     count = history.count()
@@ -262,7 +262,7 @@ def _end(history: History, count: int) -> Record | None:
 
 
 def _ended(history: History, before: int) -> Record | None:
-    """Return the first end after an incarnation's last BEGIN or COMMIT, even if resumed since."""
+    """Return the first end after an incarnation's last BEGIN or COMMIT, even before a resume."""
     first = None
     for record in _backwards(history, before):
         if record.kind.is_end:
@@ -299,11 +299,11 @@ def _commit_before(history: History, slot: int, stop: int) -> Record | None:
 
 
 TRIES = 100
-"""Number of slots in a row that other writers may win before this writer fails."""
+"""Number of slots in a row that other writers may take before this writer fails."""
 
 
 class IncarnationWriter:
-    """Appends on behalf of one incarnation, until a newer one has begun or the trial has ended."""
+    """Appends for one incarnation, until a newer incarnation has begun or the trial has ended."""
 
     def __init__(self, history: History, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -342,7 +342,7 @@ def begin(
     data: dict[str, Any] | Callable[[TrialState], dict[str, Any]],
     futile: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
 ) -> IncarnationWriter:
-    """Begin a new incarnation; ``data`` may be computed from the state at that moment.
+    """Begin a new incarnation. ``data`` may be computed from the state at that moment.
 
     ``futile`` gets all previous records, which the new record directly follows. If ``futile``
     returns data for a FAILED record, the trial ends with this record instead of a BEGIN.
@@ -365,7 +365,7 @@ def begin(
 
 
 def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
-    """End the trial for a command; the master calls `IncarnationWriter.append` instead.
+    """End the trial for a command. The master calls `IncarnationWriter.append` instead.
 
     Raises TrialEndedError if the trial has ended already.
     """
@@ -400,7 +400,7 @@ def _append(
 def _win(
     history: History, decide: Callable[[list[Record]], tuple[Kind, int, dict[str, Any]]]
 ) -> Record:
-    """Append the record (kind, incarnation, data) that ``decide`` makes from all records so far."""
+    """Append the record (kind, incarnation, data) that ``decide`` returns for all records."""
     known = 0
     for _ in range(TRIES):
         records = history.read(at_least=known)

@@ -1,4 +1,4 @@
-"""The recorder of a trial's metrics, and sinks: copies for other programs (see `feeder`).
+"""The recorder of a trial's metrics, and its sinks, which are copies for other programs.
 
 To add a sink, add a file with the methods of `Sink`, a line to `_wanted`, and a setting to
 ``logging``. Import a sink's package only if the sink is configured, and only where it is opened,
@@ -44,7 +44,7 @@ def make_feeders(
     """Return the feeders of the configured sinks.
 
     The feeders begin with the steps up to ``committed`` that the sinks lack. They stop when
-    ``incarnation`` is no longer the newest; None stands for a trial without incarnations.
+    ``incarnation`` is no longer the newest; None means a trial without incarnations.
 
     Raises MissingDependencyError if a package is not installed.
     """
@@ -64,9 +64,9 @@ def make_feeders(
 class MetricsRecorder:
     """Records the metrics of one incarnation, which continues after ``last_step``.
 
-    It drops lines of later steps, which an earlier incarnation wrote and did not commit; -1 drops
+    It drops lines of later steps, which an earlier incarnation wrote but did not commit; -1 drops
     all lines. It adds the ``time`` of writing to each line. Sinks get the committed lines as long
-    as ``incarnation`` is the newest; None stands for a trial without incarnations.
+    as ``incarnation`` is the newest; None means a trial without incarnations.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MetricsRecorder:
         self._feeders = make_feeders(paths, logging, committed=last_step, incarnation=incarnation)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append a line; ``line`` has ``step`` and JSON values."""
+        """Append a line with a ``step`` and JSON values."""
         self._file.write({"step": line["step"], metrics.TIME: round(self._clock(), 3), **line})
 
     def sync(self) -> None:

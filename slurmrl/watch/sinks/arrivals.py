@@ -40,14 +40,14 @@ from slurmrl.watch.sinks.feeder import Lines
 logger = log.get(__name__)
 
 Give = Callable[[Lines, int], None]
-"""Function of lines and a number: it sends a sink the lines that the sink lacks. The sink certainly
-has the first ``number`` lines."""
+"""Function that sends a sink the lines that it lacks. Arguments: all lines, and the number of first
+lines that the sink certainly has."""
 HELD = {"held": each(COUNT)}
 HELD_S: Final = 60
 """Maximum number of seconds of a turn."""
 GONE_S: Final = 75.0
-"""Seconds without news after which the holder of a turn has certainly ended, even if its files
-appear late."""
+"""Seconds without news after which the holder of a turn has certainly ended. Its files may appear
+late."""
 LOOK_S: Final = 0.5
 ENDED: Final = ".ended"
 
@@ -149,7 +149,7 @@ def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
 def turn(
     folder: Path, sleep: Callable[[float], None] = time.sleep, held_s: int = HELD_S
 ) -> Iterator[None]:
-    """Wait for the right to send evaluations to the sinks of a trial; hold it during the context.
+    """Wait for the right to send evaluations to a trial's sinks. Hold it during the context.
 
     Several evaluations may end at the same time, on any hosts. A process takes the next turn by
     exclusive creation of its file, and creates another file at its end. SIGALRM kills a holder

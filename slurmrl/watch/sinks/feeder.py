@@ -43,7 +43,7 @@ class Sink(Protocol):
 
     @property
     def last(self) -> int:
-        """The step after which the sink continues."""
+        """Step after which the sink continues."""
 
     @property
     def kept(self) -> int:
@@ -94,11 +94,11 @@ class Feeder:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the sink lacks committed steps and can still get them."""
+        """Whether the sink lacks committed steps that it can still get."""
         return self._thread.is_alive() and self._delivered < self._target
 
     def end(self) -> None:
-        """Close the sink when it has everything, or if it fails."""
+        """Close the sink when it has all steps, or if it fails."""
         with self._news:
             self._ends = True
             self._news.notify()

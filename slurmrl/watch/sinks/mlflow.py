@@ -49,7 +49,7 @@ class MLflow:
         self._client.set_terminated(self._run)
 
     def _found(self, experiment: str, paths: RunPaths) -> str:
-        """Return the id of the trial's run; set it to running and log the settings."""
+        """Return the id of the trial's run. Set the run to running, and log the settings."""
         client = self._client
         run = _find(client, experiment, paths)
         if run is not None:
@@ -91,7 +91,7 @@ def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
 
 
 def load() -> None:
-    """Import the library with telemetry disabled: the library reads the variable only once."""
+    """Import the library with telemetry disabled. It reads the variable only once."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow.tracking  # noqa: F401
 
@@ -133,7 +133,7 @@ def _log_metrics(client: Any, run: str, lines: Lines, seen: set[tuple[int, str]]
 def _values_after(
     client: Any, run: str, step: int, names: Container[str] | None = None
 ) -> set[tuple[int, str]]:
-    """Return the step and the name of each value after ``step``; None for all ``names``."""
+    """Return the step and the name of each value after ``step``; ``names`` None means all names."""
     return {
         (value.step, name)
         for name in client.get_run(run).data.metrics

@@ -18,7 +18,7 @@ BLOCK_BYTES = 32768
 WHOLE, FIRST, LAST = 1, 2, 4
 """Kinds of pieces: a whole record, the first piece of a record and the last piece."""
 ARRIVED_S = 30.0
-"""Maximum number of seconds to wait for a server, so that a turn has time for later sinks."""
+"""Maximum number of seconds to wait for a server. A turn needs time for later sinks."""
 
 
 def load() -> None:
@@ -75,7 +75,7 @@ def held_by(directory: Path, run: str, project: str, after: int) -> int:
     """Return the last step of a run in the local files of a project.
 
     ``after`` is the last step that the files certainly had. They may have been sent and removed
-    since; in files of another project, the step is unknown.
+    since then. In files of another project, the step is unknown.
     """
     folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
     files = [file for folder in folders for file in folder.glob("*.wandb")]
@@ -96,7 +96,7 @@ def _opened(
     job_type: str | None = None,
     within_s: float | None = None,
 ) -> Any:
-    """Open a run; ``within_s`` limits the seconds for the server. None is the library's default."""
+    """Open a run. ``within_s`` limits the seconds for the server; None is the library's default."""
     import wandb
 
     return wandb.init(
@@ -132,7 +132,7 @@ def _content(file: Path) -> tuple[str | None, int]:
 def records(data: bytes) -> Iterator[bytes]:
     """Yield the complete records of a file, which has LevelDB's log format after a header.
 
-    An incomplete record is the last one of a file.
+    Only the last record of a file can be incomplete.
     """
     at, whole = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):

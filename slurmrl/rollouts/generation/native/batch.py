@@ -115,8 +115,8 @@ class ContinuousBatch:
     def renew(self, version: str, *, stale_cache: bool = False) -> None:
         """Continue with changed weights of the decoder.
 
-        Sequences keep their tokens, which are prefilled again. With ``stale_cache``, sequences also
-        keep the keys and values of their tokens, but do not share them with others.
+        Sequences keep their tokens. The tokens are prefilled again. With ``stale_cache``, sequences
+        also keep the keys and values of their tokens, but do not share them with others.
         """
         if stale_cache:
             self._flush()
@@ -201,7 +201,7 @@ class ContinuousBatch:
 def bounded(limits: Limits, decoder: Decoder) -> Limits:
     """Return limits with ``cache_tokens``, computed from ``cache_bytes`` or the GPU's free memory.
 
-    The limits stay unchanged if they have ``cache_tokens``, or on a CPU without ``cache_bytes``.
+    Limits that have ``cache_tokens``, or limits on a CPU without ``cache_bytes``, do not change.
     The ranks of a split decoder get the same limits: the GPU with the least free memory decides.
 
     Raises UsageError if not even one page fits.

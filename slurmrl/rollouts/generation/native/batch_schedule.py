@@ -59,7 +59,7 @@ class Limits:
 
 
 class TokenChunk(NamedTuple):
-    """Tokens of a sequence that a call reads: ``tokens``, after the first ``begin`` tokens."""
+    """Tokens of a sequence that a call reads: ``tokens`` follow the first ``begin`` tokens."""
 
     sequence: Sequence
     begin: int
@@ -106,14 +106,14 @@ class Schedule:
             self._release(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's row and pages, and queue it: its tokens are prefilled again later."""
+        """Free a sequence's row and pages, and queue it. Its tokens are prefilled again later."""
         self._release(sequence)
         self.add(sequence)
 
     def next(self, flush: Callable[[], None]) -> Step:
         """Return the next call of the model. Its tokens and pages count as stored from now on.
 
-        ``flush`` reads all sampled tokens from the device, which is necessary before a preemption.
+        ``flush`` reads all sampled tokens from the device. This is necessary before a preemption.
         """
         step = Step()
         budget = self._limits.step_tokens
@@ -187,7 +187,7 @@ class Schedule:
     def _admit(self, sequence: Sequence, flush: Callable[[], None]) -> bool:
         """Give the first waiting sequence a row and the pages for all its tokens.
 
-        Return False if fewer pages are available than these and one for each running sequence.
+        Return False if fewer pages are available than these plus one for each running sequence.
         """
         shared = self._pool.find(sequence.tokens)
         needed = self._pages(sequence.length) - len(shared) + self._pool.idle_among(shared)
@@ -253,7 +253,7 @@ class PagePool:
     """
 
     def __init__(self, page: int, limit: int | None, *, keep: bool = True) -> None:
-        """Make a pool of ``limit`` pages of ``page`` tokens; None for no limit.
+        """Make a pool of at most ``limit`` pages of ``page`` tokens; None for no limit.
 
         Without ``keep``, pages without users are reused before the pool grows.
         """
@@ -345,7 +345,7 @@ class PagePool:
             self._forget(page)
 
     def idle_among(self, pages: list[int]) -> int:
-        """Return how many of these pages have content but no user."""
+        """Return the number of these pages that have content but no user."""
         return sum(page in self._idle for page in pages)
 
     def _forget(self, page: int) -> None:

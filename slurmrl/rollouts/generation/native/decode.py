@@ -27,7 +27,7 @@ from slurmrl.tensors.ops.sampling import Sampled, sample, stream_uniform
 logger = log.get(__name__)
 
 LEAST_CELLS = 1024
-"""Minimum length in cells for which a graph is made. Other lengths are this times a power of 2."""
+"""Minimum length in cells for which a graph is made. Other lengths are it times a power of 2."""
 UNREAD = -1
 """Placeholder of a row's last token while the host has not read this token."""
 
@@ -64,7 +64,7 @@ class DecodeGraph(Protocol):
 
 
 Capture = Callable[[Callable[[], Sampled]], DecodeGraph]
-"""Function that makes a graph of a function, whose tensors keep their place in memory."""
+"""Function that makes a graph of another function. The tensors keep their place in memory."""
 
 
 class CUDAGraphs:
@@ -91,8 +91,8 @@ class _CUDAGraph:
 def capture_for(decoder: PagedDecoder) -> Capture | None:
     """Return a function that captures a decoder's calls; None to compute them directly.
 
-    Calls are not captured on CPUs, for split decoders, or with experts, because the host reads the
-    number of tokens of each expert.
+    Calls are not captured on CPUs, for split decoders, or with experts. With experts, the host
+    reads the number of tokens of each expert.
     """
     model = decoder.decoder
     if not model.head_weight().is_cuda or not model.split.whole or model.config.moe is not None:
@@ -113,7 +113,7 @@ class DecodeStep:
         """Input memory of the graphs for each B: the columns of ``RowInput`` as int64 [5, B]."""
         self._banned: dict[tuple[int, ...], Tensor] = {}
         self._graphs: dict[DecodeShape, DecodeGraph | None] = {}
-        """Graph of each shape; None if the shape was computed once, to initialize libraries."""
+        """Graph of each shape; None after the first, direct call, which initializes libraries."""
 
     def forget(self) -> None:
         """Drop all graphs, because their inputs or outputs have moved in memory."""

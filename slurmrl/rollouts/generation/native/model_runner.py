@@ -39,7 +39,7 @@ class SampledStep:
 
     sequences: list[Sequence]
     samples: Sampled
-    """The samples [D], with log-probabilities as `ModelRunner` describes."""
+    """The samples [D]. `ModelRunner` describes their log-probabilities."""
     version: str
     copied: torch.cuda.Event | None
     """Event after the copy to host memory; None if the samples are already there."""
@@ -266,7 +266,7 @@ def _on_its_way(values: Tensor) -> Tensor:
 
 
 def _only_decodes(step: Step) -> bool:
-    """Return whether a call reads only the last tokens of rows that all sample in the same way."""
+    """Return whether a call reads only last tokens, of rows that all sample in the same way."""
     first = step.chunks[0].sequence
     return not step.forks and all(
         chunk.samples

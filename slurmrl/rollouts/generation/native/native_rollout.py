@@ -38,7 +38,7 @@ class ReadOutcome(IntEnum):
 
 
 class SplitRollout(BatchRollout):
-    """Serves requests with a model that is split over ``peers``, or not split.
+    """Serves requests with a model that may be split over ``peers``.
 
     Each rank makes an engine with the same arguments. The leader serves requests, and the other
     ranks call ``follow``. Without ``turns``, all ranks serve the same requests.
@@ -69,8 +69,8 @@ class SplitRollout(BatchRollout):
     def _read(self, name: str, folder: Path) -> None:
         """Read weights on all ranks.
 
-        If reading fails in the middle or on some ranks, the model has parts of two versions, and
-        the engine is lost.
+        If reading fails halfway or on some ranks, the model has parts of two versions, and the
+        engine is lost.
         """
         if isinstance(self._batch, LeaderBatch):
             self._batch.read_weights(name, folder)
@@ -117,7 +117,7 @@ class SplitRollout(BatchRollout):
         FollowerBatch(self._batch, self._peers, read).run()
 
     def dismiss(self) -> None:
-        """Let the other ranks of the model return from ``follow``, which ends all sampling."""
+        """Let the other ranks of the model return from ``follow``. This ends all sampling."""
         if isinstance(self._batch, LeaderBatch) and self._lost is None:
             self._batch.end()
 

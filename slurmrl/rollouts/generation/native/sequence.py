@@ -19,8 +19,8 @@ SamplingKey = tuple[float, int | None, float, bool, bool]
 """Options that the rows of one call of `tensors.ops.sampling.sample` share: temperature, top k, top
 p, greedy, and whether sampling masks are recorded."""
 MARGIN = 4
-"""Number of tokens that are decoded before the longest possible match: tokenizers decode the first
-token of a string differently."""
+"""Number of tokens that are decoded before the longest possible match. (Tokenizers decode the first
+token of a string differently.)"""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +74,7 @@ class Sequence:
 
     @property
     def ahead(self) -> int:
-        """Number of tokens to process before the next token is sampled; 0 at the limit."""
+        """Number of tokens to process before the next token is sampled. It is 0 at the limit."""
         return 0 if self.length >= self.limit else self.length - self.stored
 
     @property

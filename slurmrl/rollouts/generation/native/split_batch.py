@@ -31,7 +31,7 @@ INLINE_BYTES: Final = 2048
 SIZE_BYTES: Final = 8
 """Number of bytes for the length of a message, at its beginning."""
 IDLE: Final = timedelta(days=30)
-"""Time limit of a rank that waits for a message: a leader without requests sends no messages."""
+"""Time limit of a rank that waits for a message. A leader without requests sends no messages."""
 COMPARED_CALLS = {"cpu": 1, "cuda": 8}
 """Number of calls between two comparisons, by device type. A comparison waits for the GPU."""
 
