@@ -104,7 +104,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "no rollout task": (
         waits_for_tasks("Priority"),
         "rollouts",
-        "…wait for a rollout task: none runs (Priority)",
+        "…wait for a rollout task: no task runs (Priority)",
     ),
     "rollout tasks fail": (
         waits_for_tasks("JobArrayTaskLimit", failed=FAILED_TASK),
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
             rollouts=NONE_RUNS, groups=[group("rollout", "TIMEOUT", reason="reached its limit")]
         ),
         "rollouts",
-        "…none runs; the last one: job 42_0 reached its limit",
+        "…no task runs; the last one: job 42_0 reached its limit",
     ),
     "no rollout task is wanted": (
         status(rollouts=rollouts(tasks=[], wanted=0)),

@@ -275,7 +275,7 @@ def test_just_started_job_needs_no_heartbeat(run: FakeRun, now: TaskState) -> No
     status = look(run, now, alive=False)
     assert "unconfirmed" not in status
     assert status["groups"][0]["tasks"][0]["attempt"] is None
-    assert "no sign of its processes yet" in status["diagnosis"]
+    assert "its processes have reported nothing yet" in status["diagnosis"]
 
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "RUNNING"), (False, "INTERRUPTED")])

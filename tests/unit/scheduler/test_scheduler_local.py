@@ -78,7 +78,7 @@ def test_no_job_follows_if_the_history_was_removed(scheduler: LocalScheduler, as
         states = [task.state for task in scheduler.query(jobs)]
         assert states == [JobState.FAILED, JobState.CANCELLED]
     output = request.run.batch_log("trainer", f"chain.{request.number}").read_text()
-    assert "no further link starts" in output
+    assert "no other link starts" in output
     assert "Traceback" not in output
 
 
