@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from slurmrl import child
 from slurmrl.errors import UsageError
 from slurmrl.run.hosts import AFTER_SETUP, EARLY_TRAPS, leave_functions, try_module
 from slurmrl.scheduler.base import (
@@ -149,8 +150,11 @@ def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
 
 
 def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str]:
-    """Return the user's shell lines (``setup``), after lines that define ``module`` if needed."""
+    """Return the user's shell lines after lines that define ``module``. Raises UsageError."""
     lines = [str(line) for line in slurm_options(request, group).get("setup") or ()]
+    parsed = child.run(["bash", "-nc", "\n".join(lines)], limit_s=10)
+    if parsed.code:
+        raise UsageError(f"cluster.slurm.setup: bash cannot parse the lines: {parsed.last_line}")
     return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines
 
 
@@ -181,8 +185,7 @@ def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str
 
 
 def slurm_options(request: SubmissionRequest, group: GroupRequest) -> Mapping[str, Any]:
-    options: Mapping[str, Any] = request.options.get("slurm") or {}
-    return options if group.slurm is None else group.slurm
+    return (request.options.get("slurm") or {}) if group.slurm is None else group.slurm
 
 
 def extra_lines(request: SubmissionRequest, group: GroupRequest) -> list[str]:
@@ -218,10 +221,7 @@ def _memory(group: GroupRequest) -> dict[str, str | bool]:
         return {}
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", group.mem_per_worker, re.IGNORECASE)
     if not found:
-        raise UsageError(
-            f"cluster.mem_per_worker={group.mem_per_worker!r}: write an integer and a unit, "
-            "such as 16G"
-        )
+        raise UsageError(f"cluster.mem_per_worker={group.mem_per_worker!r} is no size such as 16G")
     return {"mem": f"{int(found[1]) * group.workers_per_host}{found[2].upper()}"}
 
 

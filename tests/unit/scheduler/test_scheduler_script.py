@@ -260,6 +260,12 @@ def test_extra_lines_may_set_all_other_options(line: str) -> None:
     assert f"#SBATCH {line}" in text.splitlines()
 
 
+def test_setup_lines_must_be_complete_shell_code() -> None:
+    batch_script.script(request(setup=["for i in 1 2", "do echo $i", "done"]), GROUP, "srun")
+    with pytest.raises(UsageError, match=r"setup: bash cannot parse the lines: .*unexpected EOF"):
+        batch_script.script(request(setup=['echo "a']), GROUP, "srun")
+
+
 @pytest.mark.parametrize("line", ["rm -rf /", "--x\nrm -rf /", ""])
 def test_extra_lines_are_directives(line: str) -> None:
     with pytest.raises(UsageError, match="not a directive"):
