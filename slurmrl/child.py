@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG: Final = 1
 KILLED_S: Final = 5.0
 """Seconds to wait for a killed child. A child may hang longer in a call to a dead file system."""
 TAIL_BYTES: Final = 4096
-"""Bytes kept of the end of a child's standard error."""
+"""Number of bytes to keep from the end of a child's standard error."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Pope
 
 
 class DieWithParent:
-    """Function between fork and exec: end with the parent. It must not import or open anything."""
+    """Make the child end with its parent. Runs between fork and exec: no imports, no open files."""
 
     def __init__(self) -> None:
         self._parent = os.getpid()

@@ -183,7 +183,7 @@ def compare_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ..
 
 
 def sequences_of_pairs(config: Config) -> int:
-    """Return the number of sequences of a prompt's pairs; without a limit, of a single pair."""
+    """Return the number of sequences of a prompt's pairs; without a limit, assume one pair."""
     return 2 * (config.dataset.max_pairs_per_prompt or 1)
 
 

@@ -84,7 +84,7 @@ def _top() -> list[KeyFacts]:
 
 
 def _schemas(algorithm: str | None) -> dict[type[BaseModel], list[str]]:
-    """Return the names of algorithms by schema: of all algorithms, or only of ``algorithm``."""
+    """Return algorithm names by schema; ``algorithm`` selects a single algorithm."""
     from slurmrl.config.describe import by_schema
     from slurmrl.plan.algorithms import ALGORITHMS
 

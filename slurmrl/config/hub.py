@@ -126,7 +126,7 @@ def is_plain(text: str, path: Path) -> bool:
 
 
 FIELDS: Final[Fields] = {"files": each(SIZE)}
-"""Fields of the list of a folder's files: the size in bytes of each file, by its relative path."""
+"""Fields of a folder's file list: sizes in bytes, by relative path."""
 
 
 def list_file(folder: Path) -> Path:

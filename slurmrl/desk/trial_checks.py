@@ -49,7 +49,7 @@ UNCHECKED: Final = "the run checks it when it starts"
 ADAPTERS: Final = "adapters"
 """The subject of the only check that the run does not repeat."""
 SHOWN: Final = 300
-"""Maximum number of characters shown of the last output of a crashed child."""
+"""Maximum number of characters to show from a crashed child's last output."""
 GIB: Final = 2**30
 PREPARED_BYTES_PER_BYTE: Final = 2
 """Maximum bytes of prepared rows per byte of data: the line, its tokens and its index entry."""

@@ -113,7 +113,7 @@ class Adam(AdamW):
 
 
 class SGD(ShardOptimizer):
-    """Gradient descent, with momentum (Polyak 1964) if it is above 0. Decay is decoupled."""
+    """Gradient descent, with momentum (Polyak 1964) if set. Decay is decoupled."""
 
     def _update(
         self,

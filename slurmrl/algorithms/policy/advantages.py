@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 VARIANCE_FLOOR = 1e-8
-"""Added to the variance when advantages are whitened, as in TRL."""
+"""Number added to the variance when advantages are whitened, as in TRL."""
 SumOverRanks = Callable[[Tensor], Tensor]
 """Function that sums a tensor over the data-parallel ranks."""
 

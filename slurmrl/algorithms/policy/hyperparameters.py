@@ -349,7 +349,7 @@ class Filters(Section):
     prompts whose completions are all truncated. Failed episodes do not count. Requires `rollout.n`
     of at least 2. Example: `drop`"""
     max_truncated: Fraction | None = None
-    """Maximum share of a prompt's completions without a stop token or stop string. Other prompts
+    """Maximum share of a prompt's completions without stop token or stop string; prompts above it
     are dropped. Failed episodes do not count. `null` keeps all prompts. Example: `0.5`"""
     mask_truncated: bool = False
     """Leave the tokens of completions without a stop token or stop string out of the losses. Their

@@ -228,8 +228,8 @@ class Cluster(Section):
     hosts' cores per GPU; otherwise `threads_per_worker`. Example: `8`"""
     mem_per_worker: Memory | None = None
     """Host memory requested for each worker, as Slurm writes it; a plain number is in megabytes.
-    Default: with GPUs under Slurm, the estimate that `slurmrl plan` shows, or the memory of the
-    hosts if it is smaller; otherwise the cluster's default. Example: `16G`"""
+    Default: with GPUs under Slurm, the smaller of the hosts' memory and the estimate that `slurmrl
+    plan` shows; otherwise the cluster's default. Example: `16G`"""
     interface: Word | None = None
     """Network interface for communication between workers. Default: loopback for a job on one host,
     otherwise the interface of the default route. Example: `ib0`"""

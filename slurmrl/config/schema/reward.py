@@ -60,8 +60,7 @@ class RewardPool(Section):
     memory_mib: PositiveInt = 4096
     """Private memory of one process (`RLIMIT_DATA`)."""
     unjudged_score: float | None = None
-    """Score of a completion that the reward leaves without a score. `null` sets none. Example:
-    `0.0`"""
+    """Score of a completion that the reward could not score. `null` sets none. Example: `0.0`"""
 
 
 class RewardPart(Section):

@@ -190,7 +190,7 @@ class RowType(ABC):
         return iter(())
 
     def wrong_row(self, row: Row) -> tuple[str, str] | None:
-        """Return a problem of a combination of valid values of a row, with its key."""
+        """Return a key and why its value does not fit other values of the row."""
         return None
 
     def stored(self, row: Row, raw: bytes) -> bytes:
