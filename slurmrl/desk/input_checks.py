@@ -138,6 +138,9 @@ class InputChecks:
                 if extra := model_tensors.unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
+            elif not wrong:
+                check = resolve("slurmrl.models.hf_loading:misfits")
+                wrong = check(config_values(model), use.head, Path(model.path))
             silent = use.head == "value" and not use.trained and VALUE_HEAD not in headers
             if silent and not wrong:
                 wrong = [

@@ -31,7 +31,7 @@ from slurmrl.fsio import inputs
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf import as_tensor, is_finite
 from slurmrl.models.hf_config import MODULE, HFConfig, constants_refusal
-from slurmrl.models.model_tensors import not_finite, open_folder
+from slurmrl.models.model_tensors import not_finite, not_tied, open_folder, same_values
 from slurmrl.models.parallel.linear import Linear
 from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import Box, Index, TensorSpec
@@ -39,6 +39,8 @@ from slurmrl.tensors.layout import Box, Index, TensorSpec
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|visual|image|audio|relative")
 """Pattern of the position embeddings that do not limit the length of text."""
+LABELS: Mapping[Head, dict[str, int]] = {"lm": {}, "value": {"num_labels": 1}}
+"""Config fields of each head."""
 
 
 def _stated(config: HFConfig) -> dict[str, Any]:
@@ -68,6 +70,23 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
     config = HFConfig.from_hf(values)
     if reason := constants_refusal(config.model_type, tensor_specs(config, head)[1]):
         raise UsageError(reason)
+
+
+def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
+    """Return the reason why a folder's files do not fill the model of a ``config.json`` object.
+
+    Only headers of files are read, and tensors that the config ties.
+    """
+    if is_pinned(source):
+        return []
+    try:
+        model, _ = _loaded(HFConfig.from_hf(values), head, source, torch.float32, device_map="meta")
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        return [f"transformers cannot load the weights: {error}"]
+    tensors = open_folder(source)
+    known = tensors.specs().keys()
+    ties = [(a, b) for a, b in model.all_tied_weights_keys.items() if a in known and b in known]
+    return [f"{source}: {not_tied(*tie)}" for tie in ties if not same_values(tensors, *tie)]
 
 
 def task_of(config: HFConfig, head: Head) -> Any:
@@ -100,21 +119,17 @@ def sketch(config: HFConfig, head: Head) -> PreTrainedModel:
 def make_model(
     config: HFConfig, head: Head, source: Path | None, seed: int, dtype: torch.dtype
 ) -> PreTrainedModel:
-    task = task_of(config, head)
-    more = {} if head == "lm" else {"num_labels": 1}
     try:
         if source is not None:
             with inputs.reading(source):
-                settings = _without_dropout(AutoConfig.from_pretrained(source, **more))
-                model, report = _loaded(task, source, settings, dtype)
+                model, fresh = _loaded(config, head, source, dtype)
             _require_finite(model, source)
-            fresh = "score.weight" in report["missing_keys"]
         else:
-            stated = {**_stated(config), **more}
+            stated = {**_stated(config), **LABELS[head]}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **stated))
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)  # keeps GPU generators
-                model = task.from_config(settings, dtype=dtype)
+                model = task_of(config, head).from_config(settings, dtype=dtype)
             fresh = True
     except UsageError:
         raise
@@ -153,25 +168,36 @@ def _limit_time_steps(model: PreTrainedModel) -> None:
 
 
 def _loaded(
-    task: Any, source: Path, settings: Any, dtype: torch.dtype
-) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a folder and transformers' report.
+    config: HFConfig, head: Head, source: Path, dtype: torch.dtype, **where: str
+) -> tuple[Any, bool]:
+    """Return the model of a folder, and whether its files lack a value head.
 
     While a pinned checkpoint is loaded, its weights are in memory twice.
+
+    Raises UsageError if transformers would initialize or untie other parameters.
     """
-    options = {"config": settings, "dtype": dtype, "output_loading_info": True}
-    if not is_pinned(source):
-        loaded: tuple[Any, dict[str, Any]] = task.from_pretrained(source, **options)
-        return loaded
-    tensors = open_folder(source)
-    state = {
-        name: as_tensor(tensors.read(name, Box.whole(spec.shape)), spec.dtype)
-        for name, spec in tensors.specs().items()
-    }
-    with torch.device("meta"):
-        kind: Any = type(task.from_config(settings, dtype=dtype))
-    made, report = kind.from_pretrained(None, state_dict=state, **options)
-    return made, report
+    task, settings = task_of(config, head), AutoConfig.from_pretrained(source, **LABELS[head])
+    options = {"config": _without_dropout(settings), "dtype": dtype, "output_loading_info": True}
+    options |= {"ignore_mismatched_sizes": True, **where}  # The report has mismatched sizes.
+    if is_pinned(source):
+        tensors = open_folder(source)
+        state = {
+            name: as_tensor(tensors.read(name, Box.whole(spec.shape)), spec.dtype)
+            for name, spec in tensors.specs().items()
+        }
+        with torch.device("meta"):
+            kind: Any = type(task.from_config(settings, dtype=dtype))
+        model, report = kind.from_pretrained(None, state_dict=state, **options)
+    else:
+        model, report = task.from_pretrained(source, **options)
+    missing, tied = report["missing_keys"], model.get_expanded_tied_weights_keys(True)
+    wrong = [f"the files lack {name}" for name in missing if not name.startswith("score.")]
+    wrong += [f"{n} has shape {[*a]} instead of {[*b]}" for n, a, b in report["mismatched_keys"]]
+    wrong += [not_tied(n, tied[n]) for n in tied.keys() - model.all_tied_weights_keys.keys()]
+    if wrong:
+        more = f", and {len(wrong) - 1} more problems" if len(wrong) > 1 else ""
+        raise UsageError(f"{source} does not match its config.json: {min(wrong)}{more}")
+    return model, "score.weight" in missing
 
 
 def _require_finite(model: PreTrainedModel, source: Path) -> None:

@@ -462,18 +462,27 @@ def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | Non
     shape = (config.vocab_size, config.hidden_size)
     (embedding,) = storage_of(config)(EMBEDDING, shape)
     name = stored_name(embedding.tensor, specs)
-    if LM_HEAD not in specs or name is None:
+    if LM_HEAD not in specs or name is None or same_values(tensors, LM_HEAD, name):
         return None
-    if specs[LM_HEAD].shape == shape:
-        for box in blocks(Box.whole(shape), BLOCK):
-            own, other = (
-                widened(tensors.read(each, box), specs[each].dtype) for each in (LM_HEAD, name)
-            )
-            if not np.array_equal(own, other, equal_nan=True):
-                break
-        else:
-            return None
+    return not_tied(LM_HEAD, name)
+
+
+def same_values(tensors: FolderTensors, one: str, other: str) -> bool:
+    """Return whether two tensors of a folder have the same shape and values."""
+    first, second = (tensors.specs()[name] for name in (one, other))
+
+    def read(name: str, box: Box) -> Array:
+        return widened(tensors.read(name, box), tensors.specs()[name].dtype)
+
+    return first.shape == second.shape and all(
+        np.array_equal(read(one, box), read(other, box), equal_nan=True)
+        for box in blocks(Box.whole(first.shape), BLOCK)
+    )
+
+
+def not_tied(name: str, other: str) -> str:
+    """Return the message that a tensor of files differs from the tensor to which it is tied."""
     return (
-        f"config.json ties the embeddings (tie_word_embeddings), but {LM_HEAD} of the files is not "
-        f"{name}: set tie_word_embeddings to false in config.json, or remove {LM_HEAD}"
+        f"config.json ties the embeddings (tie_word_embeddings), but {name} of the files is not "
+        f"{other}: set tie_word_embeddings to false in config.json, or remove {name}"
     )

@@ -24,10 +24,12 @@ from slurmrl.desk.proposal import Proposal
 from slurmrl.desk.provenance import TorchBuild
 from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, reject
 from slurmrl.env import user_name
-from slurmrl.errors import ConfigError
+from slurmrl.errors import ConfigError, UsageError
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import build
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.own_algorithm import importable
 from slurmrl.plan.settings import Settings, load_settings
@@ -647,16 +649,34 @@ def test_weights_with_nan_are_rejected_by_file_and_tensor(tmp_path: Path) -> Non
     assert "model.safetensors: tensor 'model.norm.weight' has 1 NaN and" in found.message
 
 
-def test_tied_model_with_its_own_output_projection_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("implementation", ["builtin", "hf"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tie_word_embeddings": True}, "set tie_word_embeddings to false in config.json"),
+        ({"num_hidden_layers": 3}, "the files lack model.layers.2."),
+        ({"vocab_size": 40}, "[16, 32] instead of [40, 32]"),
+    ],
+)
+def test_model_that_the_files_do_not_fill_is_rejected(
+    tmp_path: Path, implementation: str, changes: dict[str, Any], message: str
+) -> None:
+    """transformers would initialize missing tensors at random, and untie the projection."""
     model = tmp_path / "model"
     model.mkdir()
     to_hf(build(ModelConfig.from_hf({**ARCHITECTURE, "tie_word_embeddings": False})), model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    settings = settings_of(tmp_path, "actor.architecture=null", f"actor.path={model}")
+    values = json.loads((model / "config.json").read_text()) | changes
+    (model / "config.json").write_text(json.dumps(values))
+    path = f"actor.path={model}"
+    settings = settings_of(
+        tmp_path, "actor.architecture=null", path, f"actor.implementation={implementation}"
+    )
     (found,) = (each for each in inputs(settings) if each.subject == "weights")
     assert (found.weight, found.key) == (Weight.FAILED, "actor.path")
-    assert "set tie_word_embeddings to false in config.json" in found.message
+    assert message in found.message
+    if implementation == "hf":
+        with pytest.raises(UsageError, match=re.escape(message)):
+            HFModel(HFConfig.from_hf(values), "lm", source=model, seed=0, dtype=torch.float32)
 
 
 def test_transformers_model_with_integer_constants_is_accepted(tmp_path: Path) -> None:
