@@ -27,6 +27,8 @@ BY_COLUMN: Final = "attn_temperature_tuning"
 """Field of configs (Llama 4) with which layers scale queries by the column of a token in its row,
 from column ``floor_scale`` on. A short trial does not show the scaling."""
 SCALED_FROM: Final = "floor_scale"
+KEPT: Final = "keep_window_size"
+"""Field of configs (Doge) with the number of keys that layers choose, even from later tokens."""
 BY_BLOCK: Final = "compress"
 """Part of the names of config fields with which attention compresses blocks of columns. A trial
 shorter than a block does not show the compression."""
@@ -59,6 +61,7 @@ WHOLE_ATTENTION: Final = frozenset((
 """Members of `TENSOR_FAMILIES` whose plans split no attention: each tensor rank has all heads."""
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "deepseek_v4": {"compress_rates": True},
+    "doge": {KEPT: 2048},
     "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},
     "qwen4_exp_text": {"indexer_compress_ratio": True},
 }
@@ -209,7 +212,7 @@ class LengthLimit(NamedTuple):
 
     tokens: int
     kind: str
-    """Cause of the limit: `TABLE`, `BY_COLUMN` or a ``rope_type``."""
+    """Cause of the limit: `TABLE`, `BY_COLUMN`, `KEPT` or a ``rope_type``."""
 
     @property
     def silent(self) -> bool:
@@ -228,8 +231,9 @@ class LengthLimit(NamedTuple):
                 "padding; set lower limits of prompts and of rollout.max_new_tokens, or generate "
                 "with a server (rollout.backend sglang:dN or vllm:dN)"
             )
+        cause = KEPT if self.kind == KEPT else f"rope_type '{self.kind}'"
         return (
-            f"with rope_type '{self.kind}' log-probabilities depend on what else is in the batch "
+            f"with {cause} log-probabilities depend on what else is in the batch "
             f"once a sequence, prompt and completion, has more than {self.tokens} tokens"
         )
 
@@ -240,11 +244,7 @@ def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
     Return None if there is no limit, or if the number is a default of transformers. Rotations may
     differ by the type of the layer, and may be in the object's config of the text model.
     """
-    limits = [
-        limit
-        for part in (values, *_text_configs(values))
-        for limit in (*_ropes(part), *_tables(part))
-    ]
+    limits = [limit for part in _parts(values) for limit in (*_ropes(part), *_tables(part))]
     return min(limits, default=None)
 
 
@@ -299,6 +299,8 @@ def _text_configs(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _tables(values: Mapping[str, Any]) -> list[LengthLimit]:
+    if values.get(KEPT):
+        return [LengthLimit(int(values[KEPT]), KEPT)]
     if values.get("model_type") not in WITH_TABLE:
         return []
     sizes = [values[field] for field in TABLE_FIELDS if isinstance(values.get(field), int)]

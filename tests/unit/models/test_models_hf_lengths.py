@@ -103,6 +103,7 @@ LIMITED = {
     },
     "by-layer-dynamic": {**by_layer(DYNAMIC), "max_position_embeddings": ORIGINAL},
     "by-layer-longrope": by_layer({**LONG, "original_max_position_embeddings": ORIGINAL}),
+    "doge": {**SMALL, "model_type": "doge", "keep_window_size": ORIGINAL},
 }
 
 
