@@ -141,14 +141,12 @@ class InputChecks:
             elif not wrong:
                 check = resolve("slurmrl.models.hf_loading:misfits")
                 wrong = check(config_values(model), use.head, Path(model.path))
-            silent = use.head == "value" and not use.trained and VALUE_HEAD not in headers
-            if silent and not wrong:
+            if use.head == "value" and not (use.trained or wrong or VALUE_HEAD in headers):
                 wrong = [
                     f"{model.path} has no {VALUE_HEAD}: every score would be 0; use an export of "
                     "algorithm.name: reward_model or another folder with a scalar head"
                 ]
-            for message in wrong:
-                yield Finding("weights", Weight.FAILED, message, key)
+            yield from (Finding("weights", Weight.FAILED, message, key) for message in wrong)
         yield from self._writable()
         yield from self._replayable()
 
@@ -395,10 +393,9 @@ def _wrong_weights(
     """Return the reasons why the built-in decoder cannot start from a folder's weights."""
     if misfits := model_tensors.mismatches(headers, config, head):
         return [f"{folder}: {misfit}" for misfit in misfits]
-    if tied := model_tensors.other_projection(folder, config, head):
-        return [f"{folder}: {tied}"]
-    damage = model_tensors.small_not_finite(folder, config, head)
-    return [damage] if damage else []
+    tied = model_tensors.other_projection(folder, config, head)
+    problem = f"{folder}: {tied}" if tied else model_tensors.small_not_finite(folder, config, head)
+    return [problem] if problem else []
 
 
 def _is_limited(dataset: DatasetConfig) -> bool:
