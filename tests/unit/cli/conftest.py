@@ -11,6 +11,7 @@ from slurmrl.cli.main import main
 
 
 class Output(NamedTuple):
+    code: int
     out: str
     err: str
 
@@ -20,20 +21,20 @@ class Output(NamedTuple):
 
 
 class Command:
-    """Runs command lines of ``slurmrl``, which must end with an exit code."""
+    """Runs command lines of ``slurmrl``, which must end with an exit code (None: any)."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
-    def __call__(self, *words: str, code: int = 0) -> Output:
+    def __call__(self, *words: str, code: int | None = 0) -> Output:
         """Return what the command prints."""
         self._capsys.readouterr()
-        found = main(list(words))
-        output = Output(*self._capsys.readouterr())
-        assert found == code, output
+        found = main(words)
+        output = Output(found, *self._capsys.readouterr())
+        assert code is None or found == code, output
         return output
 
-    def json(self, *words: str, code: int = 0) -> Any:
+    def json(self, *words: str, code: int | None = 0) -> Any:
         return json.loads(self(*words, "--json", code=code).out)
 
     def rejected(self, *words: str) -> str:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slurmrl.algorithms.preference_schema import REWARD_MODEL_INTERFACE
-from slurmrl.cli.main import main
 from slurmrl.cli.saved_models import size
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import DamagedCheckpointError
@@ -25,7 +24,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.shape import stop_tokens
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.history.slots import History, Kind
-from slurmrl.run.history.state import begin, fold
+from slurmrl.run.history.state import Commit, begin, fold
 from slurmrl.tensors.checkpoint import manifest as manifest_module
 from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
@@ -33,6 +32,7 @@ from slurmrl.tensors.checkpoint.tensors import TensorEntry
 from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.workers.master.exporting import export_actor, pin_actor
 from tests.fake_runs import FakeRun, write_config
+from tests.unit.cli.conftest import Command, Output
 
 SHAPES = {"model.norm.weight": (4,), "lm_head.weight": (3, 4)}
 
@@ -49,7 +49,8 @@ ARCHITECTURE = {
 
 
 class Trial:
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, command: Command, folder: Path, *overrides: str) -> None:
+        self.command = command
         folder.mkdir(exist_ok=True)
         self.root = folder / "runs"
         run = FakeRun(self.root)
@@ -79,37 +80,53 @@ class Trial:
         write_manifest(directory, step=step, files=saved, state={"step": step, **state})
         self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
 
+    def commits(self, *steps: int) -> None:
+        for step in steps:
+            self.commit(step)
+
     def delete(self, step: int, **more: Any) -> None:
         directory = self.paths.checkpoint(step, 1)
         self.writer.append(Kind.DELETE, {"step": step, "directory": directory.name, **more})
         shutil.rmtree(directory)
 
-    def run(self, *arguments: str) -> int:
-        return main([arguments[0], "add/1", *arguments[1:], "--root", str(self.root)])
+    def run(self, name: str, *words: str, code: int = 0) -> Output:
+        return self.command(name, "add/1", *words, "--root", str(self.root), code=code)
+
+    def rows(self, *words: str) -> list[dict[str, Any]]:
+        """Return the rows of the table of checkpoints."""
+        rows: list[dict[str, Any]] = json.loads(self.run("checkpoints", "--json", *words).out)
+        return rows
+
+    def export(self, *words: str) -> Path:
+        return Path(self.run("export", *words).out.strip())
+
+    def rejects_export(self, *words: str, code: int = 2) -> str:
+        """Return the message."""
+        return self.run("export", *words, code=code).err
+
+    @property
+    def newest(self) -> Commit:
+        return fold(History(self.paths.history).read()).commits[-1]
+
+    def export_at_end(self) -> Path:
+        """Export like the end of a run."""
+        return export_actor(self.paths, load_resolved(self.paths.config), self.newest).folder
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Trial:
-    return Trial(tmp_path)
+def trial(command: Command, tmp_path: Path) -> Trial:
+    return Trial(command, tmp_path)
 
 
-def test_checkpoints_and_export_report_that_no_checkpoint_exists(
-    trial: Trial, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert trial.run("checkpoints") == 0
-    assert capsys.readouterr().out == "no checkpoints yet\n"
-    assert trial.run("export") == 2
-    assert "add/1 has no checkpoint yet" in capsys.readouterr().err
+def test_checkpoints_and_export_report_that_no_checkpoint_exists(trial: Trial) -> None:
+    assert trial.run("checkpoints").out == "no checkpoints yet\n"
+    assert "add/1 has no checkpoint yet" in trial.rejects_export()
 
 
-def test_table_gives_the_reason_for_keeping_each_checkpoint(
-    trial: Trial, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (4, 6, 8):
-        trial.commit(step)
+def test_table_gives_the_reason_for_keeping_each_checkpoint(trial: Trial) -> None:
+    trial.commits(4, 6, 8)
     trial.writer.append(Kind.EXPORT, {"step": 8, "directory": "step-00000008"})
-    assert trial.run("checkpoints") == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines = trial.run("checkpoints").lines
     assert head.split("  ")[0] == "STEP"
     assert [line.split()[0] for line in lines] == ["4", "6", "8"]
     assert [line.split("  ")[-1].strip() for line in lines] == [
@@ -117,8 +134,7 @@ def test_table_gives_the_reason_for_keeping_each_checkpoint(
         "verified, exported",
     ]
     assert " last, every " in lines[2]
-    assert trial.run("checkpoints", "--no-verify", "--json") == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = trial.rows("--no-verify")
     assert [row["kept_by"] for row in rows] == [["every"], ["last"], ["last", "every"]]
     assert [row["exported"] for row in rows] == [False, False, True]
     assert [row["problem"] for row in rows] == [None] * 3
@@ -128,61 +144,45 @@ def test_table_gives_the_reason_for_keeping_each_checkpoint(
     assert (rows[2]["files"], rows[2]["bytes"]) == (3, total)
 
 
-def test_damage_is_reported_and_exits_with_1(
-    trial: Trial, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (2, 4):
-        trial.commit(step)
+def test_damage_is_reported_and_exits_with_1(trial: Trial) -> None:
+    trial.commits(2, 4)
     path = trial.paths.checkpoint(4, 1) / "actor.0.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert trial.run("checkpoints", "--no-verify") == 0
-    assert "sizes match" in capsys.readouterr().out
-    assert trial.run("checkpoints") == 1
-    out = capsys.readouterr().out
+    assert "sizes match" in trial.run("checkpoints", "--no-verify").out
+    out = trial.run("checkpoints", code=1).out
     assert "actor.0.safetensors has another checksum" in out
     path.unlink()
-    assert trial.run("checkpoints", "--no-verify") == 1
-    assert "actor.0.safetensors is missing" in capsys.readouterr().out
+    assert "actor.0.safetensors is missing" in trial.run("checkpoints", "--no-verify", code=1).out
 
 
-def test_unreadable_checkpoint_is_not_called_damaged(
-    trial: Trial, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (2, 4):
-        trial.commit(step)
+def test_unreadable_checkpoint_is_not_called_damaged(trial: Trial) -> None:
+    trial.commits(2, 4)
     directory = trial.paths.checkpoint(4, 1)
     directory.rename(trial.paths.run / "away")
     directory.mkdir()
-    assert trial.run("checkpoints") == 1
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = trial.run("checkpoints", code=1).lines[1:]
     assert [line.split()[-1] for line in lines[:2]] == ["verified", "unreadable"]
     assert "cannot read" in lines[2]
-    assert trial.run("export") == 3
-    assert "cannot read" in capsys.readouterr().err
+    assert "cannot read" in trial.rejects_export(code=3)
     trial.delete(4)
-    assert trial.run("export") == 0
+    trial.export()
 
 
-def test_quarantined_checkpoint_is_shown_but_not_counted(
-    trial: Trial, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (2, 4):
-        trial.commit(step)
+def test_quarantined_checkpoint_is_shown_but_not_counted(trial: Trial) -> None:
+    trial.commits(2, 4)
     trial.delete(4, reason="actor.0.safetensors is missing")
     trial.paths.damaged_checkpoint("step-00000004.1").mkdir()
-    assert trial.run("checkpoints") == 0
-    out = capsys.readouterr().out
+    out = trial.run("checkpoints").out
     assert "damaged, set aside" in out
     assert "step 4: actor.0.safetensors is missing" in out
 
 
 def test_commit_deleted_during_the_listing_is_left_out(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slurmrl.watch import checkpoints as module
 
-    for step in (2, 4):
-        trial.commit(step)
+    trial.commits(2, 4)
     real = module.read_manifest
 
     def slow(directory: Path) -> Any:
@@ -191,21 +191,18 @@ def test_commit_deleted_during_the_listing_is_left_out(
         return real(directory)
 
     monkeypatch.setattr(module, "read_manifest", slow)
-    assert trial.run("checkpoints", "--json") == 0
-    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [4]
+    assert [row["step"] for row in trial.rows()] == [4]
 
 
 def test_export_takes_newest_or_given_step_and_an_output_directory(
-    trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trial: Trial, tmp_path: Path
 ) -> None:
-    for step in (2, 4):
-        trial.commit(step)
-    assert trial.run("export") == 0
-    folder = Path(capsys.readouterr().out.strip())
+    trial.commits(2, 4)
+    folder = trial.export()
     assert folder == trial.paths.export(4)
     trial.writer.append(Kind.FINISHED, {"step": 4, "reason": "total_steps"})
     out = tmp_path / "some" / "where"
-    assert trial.run("export", "--step", "2", "--out", str(out)) == 0
+    trial.export("--step", "2", "--out", str(out))
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     first, last = ((path / "model.safetensors").read_bytes() for path in (out, folder))
     assert len(first) == len(last)
@@ -219,48 +216,39 @@ def test_leftovers_of_a_killed_export_are_removed_a_day_later(trial: Trial) -> N
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"x")
     os.utime(old, times=(0, 0))
-    assert trial.run("export") == 0
+    trial.export()
     assert sorted(trial.paths.exports.iterdir()) == [new, trial.paths.export(2)]
 
 
-def test_export_is_rejected_for_a_trial_without_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_is_rejected_for_a_trial_without_training(command: Command, tmp_path: Path) -> None:
     evaluate = ("algorithm={name: evaluate, measure: likelihood, batch_size: 4}",)
-    trial = Trial(tmp_path / "evaluate", *evaluate, "total_steps=null")
-    assert trial.run("export") == 2
-    assert "trains no model: there is nothing to export" in capsys.readouterr().err
+    trial = Trial(command, tmp_path / "evaluate", *evaluate, "total_steps=null")
+    assert "trains no model: there is nothing to export" in trial.rejects_export()
 
 
-def test_reference_that_averages_the_actor_is_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reference_that_averages_the_actor_is_exported(command: Command, tmp_path: Path) -> None:
     """Checkpoints contain the reference like a trained role, and the message names it."""
     averaged = ("algorithm={name: grpo, batch_size: 4}", "dataset.type=prompt", "ref.ema=0.1")
-    trial = Trial(tmp_path, *averaged, "reward.name=exact_match")
+    trial = Trial(command, tmp_path, *averaged, "reward.name=exact_match")
     trial.commit(2, role="ref")
-    assert trial.run("export", "--role", "ref") == 0
-    folder = Path(capsys.readouterr().out.strip())
+    folder = trial.export("--role", "ref")
     assert folder == trial.paths.export(2, "ref")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert trial.run("export", "--role", "critic") == 2
-    assert "available: actor, ref" in capsys.readouterr().err
+    assert "available: actor, ref" in trial.rejects_export("--role", "critic")
 
 
 def test_export_rejects_unknown_step_role_and_foreign_directory(
-    trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trial: Trial, tmp_path: Path
 ) -> None:
-    for step in (2, 4):
-        trial.commit(step)
-    assert trial.run("export", "--step", "3") == 2
-    assert "no checkpoint of step 3; available: 2, 4" in capsys.readouterr().err
-    assert trial.run("export", "--role", "critic") == 2
-    assert "'critic' is not in the checkpoints; available: actor" in capsys.readouterr().err
+    trial.commits(2, 4)
+    assert "no checkpoint of step 3; available: 2, 4" in trial.rejects_export("--step", "3")
+    assert "'critic' is not in the checkpoints; available: actor" in trial.rejects_export(
+        "--role", "critic"
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    assert trial.run("export", "--out", str(tmp_path / "mine")) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in trial.rejects_export("--out", str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.txt").exists()
     assert not list(trial.paths.exports.iterdir())
 
@@ -278,21 +266,18 @@ class Deleting(RoleCheckpoint):
 
 
 def test_export_continues_or_fails_if_its_commit_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a requested step, the export takes another commit. A requested step no
     longer exists.
     """
     monkeypatch.setattr(manifest_module, "RoleCheckpoint", Deleting)
-    for step, code in ((None, 0), ("4", 2)):
-        Deleting.trial = trial = Trial(tmp_path / f"step {step}")
-        trial.commit(4)
-        assert trial.run("export", *(["--step", step] if step else [])) == code
-        said = capsys.readouterr()
-        if step:
-            assert "no checkpoint of step 4; available: 6" in said.err
-        else:
-            assert Path(said.out.strip()) == trial.paths.export(6)
+    Deleting.trial = trial = Trial(command, tmp_path / "newest")
+    trial.commit(4)
+    assert trial.export() == trial.paths.export(6)
+    Deleting.trial = trial = Trial(command, tmp_path / "step 4")
+    trial.commit(4)
+    assert "no checkpoint of step 4; available: 6" in trial.rejects_export("--step", "4")
 
 
 def change(path: Path, *, at: int, length: int = 4) -> None:
@@ -315,33 +300,24 @@ DAMAGES: list[tuple[str, Callable[[Path], Any]]] = [
 
 @pytest.mark.parametrize(("message", "damage"), DAMAGES)
 def test_damaged_checkpoint_is_not_exported(
-    trial: Trial,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    message: str,
-    damage: Callable[[Path], Any],
+    trial: Trial, tmp_path: Path, message: str, damage: Callable[[Path], Any]
 ) -> None:
-    for step in (2, 4):
-        trial.commit(step)
+    trial.commits(2, 4)
     damage(trial.paths.checkpoint(4, 1))
     for arguments in ((), ("--step", "4", "--out", str(tmp_path / "new" / "folder"))):
-        assert trial.run("export", *arguments) == 1
-        said = capsys.readouterr()
+        said = trial.run("export", *arguments, code=1)
         assert said.out == ""
         assert said.err.count("Error: ") == said.err.count("\n") == 1
         assert message in said.err
         assert "choose another checkpoint with --step (available: 2)" in said.err
     assert not (tmp_path / "new").exists()
     assert not list(trial.paths.exports.iterdir())
-    config = load_resolved(trial.paths.config)
-    commit = fold(History(trial.paths.history).read()).commits[-1]
-    with pytest.raises(DamagedCheckpointError):  # what the end of a run does: it goes on from 2
-        export_actor(trial.paths, config, commit)
+    with pytest.raises(DamagedCheckpointError):
+        trial.export_at_end()
     assert not list(trial.paths.exports.iterdir())
-    assert trial.run("export", "--step", "2") == 0
+    trial.export("--step", "2")
     trial.delete(2)
-    assert trial.run("export") == 1
-    assert "there is no other checkpoint" in capsys.readouterr().err
+    assert "there is no other checkpoint" in trial.rejects_export(code=1)
 
 
 def test_run_exports_after_io_errors_end(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +333,7 @@ def test_run_exports_after_io_errors_end(trial: Trial, monkeypatch: pytest.Monke
         return real(self, path, flags, mode)
 
     monkeypatch.setattr(SystemCalls, "open", failing)
-    commit = fold(History(trial.paths.history).read()).commits[-1]
-    assert export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder.is_dir()
+    assert trial.export_at_end().is_dir()
 
 
 @pytest.mark.parametrize(
@@ -375,20 +350,18 @@ def test_reward_model_export_states_where_scores_are_read(
     """Trials that slurmrl 1 has planned train at the end of the conversation."""
     trial.commit(4)
     as_reward_model(trial, *inputs, interface=interface)
-    commit = fold(History(trial.paths.history).read()).commits[-1]
-    exported = export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder
-    for folder in (exported, pin_actor(trial.paths, 4)):
+    for folder in (trial.export_at_end(), pin_actor(trial.paths, 4)):
         assert json.loads((folder / "config.json").read_text()).get("slurmrl_score_at") == rule
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"models": 1}'])
 def test_export_does_not_need_the_plan_file(trial: Trial, tmp_path: Path, text: str | None) -> None:
     trial.commit(4)
-    assert trial.run("export", "--out", str(tmp_path / "with")) == 0
+    trial.export("--out", str(tmp_path / "with"))
     trial.paths.plan.unlink()
     if text is not None:
         trial.paths.plan.write_text(text)
-    assert trial.run("export", "--out", str(tmp_path / "without")) == 0
+    trial.export("--out", str(tmp_path / "without"))
     files = [
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         for name in ("with", "without")
@@ -396,17 +369,14 @@ def test_export_does_not_need_the_plan_file(trial: Trial, tmp_path: Path, text: 
     assert files[0] == files[1]
 
 
-def test_reward_model_export_needs_the_plan_file(
-    trial: Trial, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reward_model_export_needs_the_plan_file(trial: Trial) -> None:
     """Only the plan shows at which token an older slurmrl trained its scores."""
     trial.commit(4)
     config = trial.paths.config.read_text()
     config = config.replace("name: sft", "name: reward_model")
     trial.paths.config.write_text(config.replace("type: prompt_answer", "type: preference"))
     trial.paths.plan.unlink()
-    assert trial.run("export") == 3
-    assert f"{trial.paths.plan} is missing" in capsys.readouterr().err
+    assert f"{trial.paths.plan} is missing" in trial.rejects_export(code=3)
 
 
 def as_reward_model(trial: Trial, *inputs: str, interface: str = REWARD_MODEL_INTERFACE) -> None:
@@ -423,12 +393,10 @@ def test_export_ignores_damaged_files_of_other_roles(trial: Trial) -> None:
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"].append({"name": "critic.0.safetensors", "size": 3, "checksum": "sha256:0"})
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    assert trial.run("export") == 0
+    trial.export()
 
 
-def test_export_keeps_tensor_types_of_the_initial_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_keeps_tensor_types_of_the_initial_model(command: Command, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     save_file(
@@ -440,12 +408,12 @@ def test_export_keeps_tensor_types_of_the_initial_model(
         {"format": "pt"},
     )
     (source / "config.json").write_text(json.dumps({**ARCHITECTURE, "torch_dtype": "bfloat16"}))
-    trial = Trial(tmp_path, "actor.architecture=", f"actor.path={source}")
+    trial = Trial(command, tmp_path, "actor.architecture=", f"actor.path={source}")
     trial.commit(4)
     sizes = {}
     for dtype in ("", "source", "bfloat16", "float32"):
         out = tmp_path / f"as {dtype}"
-        assert trial.run("export", "--out", str(out), *(["--dtype", dtype] if dtype else [])) == 0
+        trial.export("--out", str(out), *(["--dtype", dtype] if dtype else []))
         found = load_file(out / "model.safetensors")
         types = {str(value.dtype).removeprefix("torch.") for value in found.values()}
         assert types == ({"float32", "bfloat16"} if dtype in ("", "source") else {dtype})
@@ -454,9 +422,9 @@ def test_export_keeps_tensor_types_of_the_initial_model(
         assert main == ("float32" if dtype == "float32" else "bfloat16")
         sizes[dtype] = (out / "model.safetensors").stat().st_size
     assert sizes["bfloat16"] < sizes["source"] == (source / "model.safetensors").stat().st_size
-    settings = Trial(tmp_path / "other", "checkpoint.export_dtype=bfloat16")
+    settings = Trial(command, tmp_path / "other", "checkpoint.export_dtype=bfloat16")
     settings.commit(2)
-    assert settings.run("export") == 0
+    settings.export()
     out = settings.paths.export(2)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -472,12 +440,7 @@ def test_export_keeps_tensor_types_of_the_initial_model(
     ],
 )
 def test_export_dtype_preserves_the_update_unless_another_is_given(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    trained: float,
-    dtype: str,
-    exported: str,
-    message: str,
+    command: Command, tmp_path: Path, trained: float, dtype: str, exported: str, message: str
 ) -> None:
     """After 4.0, the next value is 4.03125 in bfloat16 and 4.00390625 in float16."""
     source = tmp_path / "source"
@@ -486,10 +449,9 @@ def test_export_dtype_preserves_the_update_unless_another_is_given(
     (source / "config.json").write_text(json.dumps(config))
     tensors = {n: torch.full(shape, 4.0, dtype=torch.bfloat16) for n, shape in SHAPES.items()}
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    trial = Trial(tmp_path, "actor.architecture=", f"actor.path={source}")
+    trial = Trial(command, tmp_path, "actor.architecture=", f"actor.path={source}")
     trial.commit(4, value=trained)
-    assert trial.run("export", *(["--dtype", dtype] if dtype else [])) == 0
-    said = capsys.readouterr()
+    said = trial.run("export", *(["--dtype", dtype] if dtype else []))
     found = load_file(Path(said.out.strip()) / "model.safetensors")
     assert {str(value.dtype) for value in found.values()} == {f"torch.{exported}"}
     assert message in said.err
@@ -505,16 +467,16 @@ def test_export_dtype_preserves_the_update_unless_another_is_given(
     ],
 )
 def test_export_states_the_stop_tokens_of_the_run(
-    tmp_path: Path, stops: list[int], stated: Any, expected: Any
+    command: Command, tmp_path: Path, stops: list[int], stated: Any, expected: Any
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps({**ARCHITECTURE, "eos_token_id": 2}))
     if stated is not None:
         (source / "generation_config.json").write_text(json.dumps(stated))
-    trial = Trial(tmp_path, "actor.architecture=", f"actor.path={source}")
+    trial = Trial(command, tmp_path, "actor.architecture=", f"actor.path={source}")
     trial.commit(4, stop_token_ids=stops)
-    assert trial.run("export") == 0
+    trial.export()
     folder = trial.paths.export(4)
     assert json.loads((folder / "generation_config.json").read_text()) == expected
     # a trial that resumes from it ends completions with the same tokens
@@ -526,17 +488,17 @@ def test_export_states_the_stop_tokens_of_the_run(
 
 @pytest.mark.parametrize("committed", ["new", "older version", "no template"])
 def test_export_has_the_chat_template_that_the_commit_was_trained_with(
-    tmp_path: Path, committed: str
+    command: Command, tmp_path: Path, committed: str
 ) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("now")
-    trial = Trial(tmp_path, f"dataset.chat_template={template}")
+    trial = Trial(command, tmp_path, f"dataset.chat_template={template}")
     states = {"new": {"chat_template": "then"}, "no template": {"chat_template": None}}
     trial.commit(4, **states.get(committed, {}))
     expected = {"new": "then", "older version": "now"}.get(committed)
     if committed != "older version":
         template.unlink()
-    assert trial.run("export") == 0
+    trial.export()
     for folder in (trial.paths.export(4), pin_actor(trial.paths, 4)):
         file = folder / "chat_template.jinja"
         assert (file.read_text() if file.exists() else None) == expected
@@ -545,7 +507,7 @@ def test_export_has_the_chat_template_that_the_commit_was_trained_with(
 def test_new_model_exports_only_the_stop_token_of_its_tokenizer(trial: Trial) -> None:
     """transformers' default for the family is no token of this tokenizer."""
     trial.commit(4, stop_token_ids=[5])
-    assert trial.run("export") == 0
+    trial.export()
     values = json.loads((trial.paths.export(4) / "config.json").read_text())
     assert values["eos_token_id"] == 5
 

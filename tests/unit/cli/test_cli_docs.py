@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.cli import explain as command
+from slurmrl.cli import explain as module
 from slurmrl.cli.main import main
 from slurmrl.desk import manual
+from tests.unit.cli.conftest import Command
 
 ROOT = Path(__file__).parents[3]
 PAGE = """# Guide
@@ -56,23 +57,18 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_docs_lists_every_page_of_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["docs"]) == 0
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
+def test_docs_lists_every_page_of_the_repository(command: Command) -> None:
+    listed = {line.split()[0] for line in command("docs").lines if line}
     pages = (ROOT / "docs").rglob("*.md")
     assert {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in pages} <= listed
     assert "changelog" in listed
 
 
 @pytest.mark.parametrize("name", ["howto/install", "install", "docs/howto/install.md", "Install"])
-def test_docs_prints_the_file_of_a_topic_without_a_terminal(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_docs_prints_the_file_of_a_topic_without_a_terminal(command: Command, name: str) -> None:
     page = ROOT / "docs/howto/install.md"
-    assert main(["docs", name]) == 0
-    assert capsys.readouterr().out == page.read_text()
-    assert main(["docs", name, "--path"]) == 0
-    assert capsys.readouterr().out == f"{page}\n"
+    assert command("docs", name).out == page.read_text()
+    assert command("docs", name, "--path").out == f"{page}\n"
 
 
 @pytest.mark.parametrize(
@@ -87,17 +83,14 @@ def test_docs_prints_the_file_of_a_topic_without_a_terminal(
     ],
 )
 @pytest.mark.usefixtures("pages")
-def test_docs_exits_with_2_on_wrong_usage(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["docs", *words]) == 2
-    assert said in capsys.readouterr().err
+def test_docs_exits_with_2_on_wrong_usage(command: Command, words: list[str], said: str) -> None:
+    assert said in command("docs", *words, code=2).err
 
 
 @pytest.mark.usefixtures("pages")
-def test_docs_search_finds_sections_with_all_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["docs", "--search", "JOB wait"]) == 0
-    assert capsys.readouterr().out == "howto/guide: Preempt a job\n    Wait for it.\n"
+def test_docs_search_finds_sections_with_all_words(command: Command) -> None:
+    found = command("docs", "--search", "JOB wait").out
+    assert found == "howto/guide: Preempt a job\n    Wait for it.\n"
 
 
 def test_terminal_shows_a_page_without_the_syntax_of_the_site() -> None:
@@ -115,7 +108,7 @@ def test_terminal_shows_a_page_without_the_syntax_of_the_site() -> None:
 @pytest.mark.usefixtures("pages")
 def test_terminal_gets_the_page_in_a_pager(monkeypatch: pytest.MonkeyPatch) -> None:
     paged = list[str]()
-    monkeypatch.setattr(command, "width", lambda: 60)
+    monkeypatch.setattr(module, "width", lambda: 60)
     monkeypatch.setattr("click.echo_via_pager", paged.append)
     assert main(["docs", "algorithms/guide"]) == 0
     (text,) = paged
@@ -125,14 +118,14 @@ def test_terminal_gets_the_page_in_a_pager(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_docs_opens_the_built_page_in_a_browser(
-    pages: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, pages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["docs", "howto/guide", "--browser"]) == 3
-    assert "scripts/make-docs --site builds the site" in capsys.readouterr().err
+    rejected = command("docs", "howto/guide", "--browser", code=3).err
+    assert "scripts/make-docs --site builds the site" in rejected
     site = pages.parent / "build/site/howto/guide.html"
     site.parent.mkdir(parents=True)
     site.touch()
     opened = list[str]()
     monkeypatch.setattr("click.launch", lambda url: opened.append(url) or 0)
-    assert main(["docs", "howto/guide", "--browser"]) == 0
+    command("docs", "howto/guide", "--browser")
     assert opened == [site.as_uri()]

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.cli import site as command
-from slurmrl.cli.main import main
+from slurmrl.cli import site as module
 from slurmrl.desk.doctor import Check, examine, failed, ok, warning
+from tests.unit.cli.conftest import Command
 
 CHECKS = [
     warning("open files", "limit 1024 (hard 4096), below 4096", "put 'ulimit -n 65536' in").at(
@@ -28,9 +28,8 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "examine", found)
 
 
-def test_advice_comes_after_the_table_of_checks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 1
-    assert capsys.readouterr().out.splitlines() == [
+def test_advice_comes_after_the_table_of_checks(command: Command) -> None:
+    assert command("doctor", code=1).lines == [
         "         CHECK       WHERE     MEASURED",
         "ok       open files  login     limit 65536 (hard 65536)",
         "ok       directory   6 hosts   5 ms",
@@ -45,12 +44,9 @@ def test_advice_comes_after_the_table_of_checks(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_lines_fit_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "width", lambda: 60)
-    assert main(["doctor", "--job"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+def test_lines_fit_the_terminal(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "width", lambda: 60)
+    lines = command("doctor", "--job", code=1).lines
     assert max(map(len, lines)) <= 60
     warned = next(number for number, line in enumerate(lines) if line.startswith("WARNING"))
     assert lines[warned : warned + 3] == [

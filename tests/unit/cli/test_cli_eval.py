@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.cli.main import main
 from slurmrl.config.load import dump
 from slurmrl.desk.evaluating import evaluation_of
 from slurmrl.desk.proposal import propose
@@ -16,6 +15,7 @@ from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeRun
 from tests.support.trials import ADDITION, ARCHITECTURE
+from tests.unit.cli.conftest import Command
 
 
 @pytest.fixture
@@ -38,31 +38,28 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def evaluate(file: Path, *arguments: str) -> int:
+def evaluate(file: Path, *more: str) -> list[str]:
+    """Return the words of a command."""
     model = str(file.parent / "model")
     chosen = ["--checkpoint", model, "--root", str(file.parent / "runs"), "--scheduler", "slurm"]
-    return main(["eval", str(file), *chosen, "--no-check", *arguments])
+    return ["eval", str(file), *chosen, "--no-check", *more]
 
 
-def test_each_suite_is_a_trial_with_its_own_name(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate(file, "--dry-run", "--json") == 0
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_each_suite_is_a_trial_with_its_own_name(command: Command, file: Path) -> None:
+    shown = [json.loads(line) for line in command(*evaluate(file, "--dry-run", "--json")).lines]
     name = f"{file.parent.name}-model"
     wanted = [f"add-eval/{name}-{suite}"[:73] for suite in ("one", "two")]
     assert [one["trial"] for one in shown] == wanted
-    assert evaluate(file, "--dry-run", "--json", "--suite", "two") == 0
-    [only] = map(json.loads, capsys.readouterr().out.splitlines())
+    only = command.json(*evaluate(file, "--dry-run", "--suite", "two"))
     assert only["trial"] == wanted[1]
 
 
 def test_eval_of_overridden_experiment_lies_next_to_its_training(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, file: Path
 ) -> None:
     """The results are then found by trials of ``slurmrl submit CONFIG experiment=other``."""
-    assert evaluate(file, "--dry-run", "--json", "--suite", "two", "experiment=other") == 0
-    trial = json.loads(capsys.readouterr().out)["trial"]
+    words = evaluate(file, "--dry-run", "--suite", "two", "experiment=other")
+    trial = command.json(*words)["trial"]
     assert trial.split("/")[0] == RunPaths.of(file.parent, "me", "other", "1").evaluated().name
 
 
@@ -74,15 +71,14 @@ def test_eval_of_overridden_experiment_lies_next_to_its_training(
     ],
 )
 def test_meaningless_evaluations_are_rejected_before_any_job(
-    file: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    command: Command, file: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    assert evaluate(file, *arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in command(*evaluate(file, *arguments), code=2).err
     assert not (file.parent / "runs").exists()
 
 
 def test_eval_of_another_model_with_a_used_name_suggests_a_new_name(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trial has the last two names of a model's path."""
     monkeypatch.setattr("slurmrl.desk.trial_code.is_this_code", lambda _: True)
@@ -98,21 +94,18 @@ def test_eval_of_another_model_with_a_used_name_suggests_a_new_name(
     run.commit(1)
     run.end(Kind.CANCELLED)
 
-    def of(model: Path, *arguments: str) -> int:
+    def of(model: Path, *more: str) -> list[str]:
         where = ["--root", str(root), "--scheduler", "slurm", "--dry-run", "--no-check"]
-        return main(["eval", str(file), "--checkpoint", str(model), *where, *arguments])
+        return ["eval", str(file), "--checkpoint", str(model), *where, *more]
 
-    assert of(models[0]) == 0
-    assert of(models[1]) == 2
-    error = capsys.readouterr().err
+    command(*of(models[0]))
+    error = command(*of(models[1]), code=2).err
     assert "add-eval/step-model-two already evaluates another model:" in error
     assert f"actor.path: '{models[0]}' in the trial, '{models[1]}' now" in error
     added = error.rpartition("add to the command: ")[2].split()
     assert added == ["--suite", "two", "trial=step-model-two-2"]
-    assert of(models[1], *added) == 0
-    capsys.readouterr()
-    assert of(models[0], "rollout.n=3", "--suite", "two") == 2
+    command(*of(models[1], *added))
     assert (
         "exists with another configuration: submit it with --new, or undo:"
-        in capsys.readouterr().err
+        in command(*of(models[0], "rollout.n=3", "--suite", "two"), code=2).err
     )

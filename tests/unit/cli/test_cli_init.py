@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.cli.main import main
 from slurmrl.config.source import read
 from slurmrl.env import user_name
+from tests.unit.cli.conftest import Command
 
 SINFO = "main*|up|1-00:00:00|2|8|16000|gpu:2"
 
@@ -38,50 +38,45 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_init_writes_a_configuration_and_replaces_only_with_force(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path
 ) -> None:
-    assert main(["init", "grpo", "--output", "math.yaml"]) == 0
-    assert "wrote math.yaml, math.jsonl, math_reward.py" in capsys.readouterr().out
-    assert main(["init", "grpo", "--output", "math.yaml"]) == 0
-    assert "exist already" in capsys.readouterr().out
-    assert main(["init", "ppo", "--output", "math.yaml"]) == 2
-    assert "math.yaml exists: --force replaces" in capsys.readouterr().err
-    assert main(["init", "ppo", "--output", "math.yaml", "--force"]) == 0
+    grpo, ppo = (("init", name, "--output", "math.yaml") for name in ("grpo", "ppo"))
+    assert "wrote math.yaml, math.jsonl, math_reward.py" in command(*grpo).out
+    assert "exist already" in command(*grpo).out
+    assert "math.yaml exists: --force replaces" in command(*ppo, code=2).err
+    command(*ppo, "--force")
     assert read(tmp_path / "math.yaml").values["algorithm"]["name"] == "ppo"
-    assert main(["init", "grp"]) == 2
-    assert "did you mean 'grpo'" in capsys.readouterr().err
-    assert main(["init", "grpo", "--yes"]) == 2
-    assert main(["init", "site", "--output", "x.yaml"]) == 2
+    assert "did you mean 'grpo'" in command("init", "grp", code=2).err
+    command("init", "grpo", "--yes", code=2)
+    command("init", "site", "--output", "x.yaml", code=2)
 
 
 def test_init_site_with_yes_writes_the_profile_without_questions(
-    site: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, site: Path
 ) -> None:
-    assert main(["init", "site"]) == 2
-    assert "no terminal for questions: --yes" in capsys.readouterr().err
-    assert main(["init", "site", "--yes"]) == 0
-    output = capsys.readouterr().out
+    assert "no terminal for questions: --yes" in command("init", "site", code=2).err
+    output = command("init", "site", "--yes").out
     assert "found: cluster lab (Slurm 24.11.5), 1 partition\n" in output
     assert f"wrote {site}" in output
     assert read(site).values == {
         "root": "~/slurmrl-runs",
         "cluster": {"slurm": {"partition": "main", "account": "phys", "time": "1-00:00:00"}},
     }
-    assert main(["init", "site", "--yes"]) == 2
-    assert "--force replaces it, --name writes another" in capsys.readouterr().err
-    assert main(["init", "site", "--yes", "--name", "a100"]) == 0
-    assert main(["init", "site", "--yes", "--name", "../a"]) == 2
+    assert (
+        "--force replaces it, --name writes another" in command("init", "site", "--yes", code=2).err
+    )
+    command("init", "site", "--yes", "--name", "a100")
+    command("init", "site", "--yes", "--name", "../a", code=2)
     assert sorted(path.name for path in site.parent.iterdir()) == ["a100.yaml", "default.yaml"]
 
 
 def test_init_site_reports_missing_slurm_information(
-    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Command, site: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "commands/sinfo").write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
     (tmp_path / "commands/sacctmgr").unlink()
     os.environ["PATH"] = str(tmp_path / "commands")
-    assert main(["init", "site", "--yes"]) == 0
-    output = capsys.readouterr().out
+    output = command("init", "site", "--yes").out
     assert "not found: the partitions: sinfo" in output
     assert "no controller" in output
     assert "not found: your accounts: sacctmgr is not on PATH" in output

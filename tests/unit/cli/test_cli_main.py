@@ -22,6 +22,7 @@ from slurmrl.errors import (
 )
 from slurmrl.run.history.slots import Kind
 from tests.fake_runs import FakeRun, write_config
+from tests.unit.cli.conftest import Command
 
 FREE = {"data", "completion", "init", "examples", "docs", "explain", "train-tokenizer"}
 """Commands that look at no trial and no configuration; the first has commands of its own."""
@@ -65,9 +66,8 @@ def test_submit_imports_no_torch(tmp_path: Path) -> None:
     assert {"torch", "transformers", "numpy"}.isdisjoint(found)
 
 
-def test_help_lists_all_commands_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
+def test_help_lists_all_commands_and_the_exit_codes(command: Command) -> None:
+    output = " ".join(command("--help").out.split())
     assert all(f"{name} {entry.help}" in output for name, entry in COMMANDS.items())
     assert "3 environment error, 130 interrupted" in output
 
@@ -76,10 +76,9 @@ def test_help_lists_all_commands_and_the_exit_codes(capsys: pytest.CaptureFixtur
     ("name", "replacement"), [("graph", "slurmrl plan CONFIG --graph"), ("names", "slurmrl status")]
 )
 def test_removed_command_names_its_replacement(
-    name: str, replacement: str, capsys: pytest.CaptureFixture[str]
+    command: Command, name: str, replacement: str
 ) -> None:
-    assert main([name, "add/1"]) == 2
-    assert f"the command '{name}' was removed: {replacement}" in capsys.readouterr().err
+    assert f"the command '{name}' was removed: {replacement}" in command(name, "add/1", code=2).err
 
 
 def parsed(words: list[str], path: str, command: click.Command, parent: click.Context) -> str:
@@ -95,11 +94,8 @@ def parsed(words: list[str], path: str, command: click.Command, parent: click.Co
 @pytest.mark.parametrize(
     "name", [*sorted(COMMANDS.keys() - {"data", "completion"}), "data show", "data check"]
 )
-def test_command_help_has_root_debug_and_valid_examples(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*name.split(), "--help"]) == 0
-    options, _, text = capsys.readouterr().out.partition("Examples:\n")
+def test_command_help_has_root_debug_and_valid_examples(command: Command, name: str) -> None:
+    options, _, text = command(*name.split(), "--help").out.partition("Examples:\n")
     assert name in FREE or ("--root DIR" in options and "--debug" in options)
     lines = [shlex.split(line) for line in text.splitlines() if line.strip()]
     assert len(lines) >= 2
@@ -108,10 +104,9 @@ def test_command_help_has_root_debug_and_valid_examples(
     assert called[0] == name
 
 
-def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+def test_version_option_prints_the_version(command: Command) -> None:
     commit = r"( \(commit [0-9a-f]{40}(\+changes)?\))?"
-    shown = capsys.readouterr().out
+    shown = command("--version").out
     assert re.fullmatch(f"slurmrl {re.escape(__version__)}{commit}\n", shown)
 
 
@@ -133,26 +128,22 @@ def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_wrong_usage_exits_with_2(
+    command: Command,
     arguments: list[str],
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
+    captured = command(*arguments, code=2)
     assert message in captured.err
     assert captured.out == ""
 
 
-def test_all_configuration_problems_are_printed_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_configuration_problems_are_printed_at_once(command: Command, tmp_path: Path) -> None:
     config = write_config(tmp_path)
     config.write_text(config.read_text() + "seeed: 3\n")
-    assert main(["submit", str(config), "total_steps=none", "actor.lr=1"]) == 2
-    message = capsys.readouterr().err
+    message = command("submit", str(config), "total_steps=none", "actor.lr=1", code=2).err
     assert "Error: 3 problems in the configuration" in message
     assert f"{config}:9: seeed: unknown key; did you mean 'seed'?" in message
     assert "command line: total_steps" in message
@@ -176,23 +167,22 @@ def test_all_configuration_problems_are_printed_at_once(
 )
 @pytest.mark.parametrize("debug", [False, True])
 def test_errors_have_documented_exit_codes(
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     code: int,
     message: str,
     debug: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(root: Path) -> None:
         raise error
 
     monkeypatch.setattr("slurmrl.desk.trials.all_trials", fail)
-    assert main(["status", *(["--debug"] if debug else [])]) == code
-    captured = capsys.readouterr()
+    said = command("status", *(["--debug"] if debug else []), code=code).err
     if code == 130:
         return
-    assert ("Traceback" in captured.err) is debug
-    assert debug or message in captured.err
+    assert ("Traceback" in said) is debug
+    assert debug or message in said
 
 
 def test_internal_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,42 +194,38 @@ def test_internal_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         main(["status"])
 
 
-def test_unwritable_root_exits_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_root_exits_with_3(command: Command, tmp_path: Path) -> None:
     config = write_config(tmp_path)
     blocked = tmp_path / "file"
     blocked.touch()
     arguments = ["submit", str(config), "--scheduler", "local", "--root", str(blocked / "runs")]
-    assert main(arguments) == 3
-    assert str(blocked) in capsys.readouterr().err
+    assert str(blocked) in command(*arguments, code=3).err
 
 
 def test_missing_sbatch_exits_with_3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_config(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     where = ["--scheduler", "slurm", "--root", str(tmp_path / "runs")]
     arguments = [str(config), "cluster.gpus_per_worker=0", "--no-check", *where]
-    assert main(["submit", *arguments]) == 3
-    assert "sbatch is not on PATH" in capsys.readouterr().err
-    assert main(["submit", *arguments, "--dry-run"]) == 0
-    assert "#SBATCH --array=0-7%1" in capsys.readouterr().out
+    assert "sbatch is not on PATH" in command("submit", *arguments, code=3).err
+    assert "#SBATCH --array=0-7%1" in command("submit", *arguments, "--dry-run").out
     assert not (tmp_path / "runs").exists()
 
 
 def test_submit_without_slurm_controller_exits_with_3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto` must not train on a login node while the controller is down."""
     config = write_config(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     for name in ("sbatch", "scontrol", "sinfo"):
-        command = tmp_path / name
-        command.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-        command.chmod(0o755)
+        file = tmp_path / name
+        file.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        file.chmod(0o755)
     arguments = [str(config), "cluster.gpus_per_worker=0", "--root", str(tmp_path / "runs")]
-    assert main(["submit", *arguments, "cluster.slurm.time=1:00:00", "--no-check"]) == 3
-    told = capsys.readouterr().err
+    told = command("submit", *arguments, "cluster.slurm.time=1:00:00", "--no-check", code=3).err
     assert "Unable to contact slurm controller" in told
     assert "--scheduler local" in told
     assert not (tmp_path / "runs").exists()

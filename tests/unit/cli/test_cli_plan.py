@@ -7,47 +7,33 @@ from xml.etree import ElementTree
 
 import pytest
 
-from slurmrl.cli.main import main
 from slurmrl.desk import trial_checks as checks
 from slurmrl.plan import build
 from slurmrl.scheduler.parse import HostRow
 from tests.fake_runs import write_config
+from tests.unit.cli.conftest import Command, Output
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def explained(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
-    code, out, _ = run(capsys, "plan", text, "--json")
-    assert code == 0
-    found: dict[str, Any] = json.loads(out)
-    return found
-
-
-def test_plan_explains_one_allocation_string_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = explained(capsys, "megatron:d2p2t4e4")
+def test_plan_explains_one_allocation_string_as_json(command: Command) -> None:
+    found = command.json("plan", "megatron:d2p2t4e4")
     expected = {"backend": "megatron", "world_size": 16, "dp": 2, "tp": 4, "pp": 2, "cp": 1}
     expected |= {"ep": 4, "etp": 1, "edp": 2}
     assert {name: found[name] for name in expected} == expected
 
 
-def test_plan_shows_attention_and_ffn_sizes_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
-    found = explained(capsys, "megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)")
+def test_plan_shows_attention_and_ffn_sizes_of_a_hybrid(command: Command) -> None:
+    found = command.json("plan", "megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)")
     assert found["attn"] == {"dp": 4, "pp": 2, "tp": 2, "cp": 2, "world_size": 32}
     assert found["ffn"] == {"dp": 2, "pp": 2, "tp": 4, "ep": 2, "world_size": 32}
     assert (found["etp"], found["edp"]) == (4, 2)
-    code, out, _ = run(capsys, "plan", "megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)")
-    assert code == 0
+    out = command("plan", "megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)").out
     assert "ffn   2   2   4   -   2   32" in out
 
 
-def test_plan_explains_all_components(capsys: pytest.CaptureFixture[str]) -> None:
-    found = explained(capsys, "sglang:d4t2+fsdp:d4")
+def test_plan_explains_all_components(command: Command) -> None:
+    found = command.json("plan", "sglang:d4t2+fsdp:d4")
     assert found["world_size"] == 12
     assert [(one["backend"], one["first_rank"]) for one in found["components"]] == [
         ("sglang", 0),
@@ -56,37 +42,31 @@ def test_plan_explains_all_components(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("text", ["vllm:d2p2", "vllm:d2t1p2+fsdp:d4"])
-def test_plan_says_that_no_engine_runs_a_layout(
-    capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    code, out, _ = run(capsys, "plan", text)
-    assert code == 2
+def test_plan_says_that_no_engine_runs_a_layout(command: Command, text: str) -> None:
+    out = command("plan", text, code=2).out
     assert "the vllm engine of this version does not split 'p'; allowed: d, t" in out
-    _, printed, _ = run(capsys, "plan", text, "--json")
-    assert len(json.loads(printed)["missing"]) == 1
+    assert len(command.json("plan", text, code=2)["missing"]) == 1
 
 
-def test_plan_explains_a_legacy_allocation_string(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_explains_a_legacy_allocation_string(command: Command) -> None:
     """The command prints the current settings. Roles may share GPUs, so it prints no sum."""
-    found = explained(capsys, "sglang.d2t2p1+d1t4p1")
+    found = command.json("plan", "sglang.d2t2p1+d1t4p1")
     assert [(one["name"], one["backend"], one["dp"], one["tp"]) for one in found["components"]] == [
         ("rollout", "sglang", 2, 2),
         ("actor", "fsdp", 1, 4),
     ]
-    code, out, _ = run(capsys, "plan", "actor_gen:d4m2p1,*:d2m2p2")
-    assert code == 0
+    out = command("plan", "actor_gen:d4m2p1,*:d2m2p2").out
     assert out.endswith(
         "write instead:\n  actor.backend: megatron:d2t2p2\n  rollout.backend: native:d4t2\n"
     )
 
 
 def test_plan_prints_and_draws_ranks_of_an_allocation_string(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "a.svg"
     string = "megatron[actor]:p2t2|fsdp[ref]:d4+sglang[rollout]:d2t4"
-    code, out, _ = run(capsys, "plan", string, "--svg", str(path), "--table")
-    assert code == 0
+    out = command("plan", string, "--svg", str(path), "--table").out
     shown = [" ".join(line.split()) for line in out.splitlines()]
     assert "0 actor p0 t0 p0 t1 p1 t0 p1 t1 - - - -" in shown
     assert "ref d0 d1 d2 d3 - - - -" in shown
@@ -97,10 +77,8 @@ def test_plan_prints_and_draws_ranks_of_an_allocation_string(
 
 
 @pytest.mark.parametrize("text", ["megatron:d2e4", "fsdp:d2p2", "sglang.d2+dx", "fsdp:d0"])
-def test_plan_of_an_invalid_string_exits_with_2(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(capsys, "plan", text, "--json")
+def test_plan_of_an_invalid_string_exits_with_2(text: str, command: Command) -> None:
+    code, out, err = command("plan", text, "--json", code=None)
     assert code == json.loads(out)["exit_code"] == 2
     assert "at character" in err
     assert "^" in err
@@ -116,11 +94,9 @@ def test_plan_of_an_invalid_string_exits_with_2(
     ],
 )
 def test_wrong_plan_usage_exits_with_2(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, command: Command
 ) -> None:
-    code, _, err = run(capsys, "plan", *arguments)
-    assert code == 2
-    assert message in err
+    assert message in command("plan", *arguments, code=2).err
 
 
 ARCHITECTURE = {
@@ -130,10 +106,8 @@ ARCHITECTURE = {
 }  # fmt: skip
 
 
-def moved(
-    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str, **architecture: object
-) -> tuple[int, str, str]:
-    """Plan PPO of an architecture with moves."""
+def moved(command: Command, folder: Path, *arguments: str, **architecture: object) -> Output:
+    """Plan PPO of an architecture with moves, which lacks a tokenizer."""
     folder.joinpath("ppo.yaml").write_text(
         "experiment: add\ntotal_steps: 1\nalgorithm: {name: ppo, batch_size: 8}\n"
         "dataset: {type: prompt, path: data.jsonl, max_prompt_tokens: 8}\n"
@@ -142,20 +116,17 @@ def moved(
     )
     padding = "actor.model.make_vocab_size_divisible_by=1"
     more = (padding, "--moves", "--scheduler", "slurm")
-    return run(capsys, "plan", str(folder / "ppo.yaml"), *arguments, *more)
+    return command("plan", str(folder / "ppo.yaml"), *arguments, *more, code=2)
 
 
-def test_planned_moves_count_each_missing_byte_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_planned_moves_count_each_missing_byte_once(tmp_path: Path, command: Command) -> None:
     """Every rank receives exactly the elements that it lacks. Links and ranks count the
     same bytes.
     """
     layouts = ("actor.backend=megatron:t2p2", "rollout.backend=native:d4", "rollout.gpus=0-3")
     hosts = ("cluster.workers_per_host=2", "transfer.staging_mib=1")
-    code, out, _ = moved(capsys, tmp_path, *layouts, *hosts, "--json")
-    [move] = json.loads(out)["moves"]
-    assert (code, move["source"], move["target"]) == (2, "actor", "rollout")  # no tokenizer
+    [move] = json.loads(moved(command, tmp_path, *layouts, *hosts, "--json").out)["moves"]
+    assert (move["source"], move["target"]) == ("actor", "rollout")
     assert move["calls"] == ["actor_gen"]
     weights = 2 * (2 * 128 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64)  # bfloat16
     assert move["bytes"]["same_rank"] + move["received_bytes"] == 4 * weights
@@ -168,71 +139,55 @@ def test_planned_moves_count_each_missing_byte_once(
     assert sum(across) == move["bytes"]["across_hosts"] > 0
     assert 0 < move["peak_extra_bytes"] <= 1 << 20 == move["staging_limit_bytes"]
     assert move["messages"] >= len(move["links"])
-    _, out, _ = moved(capsys, tmp_path, *layouts, *hosts, "--svg", str(tmp_path / "plan.svg"))
+    out = moved(command, tmp_path, *layouts, *hosts, "--svg", str(tmp_path / "plan.svg")).out
     assert "move actor -> rollout, before actor_gen:" in out
     assert "received, 1.0000 times the lower bound of" in out
 
 
-def test_plan_shows_only_the_busiest_of_many_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_shows_only_the_busiest_of_many_ranks(tmp_path: Path, command: Command) -> None:
     layouts = ("actor.backend=fsdp:d32", "rollout.backend=native:d32", "rollout.gpus=0-31")
-    code, out, _ = moved(capsys, tmp_path, *layouts, "algorithm.batch_size=128")
-    assert code == 2  # no tokenizer
+    out = moved(command, tmp_path, *layouts, "algorithm.batch_size=128").out
     assert "16 less busy ranks are left out; --json lists them" in out
 
 
-def test_plan_reports_that_there_are_no_moves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = moved(capsys, tmp_path)
-    assert code == 2  # no tokenizer
-    assert "moves: none, because every call uses the layout of its model" in out
+def test_plan_reports_that_there_are_no_moves(tmp_path: Path, command: Command) -> None:
+    shown = moved(command, tmp_path).out
+    assert "moves: none, because every call uses the layout of its model" in shown
 
 
-def test_plan_rejects_moves_of_a_transformers_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_rejects_moves_of_a_transformers_model(tmp_path: Path, command: Command) -> None:
     overrides = ("rollout.backend=native:d1", "rollout.gpus=0", "actor.implementation=hf")
-    code, out, err = moved(capsys, tmp_path, *overrides)
-    assert (code, out) == (2, "")
-    assert "it is a model of transformers" in err
+    said = moved(command, tmp_path, *overrides)
+    assert said.out == ""
+    assert "it is a model of transformers" in said.err
 
 
-def test_plan_pictures_are_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_pictures_are_svg(tmp_path: Path, command: Command) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "p.svg"
     big = "actor.backend=fsdp:d8"
-    assert run(capsys, "plan", config, big, "--svg", str(path), "--scheduler", "slurm")[:2] == (
-        0,
-        "",
-    )
+    assert command("plan", config, big, "--svg", str(path), "--scheduler", "slurm").out == ""
     texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
     assert {f"d{rank}" for rank in range(8)} <= set(texts)
     assert any(str(line).startswith("fullest ") for line in texts), "the memory"
     assert "prefers-color-scheme: dark" in path.read_text()
 
 
-def test_large_picture_leaves_out_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_picture_leaves_out_hosts(tmp_path: Path, command: Command) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "p.svg"
-    run(
-        capsys, "plan", config, "actor.backend=fsdp:d512", "algorithm.batch_size=512",
-        "--scheduler", "slurm", "--svg", str(path),
-    )  # fmt: skip
+    command("plan", config, "actor.backend=fsdp:d512", "algorithm.batch_size=512",
+        "--scheduler", "slurm", "--svg", str(path), code=None)  # fmt: skip
     texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
     assert "… 32 more hosts" in texts
     assert {"host 30", "host 63"} <= set(texts)
     assert "host 31" not in texts
 
 
-def test_graph_is_shown_as_text_json_and_svg(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_graph_is_shown_as_text_json_and_svg(tmp_path: Path, command: Command) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "g.svg"
-    code, out, err = run(capsys, "plan", config, "--graph")
-    assert (code, err) == (0, "")
-    assert "actor_train: train_step of actor\n  <- input_ids (dataset)" in out
-    code, out, _ = run(capsys, "plan", config, "--graph", "--json", "--svg", str(path))
-    found = json.loads(out)
+    said = command("plan", config, "--graph")
+    assert said.err == ""
+    assert "actor_train: train_step of actor\n  <- input_ids (dataset)" in said.out
+    found = command.json("plan", config, "--graph", "--svg", str(path))
     assert found["edges"] == [
         {"from": "dataset", "to": "actor_train", "keys": ["input_ids", "prompt_mask"]}
     ]
@@ -240,63 +195,54 @@ def test_graph_is_shown_as_text_json_and_svg(
     assert {"dataset", "actor_train", "train_step of actor"} <= set(texts)
 
 
-def test_evaluation_graph_needs_an_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_graph_needs_an_evaluation(tmp_path: Path, command: Command) -> None:
     config = str(write_config(tmp_path))
-    code, _, err = run(capsys, "plan", config, "--evaluation")
-    assert code == 2
-    assert "has no evaluation section" in err
+    assert "has no evaluation section" in command("plan", config, "--evaluation", code=2).err
     data = f"evaluation.dataset={{type: prompt, path: {tmp_path / 'data.jsonl'}}}"
-    code, out, err = run(capsys, "plan", config, "--evaluation", data, "reward.name=exact_match")
-    assert code == 0
-    assert "reward_inf" in out
-    assert "never read" not in err, "no cause for a warning"
+    said = command("plan", config, "--evaluation", data, "reward.name=exact_match")
+    assert "reward_inf" in said.out
+    assert "never read" not in said.err, "no cause for a warning"
 
 
 def test_request_beyond_the_cluster_is_rejected_before_submission(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "ask_hosts", lambda config: {"trainer": [HostRow("n1", "idle", 1)]})
     monkeypatch.setattr(checks, "torch_build", lambda: None)  # else one for CPUs is refused
     config = str(write_config(tmp_path))
     arguments = ("submit", config, "--dry-run", "--scheduler", "slurm")
-    assert run(capsys, *arguments, "--no-check")[0] == 0
-    code, _, err = run(capsys, *arguments, "--no-check", "actor.backend=fsdp:d2")
-    assert code == 2
-    assert "the trainer group needs 1 host with 2 GPUs, but the cluster has 0" in err
-    code, out, _ = run(capsys, "plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:])
-    assert code == 2
+    command(*arguments, "--no-check")
+    assert (
+        "the trainer group needs 1 host with 2 GPUs, but the cluster has 0"
+        in command(*arguments, "--no-check", "actor.backend=fsdp:d2", code=2).err
+    )
+    out = command("plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:], code=2).out
     assert "needs 1 host with 2 GPUs" in out
 
 
-def test_plan_exits_with_2_on_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_exits_with_2_on_problems(tmp_path: Path, command: Command) -> None:
     config = str(write_config(tmp_path))
-    code, out, _ = run(capsys, "plan", config, "--scheduler", "local")
-    assert (code, "to fix before submission" in out) == (0, False)
-    code, out, _ = run(capsys, "plan", config, "actor.tokenizer=none", "--scheduler", "local")
-    assert (code, "to fix before submission" in out) == (2, True)
+    words = ("plan", config, "--scheduler", "local")
+    assert "to fix before submission" not in command(*words).out
+    assert "to fix before submission" in command(*words, "actor.tokenizer=none", code=2).out
 
 
 @pytest.mark.parametrize(("gpus", "column"), [(0, "WORKER 0"), (1, "GPU 0")])
 def test_plan_shows_gpu_places_only_for_workers_with_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: int, column: str
+    tmp_path: Path, command: Command, gpus: int, column: str
 ) -> None:
     more = (f"cluster.gpus_per_worker={gpus}", "--scheduler", "slurm")
-    _, out, _ = run(capsys, "plan", str(write_config(tmp_path)), *more)
-    assert [line.split("  ")[-1] for line in out.splitlines() if "HOST  MODEL" in line] == [column]
+    lines = command("plan", str(write_config(tmp_path)), *more, code=None).lines
+    assert [line.split("  ")[-1] for line in lines if "HOST  MODEL" in line] == [column]
 
 
-def test_plan_reports_a_missing_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_a_missing_module(tmp_path: Path, command: Command) -> None:
     folder = tmp_path / "proj"
     folder.mkdir()
     evaluation = "{dataset: {type: prompt, path: data.jsonl}}"
     more = (f"evaluation={evaluation}", "reward.name=no_such_judge:score", "--scheduler", "local")
-    code, out, _ = run(capsys, "plan", str(write_config(folder)), *more, "--json")
-    assert code == 2
-    assert any(
-        "module 'no_such_judge' was not found" in line for line in json.loads(out)["missing"]
-    )
+    missing = command.json("plan", str(write_config(folder)), *more, code=2)["missing"]
+    assert any("module 'no_such_judge' was not found" in line for line in missing)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +257,7 @@ def test_plan_reports_a_missing_module(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_plan_reports_a_function_that_its_file_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+    tmp_path: Path, command: Command, text: str, problem: str
 ) -> None:
     config = write_config(tmp_path)
     (tmp_path / "judges.py").write_text(text)
@@ -322,14 +268,14 @@ def test_plan_reports_a_function_that_its_file_lacks(
         "--scheduler",
         "local",
     )
-    code, out, _ = run(capsys, "plan", str(config), *more, "--json")
+    code, out, _ = command("plan", str(config), *more, "--json", code=None)
     missing = [line for line in json.loads(out)["missing"] if "judges" in line]
     assert len(missing) == bool(problem)
     assert all(code == 2 and problem in line for line in missing)
 
 
 def test_plan_finds_function_in_module_named_as_its_package(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     config = write_config(tmp_path)
     package = tmp_path / "judges"
@@ -338,23 +284,21 @@ def test_plan_finds_function_in_module_named_as_its_package(
     (package / "judges.py").write_text("def score(): ...\n")
     evaluation = "{dataset: {type: prompt, path: data.jsonl}}"
     more = (f"evaluation={evaluation}", "reward.name=judges.judges:score", "--scheduler", "local")
-    _, out, _ = run(capsys, "plan", str(config), *more, "--json")
-    assert [line for line in json.loads(out)["missing"] if "judges" in line] == []
+    missing = command.json("plan", str(config), *more, code=None)["missing"]
+    assert [line for line in missing if "judges" in line] == []
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
-def test_plan_rejects_megatron_on_cpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], scheduler: str
-) -> None:
+def test_plan_rejects_megatron_on_cpus(tmp_path: Path, command: Command, scheduler: str) -> None:
     config = str(write_config(tmp_path))
     on_cpus = ("actor.backend=megatron:d1", "cluster.gpus_per_worker=0")
     more = (*on_cpus, "--scheduler", scheduler)
-    code, out, _ = run(capsys, "plan", config, *more)
-    assert code == 2
+    out = command("plan", config, *more, code=2).out
     assert "needs a GPU for each worker, and cluster.gpus_per_worker is 0" in out
-    code, _, err = run(capsys, "submit", config, *more, "--dry-run", "--no-check")
-    assert code == 2
-    assert "needs a GPU for each worker" in err
+    assert (
+        "needs a GPU for each worker"
+        in command("submit", config, *more, "--dry-run", "--no-check", code=2).err
+    )
 
 
 HEADS = {
@@ -379,15 +323,15 @@ HEADS = {
     ],
 )
 def test_plan_rejects_models_that_vllm_cannot_serve_on_cpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: dict[str, Any], reason: str
+    tmp_path: Path, command: Command, architecture: dict[str, Any], reason: str
 ) -> None:
     config = str(write_config(tmp_path))
     served = ("rollout.backend=vllm:d1", "rollout.gpus=0", "rollout.python=/bin/sh")
     full = {"model_type": "qwen3", "num_key_value_heads": 2, **architecture}
     model = ("actor.implementation=hf", f"actor.architecture={json.dumps(HEADS | full)}")
     on_cpus = (*served, *model, "cluster.gpus_per_worker=0", "--scheduler", "local")
-    _, out, _ = run(capsys, "plan", config, *on_cpus)
+    out = command("plan", config, *on_cpus, code=None).out
     assert ("'vllm:d1' is not allowed: vLLM on CPUs" in out) == bool(reason)
     assert reason in out
     gpus = (*served, *model, "cluster.gpus_per_worker=1", "--scheduler", "local")
-    assert "vLLM on CPUs" not in run(capsys, "plan", config, *gpus)[1]
+    assert "vLLM on CPUs" not in command("plan", config, *gpus, code=None).out

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slurmrl.cli.main import main
 from slurmrl.config.schema import Logging
 from slurmrl.run import keys
 from slurmrl.run.history.slots import Kind
@@ -17,6 +16,7 @@ from slurmrl.scheduler import reasons
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.sinks import MetricsRecorder
 from tests.fake_runs import FakeRun, FakeScheduler, task
+from tests.unit.cli.conftest import Command
 
 GOLDEN = Path(__file__).parent / "stories"
 BEGAN = 1767225600.0
@@ -184,15 +184,14 @@ STORIES: tuple[Callable[[Scene], None], ...] = (
 
 @pytest.mark.parametrize("story", STORIES)
 def test_status_of_each_scenario_is_printed_as_recorded(
+    command: Command,
     story: Callable[[Scene], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SLURMRL_ROOT", str(tmp_path))
     story(Scene(tmp_path, monkeypatch))
-    assert main(["status", "add/1"]) == 0
-    printed = capsys.readouterr().out.replace(str(tmp_path), "RUNS")
+    printed = command("status", "add/1").out.replace(str(tmp_path), "RUNS")
     user = printed.partition("RUNS/")[2].partition("/")[0]
     expected = (GOLDEN / f"{story.__name__}.txt").read_text()
     assert printed.replace(f"RUNS/{user}/", "RUNS/USER/") == expected
