@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import pytest
 
@@ -100,6 +100,39 @@ def plan_ppo(folder: Path) -> Load:
         return load_settings(folder / "ppo.yaml", given, root=folder / "runs", planning=True)
 
     return load
+
+
+class Refusal(NamedTuple):
+    """A row of a file of wrong settings."""
+
+    section: str
+    key: str
+    message: str
+    overrides: list[str]
+
+
+def refusals(name: str) -> Iterator[Refusal]:
+    """Read a file of this folder: sections of rows ``key | message | overrides``."""
+    section = ""
+    for line in (Path(__file__).parent / name).read_text().splitlines():
+        if line.startswith("["):
+            section = line.removeprefix("[").removesuffix("]")
+        elif line and not line.startswith("#"):
+            key, message, overrides = (part.strip() for part in line.split("|", 2))
+            yield Refusal(section, key, message, overrides.split(" ; "))
+
+
+def refused_settings(name: str) -> list[object]:
+    """Return key, message and overrides of rows whose section has further overrides."""
+    return [
+        pytest.param(
+            row.key,
+            row.message,
+            [*filter(None, row.section.split(" ; ")), *row.overrides],
+            id=" ".join(row.overrides),
+        )
+        for row in refusals(name)
+    ]
 
 
 def memory_problems(settings: Settings) -> list[Problem]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from slurmrl.errors import ConfigError
@@ -13,9 +11,9 @@ from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.estimates.worker_memory import task_bytes, trainers_gpus, worker_bytes
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import Load
+from tests.unit.plan.conftest import Load, refused_settings
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
-from tests.unit.plan.test_plan_servers import APART, LAYOUT, SHARED, VLLM_APART
+from tests.unit.plan.test_plan_servers import APART, LAYOUT, SHARED
 
 FP8 = "rollout.quantization=fp8"
 CACHE = "rollout.kv_cache_dtype=fp8_e4m3"
@@ -86,96 +84,18 @@ def test_losses_correct_for_fp8_by_default(plan_ppo: Load, setting: str) -> None
 
 
 CPUS = ("cluster.gpus_per_worker=0", "cluster.gpu_memory=")
-OF_BLOCKS = "must be a multiple of 128"
-FLAGS = "rollout.server_args=[--quantization, fp8]"
 
 
-@pytest.mark.parametrize(
-    ("key", "message", "overrides", "architecture"),
-    [
-        ("quantization", "is not allowed: only servers use this key", (FP8, "rollout.python="), {}),
-        (
-            "quantization",
-            "is not allowed with rollout.servers",
-            ("rollout.backend=sglang", "rollout.servers=[http://host:1]", "rollout.python=", FP8),
-            {},
-        ),
-        ("quantization", "with sglang, which misread FP8 versions", (*APART, FP8), {}),
-        (
-            "kv_cache_dtype",
-            "with rollout.quantization: random weights would set the cache's scale",
-            (*VLLM_APART, FP8, CACHE),
-            {},
-        ),
-        ("quantization", "'int4' is not allowed", (*APART, "rollout.quantization=int4"), {}),
-        ("kv_cache_dtype", "'int8' is not allowed", (*APART, "rollout.kv_cache_dtype=int8"), {}),
-        (
-            "quantization",
-            "'fp8' is not allowed with gemma2; allowed families: llama, mistral,",
-            (*VLLM_APART, FP8),
-            {"model_type": "gemma2"},
-        ),
-        (
-            "quantization",
-            f"with 'vllm:d4t4': the size of a tensor rank's keys is 64, {OF_BLOCKS}",
-            ("rollout.backend=vllm:d4t4", "rollout.gpus=16-31", FP8),
-            {"head_dim": 64, "num_attention_heads": 56},
-        ),
-        (
-            "quantization",
-            f"intermediate_size of a tensor rank is 4736, {OF_BLOCKS}".replace("4736", "9473"),
-            ("rollout.backend=vllm:d8t2", "rollout.gpus=16-31", FP8),
-            {"intermediate_size": 18946},
-        ),
-        (
-            "quantization",
-            "computes in bfloat16 around FP8 matrices, not in float32 (actor.dtype)",
-            (*VLLM_APART, FP8, "actor.dtype=float32"),
-            {},
-        ),
-        (
-            "quantization",
-            "not in float32 (actor.dtype)",
-            (*VLLM_APART, FP8, "actor.dtype=float32", "rollout.server_args=[--enforce-eager]"),
-            {},
-        ),
-        (
-            "quantization",
-            "not in float32 (rollout.server_args --dtype)",
-            (*VLLM_APART, FP8, "rollout.server_args=[--dtype, float32]"),
-            {},
-        ),
-        (
-            "server_args",
-            "SGLang cannot load new weights after it has quantized weights; use "
-            "vllm with rollout.quantization: fp8",
-            (*APART, FLAGS),
-            {},
-        ),
-        (
-            "server_args",
-            "with rollout.quantization, which also sets the server's precision",
-            ("rollout.backend=vllm:d16", "rollout.gpus=16-31", FP8, "rollout.server_args=[-qfp8]"),
-            {},
-        ),
-        (
-            "server_args",
-            "with rollout.kv_cache_dtype, which also sets the server's precision",
-            (*APART, CACHE, "rollout.server_args=[--kv_cache_dtype, auto]"),
-            {},
-        ),
-    ],
-)
-def test_fp8_is_rejected_where_servers_could_not_compute_with_it(
-    plan_ppo: Load, key: str, message: str, overrides: tuple[str, ...], architecture: dict[str, str]
+@pytest.mark.parametrize(("key", "message", "overrides"), refused_settings("refused_fp8.txt"))
+def test_fp8_is_rejected_where_it_could_not_run(
+    plan_ppo: Load, key: str, message: str, overrides: list[str]
 ) -> None:
     try:
-        found = load(plan_ppo, *overrides, **architecture).missing
+        found = load(plan_ppo, *overrides).missing
     except ConfigError as error:
         found = error.problems
-    ours = [problem for problem in found if problem.key.startswith(f"rollout.{key}")]
-    assert len(ours) == 1, found
-    assert message in ours[0].message
+    (ours,) = (problem for problem in found if problem.key.startswith(key))
+    assert message in ours.message
 
 
 @pytest.mark.parametrize("setting", [FP8, CACHE])
@@ -191,7 +111,6 @@ def test_fp8_is_rejected_without_gpus(plan_ppo: Load, kind: str, setting: str) -
     assert not [problem for problem in allowed.missing if problem.key == key]
 
 
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256}
 MEGATRON = (
     "actor.backend=megatron:d16",
     "actor.fp8=hybrid",
@@ -215,40 +134,3 @@ def test_fp8_of_training_speeds_up_products_and_corrects_losses(plan_ppo: Load) 
     usual, fp8 = seconds
     assert fp8["actor_train"] < usual["actor_train"]
     assert fp8["actor_gen"] == usual["actor_gen"]
-
-
-@pytest.mark.parametrize(
-    ("message", "overrides", "architecture"),
-    [
-        ("hybrid' is not allowed: fsdp does not compute in FP8; allowed backends: megatron",
-         ("actor.backend=fsdp:d16",), {}),
-        ("'int8' is not allowed", ("actor.fp8=int8",), {}),
-        ("with transformer_engine: false: only TransformerEngine computes in FP8",
-         ("actor.transformer_engine=false",), {}),
-        ("with dtype float32", ("actor.dtype=float32",), {}),
-        (
-            "the actor has experts, and FP8 is for dense layers only",
-            (),
-            EXPERTS,
-        ),
-        (
-            "the ref has experts, and FP8 is for dense layers only",
-            (f"ref.architecture={json.dumps(SEVEN_BILLION | EXPERTS)}",),
-            {},
-        ),
-        (
-            "intermediate_size of a tensor rank is 1185, must be a multiple of 16",
-            ("actor.backend=megatron:d4t4",),
-            {"intermediate_size": 4740},
-        ),
-    ],
-)  # fmt: skip
-def test_fp8_of_training_is_rejected_where_it_could_not_run(
-    plan_ppo: Load, message: str, overrides: tuple[str, ...], architecture: dict[str, object]
-) -> None:
-    try:
-        found = load(plan_ppo, *MEGATRON, *overrides, **architecture).missing
-    except ConfigError as error:
-        found = error.problems
-    (problem,) = (problem for problem in found if problem.key == "actor.fp8")
-    assert message in problem.message

@@ -22,6 +22,7 @@ from slurmrl.plan.estimates.shape import parameters, shape_of
 from slurmrl.plan.settings import Settings, load_settings
 from tests.support.datasets import write_rows
 from tests.support.picture_models import draw, write_processor
+from tests.unit.plan.conftest import refused_settings
 
 BASE = """
 experiment: pictures
@@ -33,7 +34,6 @@ rollout: {max_new_tokens: 8}
 reward: {name: exact_match}
 """
 VIDEOS = ["dataset.images_key=null", "dataset.videos_key=videos"]
-SFT = ["algorithm.name=sft", "dataset.type=prompt_answer", "reward=null", "rollout=null"]
 
 
 @pytest.fixture
@@ -56,65 +56,9 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
     assert load(folder, *VIDEOS).config.dataset.chat_template is True
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "message"),
-    [
-        (["actor.implementation=builtin"], "actor.implementation", "reads no images; allowed: hf"),
-        (["dataset.chat_template=false"], "dataset.images_key", "set chat_template"),
-        (["rollout.backend=sglang:d1", "actor.path=null", "actor.architecture={model_type: gemma3}",
-          "actor.tokenizer=model"], "rollout.backend", "sglang servers get no images for gemma3"),
-        (["rollout.tasks={max: 1}", "rollout.backend=vllm:d1", "actor.path=null",
-          "actor.architecture={model_type: gemma3}", "actor.tokenizer=model"], "rollout.backend",
-         "vllm servers get no images for gemma3 models; allowed families: qwen2_5_vl, qwen3_vl"),
-        (["rollout.backend=sglang:d1", "actor.path=null", "actor.tokenizer=model",
-          "actor.architecture={model_type: qwen2_5_vl, vision_config: {patch_size: 16}}"],
-         "rollout.backend", "read images of qwen2_5_vl models only with patch_size 14"),
-        (["rollout.backend=vllm:d1", "actor.path=null", "actor.tokenizer=model",
-          "actor.architecture={model_type: qwen3_vl}"],
-         "rollout.backend", "get images only if the model's config sets image_token_id"),
-        (["rollout.backend=vllm", "rollout.servers=['unix:/a']"], "rollout.servers",
-         "slurmrl must start the servers"),
-        (["rollout.backend=vllm:d1", "rollout.server_args=['--mm-device-do-normalize']"],
-         "rollout.server_args", ": slurmrl sends the pixels of images already normalized"),
-        (["evaluation={dataset: {type: prompt, path: rows.jsonl, images_key: images}, "
-          "tasks: {backend: sglang:d1}}", "actor.path=null", "actor.tokenizer=model",
-          "actor.architecture={model_type: gemma3}"], "evaluation.tasks.backend", "get no images"),
-        (["algorithm.name=ppo"], "dataset.images_key", "critic is a value model"),
-        (["algorithm.name=dpo", "dataset.type=preference", "reward=null", "rollout=null"],
-         "dataset.images_key", "dpo reads no images; allowed algorithms: sft, ppo, grpo"),
-        (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model"],
-         "actor.architecture", "not possible for llama models; allowed families: gemma3, gemma4"),
-        (["actor.path=null", "actor.tokenizer=model",
-          "actor.architecture={model_type: llava, vision_config: {model_type: pixtral}}"],
-         "actor.architecture", "not possible for llava models with a pixtral encoder"),
-        (["actor.train_vision=true", "actor.lora={rank: 2}"],
-         "actor.train_vision", "true is not allowed with lora"),
-        (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model",
-          "actor.train_vision=true", "dataset.images_key=null"],
-         "actor.train_vision", "slurmrl builds no image encoder for llama models"),
-        (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model",
-          "actor.vision=true", "dataset.images_key=null"],
-         "actor.vision", "slurmrl builds no image encoder for llama models"),
-        ([*VIDEOS, "actor.path=null", "actor.architecture={model_type: gemma3}",
-          "actor.tokenizer=model"], "actor.architecture",
-         "videos are not possible for gemma3 models; allowed families: qwen2_5_vl, qwen2_vl"),
-        ([*VIDEOS, "actor.implementation=builtin"], "actor.implementation", "reads no images"),
-        ([*VIDEOS, "dataset.chat_template=false"], "dataset.videos_key", "set chat_template"),
-        ([*VIDEOS, "rollout.backend=vllm:d1"], "rollout.backend", "vllm servers get no videos"),
-        ([*VIDEOS, "rollout.tasks={max: 1}", "rollout.backend=sglang:d1"], "rollout.backend",
-         "sglang servers get no videos; leave out the key"),
-        ([*VIDEOS, "rollout.backend=vllm", "rollout.servers=['unix:/a']"], "rollout.servers",
-         "with videos, which servers do not get"),
-        ([*VIDEOS, "algorithm.name=ppo"], "dataset.videos_key", "critic is a value model"),
-        ([*VIDEOS, "algorithm.name=dpo", "dataset.type=preference", "reward=null",
-          "rollout=null"], "dataset.videos_key", "dpo reads no videos; allowed algorithms: sft"),
-        (["actor.backend=fsdp:t2"], "actor.implementation", "'t' is not possible for qwen3_vl"),
-        (["actor.backend=megatron:d1"], "actor.implementation", "runs only its own models"),
-    ],
-    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "message", "overrides"), refused_settings("refused_images.txt"))
 def test_settings_incompatible_with_images_are_rejected(
-    folder: Path, overrides: list[str], key: str, message: str
+    folder: Path, key: str, message: str, overrides: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         load(folder, *overrides)

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from slurmrl.errors import ConfigError, Problem
-from tests.unit.plan.conftest import ARCHITECTURE, EXPERTS, LARGE, Load
+from tests.unit.plan.conftest import ARCHITECTURE, EXPERTS, LARGE, Load, refusals
 
-ROWS = (Path(__file__).parent / "refused.txt").read_text().splitlines()
 ARCHITECTURES = {
     "llama": LARGE,
     "small": ARCHITECTURE,
@@ -37,14 +36,9 @@ class Row(NamedTuple):
 
 def table() -> Iterator[Row]:
     """Read ``refused.txt``."""
-    plans, architecture = False, ARCHITECTURE
-    for row in ROWS:
-        if row.startswith("["):
-            kind, _, name = row.strip("[]").partition(" ")
-            plans, architecture = kind == "plan", ARCHITECTURES[name]
-        elif row and not row.startswith("#"):
-            key, message, overrides = (part.strip() for part in row.split("|", 2))
-            yield Row(key, message, overrides.split(" ; "), plans, architecture)
+    for section, key, message, overrides in refusals("refused.txt"):
+        kind, _, name = section.partition(" ")
+        yield Row(key, message, overrides, kind == "plan", ARCHITECTURES[name])
 
 
 def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
