@@ -115,10 +115,6 @@ def test_host_renews_its_lease_while_its_processes_take_long_to_end(
     assert len(renewals) == 3
 
 
-def test_agent_returns_ok_after_normal_end(host: Host) -> None:
-    assert live(host, begins()) == OK
-
-
 def test_user_error_before_an_incarnation_ends_the_trial(host: Host) -> None:
     """The error occurs once, and is not tried again on this or another host."""
     assert live(host, fails(UsageError("interface: there is no eth7"))) == FAILED

@@ -64,13 +64,6 @@ def bed(plans: Callable[..., Plan], tmp_path: Path) -> Bed:
     return Bed(plans(hosts=12), tmp_path)
 
 
-def test_agents_that_sent_a_message_are_known_at_once(bed: Bed) -> None:
-    bed.heard["trainer/3"] = agent(3)
-    assert sorted(bed.registry) == ["trainer/3"]
-    assert len(bed.registry) == 1
-    assert bed.registry["trainer/3"] == agent(3)
-
-
 def test_claims_of_silent_agents_are_searched_after_a_delay(bed: Bed) -> None:
     bed.claim(1, 0)
     bed.claim(11, 0)
@@ -119,10 +112,6 @@ def test_hanging_agent_on_the_masters_host_is_no_host_loss(bed: Bed) -> None:
     assert (caught.value.failure.cause, caught.value.failure.agent) == ("hung", "trainer/0")
     with pytest.raises(NameNotFoundError):
         bed.names.get(keys.lost("n0"))
-
-
-def test_no_lost_host_is_reported_if_all_agents_are_alive(bed: Bed) -> None:
-    bed.registry.report_lost([])
 
 
 def test_record_of_a_host_lost_again_is_updated(bed: Bed) -> None:

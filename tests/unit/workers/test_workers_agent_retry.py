@@ -47,11 +47,6 @@ def answer(script: list[object]) -> object:
     return found
 
 
-def test_failed_operation_is_retried(incarnation: Incarnation) -> None:
-    script = fails_at_first(20, "done")
-    assert incarnation.retry("do it", lambda: answer(script)) == "done"
-
-
 def test_ownership_error_is_not_retried(incarnation: Incarnation) -> None:
     script: list[object] = [OwnershipError("theirs"), "done"]
     with pytest.raises(OwnershipError):

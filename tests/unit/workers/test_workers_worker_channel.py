@@ -71,7 +71,6 @@ class Site:
     """Two hosts with two ranks each, whose agents write the messages of a test."""
 
     def __init__(self, paths: RunPaths, plan: Plan, **more: Any) -> None:
-        self.waits = 0
         self.script: list[Callable[[], None]] = []
         self.channel = WorkerChannel(paths, plan, INCARNATION, self._while_waiting, **more)
         self.agents = [Agent(paths.agent_log(INCARNATION, "trainer", task)) for task in range(2)]
@@ -81,7 +80,6 @@ class Site:
         return [CONTROL_LOG.from_json(values) for values in self._control.read()]
 
     def _while_waiting(self) -> None:
-        self.waits += 1
         if self.script:
             self.script.pop(0)()
 
@@ -211,12 +209,6 @@ def test_channel_reports_the_ranks_it_waits_for(site: Site) -> None:
     assert site.channel.waiting() is None
 
 
-def test_wait_ready_returns_all_ready_messages(site: Site) -> None:
-    for rank in range(4):
-        site.agents[rank // 2].append(ready(rank))
-    assert site.channel.wait_ready(10) == {rank: ready(rank) for rank in range(4)}
-
-
 def test_error_of_a_rank_ends_the_wait_for_answers(site: Site) -> None:
     failure = Failure(cause="exception", reason="rank 2: ValueError: bad", rank=2)
     site.agents[1].append(done(3, 0), failure)
@@ -244,14 +236,6 @@ def test_warning_is_received_while_collecting_answers(site: Site) -> None:
     site.agents[1].append(Warned(signal="SIGUSR2"), done(2, 0), done(3, 0))
     site.channel.collect(0, "a call", 10)
     assert site.channel.warned
-
-
-def test_waiting_pauses_between_polls(site: Site) -> None:
-    site.script = [lambda: None, lambda: None, lambda: site.agents[0].append(done(0, 0))]
-    site.script += [lambda: site.agents[0].append(done(1, 0))]
-    site.script += [lambda: site.agents[1].append(done(2, 0), done(3, 0))]
-    site.channel.collect(0, "a call", 30)
-    assert site.waits == 5
 
 
 def test_unreachable_directory_does_not_end_the_wait(
