@@ -165,8 +165,7 @@ class Sandbox:
     def _run(
         self, request: dict[str, Any], case: dict[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        names = ("input", "output", "errors", "result")
-        files = {name: os.memfd_create(name) for name in names}
+        files = {each: os.memfd_create(each) for each in ("input", "output", "errors", "result")}
         os.pwrite(files["input"], case["stdin"].encode(errors="replace"), 0)
         nonce = os.urandom(16)
         try:
@@ -213,7 +212,8 @@ class Sandbox:
             while not select.select([pidfd], [], [], min(step_s, _left(deadline)))[0]:
                 if not _left(deadline):
                     return "time limit"
-                if self._count() > self._settings["most_processes"]:
+                running = sum(map(str.isdigit, os.listdir("/proc"))) if self._own_proc else 0
+                if running > self._settings["most_processes"]:
                     return "too many processes"
         finally:
             os.close(pidfd)
@@ -221,9 +221,6 @@ class Sandbox:
         if ended is None or ended.si_code != os.CLD_EXITED:
             return f"signal {ended.si_status if ended else 0}"
         return f"exit code {ended.si_status}" if ended.si_status else ""
-
-    def _count(self) -> int:
-        return sum(name.isdigit() for name in os.listdir("/proc")) if self._own_proc else 0
 
     def _kill_all(self, child: int) -> None:
         """Kill and reap the program and every process that it started."""
@@ -333,6 +330,10 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
             atexit._run_exitfuncs()
             _flush(space)
         return 0
+    if "mock" not in case["check"]:  # its ANY equals everything
+        sys.modules.update(dict.fromkeys(("mock", "unittest.mock")))  # type: ignore[arg-type]
+    build, kept = builtins.__build_class__, dict[Any, Any]()  # the tests check all classes last
+    builtins.__build_class__ = lambda *x, **named: kept.setdefault(object(), build(*x, **named))
     names = dict(vars(builtins))
     _execute_text(program, "main.py", space)
     vars(builtins).update(names)  # the program may have replaced some, such as AssertionError
@@ -360,7 +361,7 @@ def _run_tests(code: str, module: types.ModuleType) -> None:
     module.__name__ = "__main__"
     sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "unittest"]:
+        for name in [x for x in sys.modules if x.startswith("unittest") and sys.modules[x]]:
             del sys.modules[name]  # the program may have changed the module
         _check_unittest()
     _execute_text(code, "tests.py", module.__dict__)
@@ -485,13 +486,9 @@ def main(settings: dict[str, Any]) -> None:
     vars(vars(context)["_default_context"]).update(_default_context=methods["fork"])
     sandbox = Sandbox(settings)
     _send(replies, {"ready": True, "protections": sandbox.protections()})
-    unread = b""
-    while data := os.read(requests, 1 << 16):
-        unread += data
-        if unread.endswith(b"\n"):
-            request = json.loads(unread)
-            unread = b""
-            _send(replies, sandbox.answer(request))
+    with open(requests, "rb") as lines:
+        for line in lines:
+            _send(replies, sandbox.answer(json.loads(line)))
 
 
 def _send(replies: int, message: dict[str, Any]) -> None:

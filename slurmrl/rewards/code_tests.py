@@ -66,23 +66,26 @@ CHECK_EQUALITY: Final = """
 
 def _check_equality():
     import gc
-    from builtins import Exception, bool, getattr, issubclass, object, type, vars
+    from builtins import Exception, all, getattr, issubclass, object, type, vars
 
+    pairs = (1, 2), ("a", "b"), ([0], [1]), (object(), object())
     for each in gc.get_objects():
-        equals = vars(each).get("__eq__") if issubclass(type(each), type) else None
-        if getattr(getattr(equals, "__code__", None), "co_filename", "") != "main.py":
+        own = vars(each) if issubclass(type(each), type) else {}
+        file = getattr(getattr(own.get("__eq__"), "__code__", None), "co_filename", "")
+        if "__eq__" not in own or (file != "main.py" and own.get("__module__") != "program"):
             continue
-        for make in (lambda: None, lambda: object.__new__(each)):
+        makes = (lambda: None), (lambda: object.__new__(each)), (lambda: each.__new__(each))
+        for make, pair in [(make, pair) for make in makes for pair in pairs]:
             try:
-                equal = equals(make(), object())
-                equal = equal is not NotImplemented and bool(equal)
+                results = [own["__eq__"](make(), value) for value in pair]
+                equal = all(result is not NotImplemented and result for result in results)
             except Exception:
                 continue
-            assert not equal, f"objects of {each} equal everything"
+            assert not equal, f"objects of {each} equal {pair[0]!r} and {pair[1]!r}"
 
 _check_equality()
 """
-"""Code that fails if a class of the program has objects that equal everything."""
+"""Code that fails if a class of the program has objects that equal different values."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -112,11 +115,11 @@ def runnable(code: str, entry_point: Any) -> tuple[str, str]:
         run = _reached(cases, defined, run)
     run = _reached(tests, defined, run)
     _check_comparisons(run)
-    calls = _check_of_names(code, run, defined) + CHECK_EQUALITY
+    calls = _check_of_names(code, run, defined)
     if tests:
         _check_callable(defined, tests)
         calls += f"{CALL_TESTS}_call_tests([{', '.join(node.name for node in tests)}])\n"
-    return code, calls
+    return code, calls + CHECK_EQUALITY  # last: a function may define the class when it is called
 
 
 def _without_pytest_main(code: str) -> str:

@@ -348,11 +348,18 @@ def test_unittest_determines_the_score_in_each_form_of_call(make: Make, end: str
         "import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.exec = print",
         "import unittest\nunittest.TestCase.assertEqual = lambda *given: None",
         "import unittest\nunittest.main = unittest.TestCase.run = lambda *given: None",
+        "from unittest.mock import ANY\ndef add(a, b): return ANY",
+        "def add(a, b):\n  from unittest.mock import ANY\n  return ANY",
+        "class Any(int): __eq__ = int.__add__\ndef add(a, b): return Any(1)",
+        "def add(a, b):\n  import gc\n  class Any(int):\n"
+        "    def __eq__(self, other): return isinstance(other, int) and gc.collect() >= 0\n"
+        "  return Any(0)",
     ],
 )
 def test_tests_fail_if_a_program_tampers_with_them(make: Make, cheat: str) -> None:
     programs = [f"def add(a, b): return 0\n{cheat}"]
-    for tests in (["assert add(1, 2) == 3"], UNITTEST + "unittest.main()"):
+    called = "def test_add():\n  assert add(1, 2) == 3\n"
+    for tests in (["assert add(1, 2) == 3"], UNITTEST + "unittest.main()", called):
         assert judge(make(), {"tests": tests}, programs) == [0.0]
 
 
