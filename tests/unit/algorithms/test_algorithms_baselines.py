@@ -83,8 +83,7 @@ EQUAL = (0.1, 1 / 3, -0.7, 5.0, 1e-3)
 
 @pytest.mark.parametrize("std", ["none", "group", "batch"])
 @pytest.mark.parametrize("advantage", OF_COMPLETIONS)
-@pytest.mark.parametrize("epsilon", [0.0, 1e-6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("epsilon", "dtype"), [(0.0, torch.float32), (1e-6, torch.float64)])
 def test_advantages_are_exactly_zero_in_groups_of_equal_scores(
     advantage: str, std: str, epsilon: float, dtype: torch.dtype
 ) -> None:

@@ -158,6 +158,7 @@ def test_completion_ends_at_a_stop_string(make_world: MakeWorld) -> None:
 
 def test_evaluation_has_its_own_settings_and_random_stream(make_world: MakeWorld) -> None:
     world = make_world()
+    world.stops = (*world.stops, 5, 9)
     training = world.context(step=1)
     evaluation = evaluating(training, temperature=0.5, max_new_tokens=4, n=3)
     assert (completions(training), completions(evaluation)) == (1, 3)

@@ -72,8 +72,7 @@ def torchs(kind: str, options: Optimizer, steps: int, dtype: torch.dtype) -> dic
     return {name: p.detach() for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, 0.0), (torch.float64, 0.3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizer_steps_equal_torch(kind: str, decay: float, dtype: torch.dtype) -> None:
     options = options_of(kind, weight_decay=decay)

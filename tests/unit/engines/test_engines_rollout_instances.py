@@ -297,6 +297,21 @@ async def test_lost_instance_loses_only_its_own_requests() -> None:
     await instances.close()
 
 
+@pytest.mark.parametrize("after_s", [0.5, 1.1, 1.4, 1.6])
+@in_virtual_time
+async def test_instance_gets_a_version_published_during_its_preparation(after_s: float) -> None:
+    """The instance connects, loads the previous version, or has just loaded it."""
+    server = FakeServer()
+    instances = instances_of([server])
+    updates = [asyncio.create_task(instances.update_weights(WeightVersion(name="1")))]
+    await asyncio.sleep(after_s)
+    await instances.update_weights(WeightVersion(name="2"))
+    (result,) = await instances.submit(request("r"))
+    assert result.versions == ("2",)
+    await asyncio.gather(*updates)
+    await instances.close()
+
+
 @in_virtual_time
 async def test_update_does_not_wait_forever_for_a_hanging_instance() -> None:
     servers = [FakeServer(), FakeServer()]
