@@ -157,8 +157,9 @@ def _system_error(error: BaseException | None) -> OSError | None:
     return None
 
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_RESERVED = "SLURM"
+OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\0]*)")
+_RULE = f"expected NAME=VALUE, NAME neither {', '.join(OWN_VARIABLES)} nor starting with SLURM"
 
 
 def read_variables(path: Path) -> dict[str, str]:
@@ -186,10 +187,8 @@ def read_variables(path: Path) -> dict[str, str]:
     for number, line in enumerate(text.splitlines(), start=1):
         for word in _shell_words(path, number, line):
             assignment = _ASSIGNMENT.fullmatch(word)
-            if not assignment or word.startswith(_RESERVED):
-                raise UsageError(
-                    f"{path}:{number}: expected NAME=VALUE, NAME not starting with {_RESERVED}"
-                )
+            if not assignment or word.startswith("SLURM") or assignment[1] in OWN_VARIABLES:
+                raise UsageError(f"{path}:{number}: {_RULE}")
             found[assignment[1]] = assignment[2]
     return found
 

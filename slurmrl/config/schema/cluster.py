@@ -21,12 +21,12 @@ from slurmrl.config.schema.base import (
     Sequence,
     Word,
 )
+from slurmrl.fsio.inputs import OWN_VARIABLES
 
 _TIME: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII)
 _MOST_TIME_S: Final = 10_000 * 86400
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _OWN_PREFIXES: Final = ("SLURM_", "SLURMD_")
-_OWN: Final = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH")
 _MEMORY: Final = re.compile(r"[1-9]\d*[KMGT]?", re.ASCII)
 
 
@@ -58,7 +58,7 @@ def _check_env(variables: dict[str, str]) -> dict[str, str]:
     for name in variables:
         if not _VARIABLE.fullmatch(name):
             raise ValueError(f"'{name}' is not a valid name of an environment variable")
-        if name.startswith(_OWN_PREFIXES) or name in _OWN:
+        if name.startswith(_OWN_PREFIXES) or name in OWN_VARIABLES:
             raise ValueError(f"{name} is not allowed, because Slurm or slurmrl sets it")
     return variables
 

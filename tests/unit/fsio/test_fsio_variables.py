@@ -41,7 +41,10 @@ def test_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.Mo
         inputs.read_variables(path)
 
 
-@pytest.mark.parametrize("line", ["secret", "A='secret", "1A=secret", "SLURM_CONF=secret", "A B"])
+@pytest.mark.parametrize(
+    "line",
+    ["secret", "A='secret", "1A=secret", "SLURM_CONF=secret", "A B", "A=\0", "PYTHONPATH=/secret"],
+)
 def test_invalid_line_is_rejected_without_printing_it(tmp_path: Path, line: str) -> None:
     with pytest.raises(UsageError, match="tokens:2") as refused:
         inputs.read_variables(private(tmp_path, f"OK=1\n{line}\n"))
