@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FIRST_S, LONGEST_S = 0.3, 5.0
 """Shortest and longest pause between two reads, in seconds. After news, pauses restart with the
-shortest."""
+shortest pause."""
 SLICE_S = 0.1
 """Length in seconds of the parts of a pause, between which Ctrl-C can end it."""
 CURVE_STEPS, CURVE_WIDTH = 400, 40

@@ -167,7 +167,7 @@ def carry_out(
     """Check and start trials, or only print them (``dry_run``).
 
     ``check_s`` limits the seconds of the checks; None does only instant checks. All checks come
-    before the first start. After a watched trial that did not finish, no other starts.
+    before the first start. After a watched trial that did not finish, no other trial starts.
     """
     from slurmrl.desk.submitting import rehearse
 

@@ -96,7 +96,7 @@ class HubReference:
 def of_folder(folder: Path, cache: Path, subset: str | None = None) -> HubReference | None:
     """Return a reference to the commit in a folder of the cache; None for any other folder.
 
-    ``subset`` is the subset of a dataset that has several.
+    ``subset`` is the subset of a dataset that has several subsets.
     """
     parts = folder.relative_to(cache).parts if folder.is_relative_to(cache) else ()
     if len(parts) != 3 or parts[0] not in [*HubKind] or not COMMIT.fullmatch(parts[2]):

@@ -45,7 +45,7 @@ OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vet
 SHORTEST = 16
 """Minimum length of a shared prefix, in tokens: a shorter prefix costs more than it saves."""
 MOST = 64
-"""Maximum number of sequences that share a prefix; for further sequences it is processed again."""
+"""Maximum number of sequences that share a prefix; further sequences process the prefix again."""
 
 
 @dataclass(frozen=True)

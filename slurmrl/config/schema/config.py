@@ -176,7 +176,7 @@ class Notify(Section):
 
 
 FOLLOWERS: Final = ("critic", "ref", "teacher", "reward_model")
-"""Roles that have the actor's layout unless they set their own."""
+"""Roles that have the actor's layout unless they set a layout."""
 ROLES: Final = ("actor", *FOLLOWERS)
 OWN_ROLE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 

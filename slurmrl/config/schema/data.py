@@ -102,7 +102,7 @@ class DataSource(Section):
     subset: Word | None = None
     """Subset of a dataset of the hub. Example: `main`"""
     split: Word | None = None
-    """Split to read, for a folder that has several. Example: `train`"""
+    """Split to read, for a folder with several splits. Example: `train`"""
     weight: PositiveFloat | None = None
     """Share of the items that come from this source, relative to the other weights. Set the weights
     of all sources or of none. Default: none; each epoch has each row of every source once. Example:
@@ -153,13 +153,13 @@ class Dataset(Section):
     The first job tokenizes the dataset once per trial, into the run directory. Do not change the
     files during a trial. Example: `train.jsonl`"""
     subset: Word | None = None
-    """Subset of a dataset of the hub that has several. Default: none. Example: `main`"""
+    """Subset of a dataset of the hub that has several subsets. Default: none. Example: `main`"""
     sources: dict[SourceName, DataSource] = Field(default_factory=dict)
     """Several files or folders in place of `path`, by names of your choice. The id of a sample
     begins with the name: `math/17@0`. Example: `{math: {path: math.jsonl}, code: {path:
     code.jsonl}}`"""
     split: Word | None = None
-    """Split to read, for a folder that has several. Default: none. Example: `train`"""
+    """Split to read, for a folder with several splits. Default: none. Example: `train`"""
     prompt_template: TemplateText = "{prompt}"
     r"""Template of a prompt: `{key}` inserts the value of that key, and `{{` and `}}` are literal
     braces. Every row must have every key, with a string as its value. Example: `"Question:
