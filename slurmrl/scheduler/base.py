@@ -146,7 +146,7 @@ class SubmissionRequest:
         """Return the command that replaces the batch shell of an element."""
         if group.command:
             return group.command
-        supervisor = (self.python, "-m", "slurmrl.workers.supervisor")
+        supervisor = (self.python, "-P", "-m", "slurmrl.workers.supervisor")
         run = ("--run", str(self.run.run), "--submission", str(self.number))
         return (*supervisor, *run, "--group", group.name, "--launcher", launcher)
 

@@ -150,7 +150,7 @@ def _command(paths: RunPaths) -> list[str]:
     """Return the command that writes a report in a process that can be killed at any time."""
     root = paths.run.parents[2]
     place = ["--root", str(root), "--output", str(paths.report)]
-    return [sys.executable, "-m", "slurmrl", "report", f"{paths.experiment}/{paths.trial}", *place]
+    return [sys.executable, "-P", "-m", "slurmrl", "report", paths.full_name, *place]
 
 
 def _run(command: Sequence[str], within_s: float) -> str:

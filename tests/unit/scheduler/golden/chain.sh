@@ -30,7 +30,7 @@ slurmrl_first_s=5
 slurmrl_longest_s=300
 slurmrl_most=20
 slurmrl_several=3
-slurmrl_fail() { PYTHONPATH='/shared/it'"'"'s 100% mine/code' PYTHONDONTWRITEBYTECODE=1 '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun --failed "$1"; }
+slurmrl_fail() { PYTHONPATH='/shared/it'"'"'s 100% mine/code' PYTHONDONTWRITEBYTECODE=1 '/opt/my python' -P -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun --failed "$1"; }
 # leave.sh
 trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_ended $? "${BASH_COMMAND:-}"' EXIT
@@ -50,4 +50,4 @@ trap '' USR2
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec $slurmrl_block '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun
+exec $slurmrl_block '/opt/my python' -P -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun
