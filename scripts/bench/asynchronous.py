@@ -1,19 +1,19 @@
 """Compare asynchronous with synchronous GRPO trials: scripts/bench/asynchronous.py [OPTIONS]
 
-Whole GRPO trials of the local scheduler, in rounds; each round runs every trial once, one after the
-other, with the same number of trained completions. Most completions have the maximum length; with
-fewer ``--words``, lengths vary. With ``--dynamic``, groups whose completions are all wrong or all
-right are generated but not trained on.
+Whole GRPO trials run with the local scheduler, in rounds. Each round runs every trial once, one
+after the other, with the same number of trained completions. Most completions have the maximum
+length; with fewer ``--words``, lengths vary. With ``--dynamic``, groups whose completions are all
+wrong or all right are generated but not trained on.
 
 - synchronous: two trainer ranks that generate;
 - published: the same, with a weight version of each step;
-- asynchronous: one trainer rank and one rollout task, so as many processes compute;
+- asynchronous: one trainer rank and one rollout task, so the same number of processes compute;
 - undisturbed: one trainer rank and two rollout tasks;
-- killed: the same, and a task is killed every so many seconds, each one in turn.
+- killed: the same, but every so many seconds one of the tasks is killed, in turn.
 
-A ratio compares the seconds per trained token of two trials of a round. Times are those of the
-master's steps (`time/total`, monotonic) without the first ones, so the start of a trial does not
-count. Waiting is `rollout/waited_s`.
+A ratio compares the seconds per trained token of two trials of a round. Times are the master's step
+times (`time/total`, monotonic) without the first steps, so the start of a trial does not count.
+Waiting is `rollout/waited_s`.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Run:
     """Metrics of the steps that count."""
     events: tuple[Mapping[str, Any], ...]
     ends: Mapping[int, float]
-    """When each step was known to be over, in seconds of the monotonic clock."""
+    """Time at which each step was known to be over, in seconds of the monotonic clock."""
     taken: Mapping[int, float]
-    """When a task was first known to draw with the weights of each step."""
+    """Time at which a task was first known to sample with the weights of each step."""
     kills: tuple[float, ...]
 
     @cached_property
@@ -195,7 +195,7 @@ class Watch:
         return now >= (self.kills[-1] if self.kills else self.ends[WARM_UP]) + self._kill_every_s
 
     def _kill(self, number: int, now: float) -> None:
-        """Send SIGKILL to the agent of a task, whose worker ends with it."""
+        """Send SIGKILL to the agent of a task. The task's worker ends with it."""
         agents = list(_of_tasks(self._paths.run, "agent"))
         if agents:
             self.kills.append(now)
@@ -203,9 +203,7 @@ class Watch:
                 os.kill(agents[number % len(agents)], signal.SIGKILL)
 
     def _folders(self) -> Iterator[Path]:
-        """Return the model folder of each rollout worker, which the worker holds open in host
-        memory.
-        """
+        """Return the model folder in host memory that each rollout worker holds open."""
         for pid in _of_tasks(self._paths.run, "worker"):
             with suppress(OSError):
                 for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -267,7 +265,7 @@ def config_of(kind: Kind, number: int, options: argparse.Namespace) -> dict[str,
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, for which these trials are needed."""
+    """A row of the table, and the trials that it needs."""
 
     what: str
     goal: str
@@ -282,7 +280,7 @@ class Table:
         self._rounds = rounds
 
     def print(self) -> None:
-        """Print the rows whose trials were all run."""
+        """Print the rows for which all trials were run."""
         print("| | goal | median (least to most) |\n|---|---|---|")
         for row in self._rows():
             if all(kind.name in self._rounds[0] for kind in row.kinds):
@@ -342,7 +340,7 @@ class Table:
             (ASYNCHRONOUS,),
         )
         yield Row(
-            "from the end of a step to the first task that draws with its weights, s",
+            "from the end of a step to the first task that samples with its weights, s",
             "",
             partial(self._all, "first_tokens_s"),
             (ASYNCHRONOUS,),
@@ -372,7 +370,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="that count, of each trial")
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
-    parser.add_argument("--words", type=int, default=512, help="one in so many ends a completion")
+    parser.add_argument(
+        "--words", type=int, default=512, help="one in so many words ends a completion"
+    )
     parser.add_argument(
         "--solved", type=float, default=0.5, help="share of the completions that earn the reward"
     )

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Round trip master -> agent -> worker -> agent -> master, over logs in a directory.
+"""Measure the round trip master -> agent -> worker -> agent -> master over logs in a directory.
 
 scripts/bench/channel.py [--directory DIR ...] [--messages 500]
 
-The agent reads the master's log and hands messages to a worker over a pipe; the answers go into its
-own log, which the master reads. The same three processes with pyzmq (TCP on loopback between master
-and agent, the same pipe to the worker) where it is installed. The script also prints the CPU time
-of a waiting agent.
+The agent reads the master's log and passes messages to a worker over a pipe. It writes the answers
+into its own log, which the master reads. If pyzmq is installed, the script also measures the same
+three processes with pyzmq (TCP on loopback between master and agent, the same pipe to the worker).
+The script also prints the CPU time of a waiting agent.
 """
 
 from __future__ import annotations

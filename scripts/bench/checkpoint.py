@@ -4,12 +4,12 @@
 scripts/bench/checkpoint.py [--directory DIR ...] [--rounds 5] [--steps 4] [--hidden 512]
     [--layers 8] [--gpu]
 
-One rank trains a decoder on a CPU, or with --gpu on a GPU in bfloat16, by the worker's own engine
+One rank trains a decoder on a CPU, or with --gpu on a GPU in bfloat16, with the worker's own engine
 and saver. A round has a few steps without a checkpoint, with a synchronous checkpoint, and with an
 asynchronous checkpoint. The modes take turns, so that the load of the machine affects all of them.
-The stall is the time in which the rank cannot train: copying, or copying and writing; "whole" is
-what a checkpoint costs in all: the steps' time beyond that of steps without one, which also holds
-what the writer takes from the training threads.
+The stall is the time in which the rank cannot train because it copies, or copies and writes.
+"whole" is the total cost of a checkpoint: the additional time of the steps, including CPU time that
+the writer takes from the training threads.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Measure the cost of checkpoint files: checksums against plain writes and reads, and the layout of
-many ranks.
+"""Measure the cost of checkpoint files: checksums, and the layout of many ranks.
 
 scripts/bench/checkpoint_files.py [--directory DIR ...] [--mib 512] [--rounds 7] [--ranks 1024]
 
-Saving is compared with writing and syncing the same bytes, verifying with reading them, in CPU
-seconds and in seconds; the modes take turns, and the medians of the rounds' ratios are shown with
-the smallest and the largest. Then one rank of another layout loads a checkpoint of --ranks ranks,
-of which only the files that it needs are made: a decoder of 80 layers with its moments, whose
-tensors are as many as those of a large model, and small.
+The script compares saving with writing and syncing the same bytes, and verifying with reading them,
+in CPU seconds and in wall seconds. The modes take turns. The script shows the median of the rounds'
+ratios with the minimum and the maximum. Then one rank of another layout loads a checkpoint of
+--ranks ranks; only the files that it needs are made. The checkpoint has a decoder of 80 layers with
+its moments: as many tensors as a large model, but small ones.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ def measure_load(folder: Path, source: Layout, d: int, t: int, rounds: int) -> N
 
 
 def write_needed(folder: Path, source: Layout, own: Sequence[Shard]) -> list[str]:
-    """Write the files of the ranks that hold boxes of ``own``; return their names."""
+    """Write the files of the ranks that hold boxes of ``own``. Return the names of the files."""
     parts = (part for s in own for part, _ in sources(source.holders[s.name], s.box))
     names = []
     for rank in sorted({part.ranks[0] for part in parts}):

@@ -1,13 +1,13 @@
 """Compare the start of commands with the start of Python: ``python scripts/bench/cli.py``.
 
-Prints one JSON object: for each command its wall and CPU time in seconds, and the ratio and the
-difference of its CPU time to that of ``python -c pass`` in the same round (machines differ, ratios
-hold), each as [median, least, most]. Commands take turns, so that other load affects all of them.
-If the CPU time is much below the wall time, the machine was busy and only the CPU time is
-meaningful.
+Prints one JSON object. For each command, it has wall and CPU time in seconds, and the ratio and the
+difference between its CPU time and the CPU time of ``python -c pass`` in the same round, each as
+[median, minimum, maximum]. (Times depend on the machine, ratios hardly.) Commands take turns, so
+that other load affects all of them. If the CPU time is much below the wall time, the machine was
+busy and only the CPU time is meaningful.
 
-The trials that ``status`` shows have finished after 200 steps and 40 commits. ``--trials`` of them
-have an overview (see slurmrl/watch/overview.py); those of ``status (no overview)`` have none.
+The trials that ``status`` shows have finished after 200 steps and 40 commits. ``--trials`` trials
+have an overview (see slurmrl/watch/overview.py). The trials of ``status (no overview)`` have none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from slurmrl.watch import overview
 REPOSITORY = Path(__file__).resolve().parents[2]
 BARE = "python -c pass"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-"""Who uses slurmrl has its byte code."""
+"""Environment of the commands. It allows bytecode, which users of slurmrl also have."""
 STEPS, EVERY, METRICS = 200, 5, 40
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Measure the cost of data for a rank: scripts/bench/data.py [--rows N] [--batch N] [--folder DIR]
 
-A dataset is prepared once, found again, opened, and read as every rank does. Then the shares of
-completions with random lengths: how many more tokens than the average does the rank with the most
-have, with equal numbers of items and balanced by tokens?
+The script prepares a dataset once, finds it again, opens it, and reads it like a rank. Then it
+divides completions of random lengths among ranks, by equal numbers of items and balanced by tokens.
+It prints by how much the largest share of tokens exceeds the average.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to write to (default: a temporary folder)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -93,7 +95,7 @@ def main() -> None:
 
 
 def compare_shares(items: int, ranks: int) -> None:
-    """Compare shares; each of four minibatches takes as long as its largest share."""
+    """Compare shares. Each of four minibatches takes as long as its largest share."""
     chance = random.Random(0)
     prompts = [chance.randint(50, 150) for _ in range(items)]
     completions = [min(int(chance.lognormvariate(5.5, 1.0)), 2048) for _ in range(items)]

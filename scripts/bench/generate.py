@@ -16,21 +16,23 @@ trl           the generation of TRL's GRPOTrainer with its default backend
 sglang        a server of rollout.backend sglang on CPUs, with its client
 vllm          a server of rollout.backend vllm on CPUs, with its client
 
-The last three need the Python of a separate environment (scripts/test-trl, `scripts/test-engines
---variables`) and are left out without it. Each engine runs in a separate process, with one thread
-for operators, float32 and the same sizes of a random model. Prompts have 8 to 512 tokens,
-log-uniformly. One in 128 tokens of the vocabulary ends a completion and the model is near uniform,
-so lengths are geometric with mean 128, and 512 at most. Programs sample different tokens, but the
-distribution of lengths is the same. A line has new tokens per second of CPU time of all processes
-of the engine (starting a server and a first small batch do not count), the wall time, the tokens of
-prompts that were read as a share of all prompts times n (where it is known), the peak of resident
-memory beyond that before generation, and beside it the keys and values of each prompt, once, and of
-all completions. Servers reserve their caches when they start, which is not counted.
+The last three engines need the Python of a separate environment (scripts/test-trl,
+`scripts/test-engines --variables`). Without it, they are omitted. Each engine runs in a separate
+process, with one thread for operators, float32 and the same sizes of a random model. Prompts have 8
+to 512 tokens, log-uniformly. One in 128 tokens of the vocabulary ends a completion, and the model
+is nearly uniform. Lengths are therefore geometric with a mean of 128 and a maximum of 512. Programs
+sample different tokens, but the distribution of lengths is the same. A line has: new tokens per
+second of CPU time of all processes of the engine (the start of a server and a first small batch do
+not count); the wall time; the prefilled tokens as a share of all prompts times n, if known; the
+increase of the peak of resident memory during generation; and the bytes of keys and values of all
+completions and, once each, of the prompts. The caches that servers reserve at their start do not
+count.
 
---gpu measures decode in bfloat16 of a model with the sizes of Qwen2.5: milliseconds of a token of
-all sequences, behind prompts of 512 tokens, from the difference of two generations, and the share
-that the least time for weights, keys and values has of it, at the bandwidth of a copy. --floors
-prints these bytes, and the time for them at an H100's bandwidth; it needs no GPU.
+--gpu measures decoding in bfloat16 of a model with the sizes of Qwen2.5. It prints the milliseconds
+for one token of all sequences after prompts of 512 tokens, from the difference of two generations.
+It also prints the share of this time that reading weights, keys and values would take at the
+bandwidth of a copy. --floors prints these bytes and their time at an H100's bandwidth; it needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -219,13 +221,13 @@ def main() -> None:
         "--engines",
         choices=ENGINES,
         nargs="+",
-        help="default: all whose environment is here or named",
+        help="default: all engines whose environment exists or is named",
     )
     for engine in ELSEWHERE:
         parser.add_argument(f"--{engine}-python", help=f"Python of an environment with {engine}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpu", action="store_true", help="decode on this machine's GPU")
-    parser.add_argument("--floors", action="store_true", help="print the least bytes of decode")
+    parser.add_argument("--floors", action="store_true", help="print the minimum bytes of decoding")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:

@@ -1,9 +1,8 @@
 """Compare decoding on a GPU with the limit of its memory bandwidth (rows of generate.py --gpu).
 
-A token of all sequences reads every weight of the model once and all of its keys and values, and
-writes one key and value of each layer and sequence: the floor is the time for these bytes, at the
-bandwidth of a device-to-device copy that is measured beside it. Activations and logits are left
-out.
+Decoding one token of all sequences reads every weight of the model and all keys and values once,
+and writes one key and value per layer and sequence. The floor is the time for these bytes at the
+bandwidth of a device-to-device copy, measured in the same run. Activations and logits do not count.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ MODELS = ("0.5b", "1.5b")
 REQUESTS = (1, 64, 256)
 PROMPT = 512
 FEW, MORE = 32, 288
-"""New tokens of two generations; their difference is that of as many calls."""
+"""New tokens of two generations. Their difference is a number of calls."""
 WIDTH = 2
 """Bytes of a bfloat16 number."""
 H100_BYTES_PER_S = 3.35e12
-"""By the data sheet."""
+"""Memory bandwidth of an H100 by its data sheet."""
 COPIED_BYTES = 1 << 30
 
 Generate = Callable[[Case, int], None]
-"""Generates so many new tokens for each request."""
+"""Function that generates a number of new tokens for each request."""
 
 
 class Floor(NamedTuple):
-    """Bytes that one token of all sequences moves."""
+    """Bytes that decoding one token of all sequences moves."""
 
     weights: int
     cache: int
@@ -43,7 +42,7 @@ class Floor(NamedTuple):
 
 
 def floor(model: str, requests: int) -> Floor:
-    """Return the floor for the mean length of the sequences between the two generations."""
+    """Return the floor for the mean length of sequences between the ends of the two generations."""
     size = SIZES[model]
     hidden, layers = size["hidden_size"], size["num_hidden_layers"]
     kv = size["num_key_value_heads"] * (hidden // size["num_attention_heads"])

@@ -25,7 +25,7 @@ from generation import (
 )
 
 CELLS = 1 << 18
-"""Tokens in a server's cache: the largest case that is worth a measurement fits."""
+"""Number of tokens in a server's cache. The largest useful case fits."""
 
 
 def sglang(case: Case) -> Run:
@@ -37,7 +37,7 @@ def vllm(case: Case) -> Run:
 
 
 def _served(case: Case, *arguments: str) -> Run:
-    """Start a server that has the weights and ends with this process."""
+    """Start a server that has the weights and that ends with this process."""
     from kept_server import BenchServer
 
     from slurmrl.rollouts.generation.base import WeightVersion

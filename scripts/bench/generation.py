@@ -69,11 +69,11 @@ class Made(NamedTuple):
 
     tokens: int
     read: int | None
-    """Tokens of prompts that the model has read; None where it is not known."""
+    """Number of prompt tokens that the model has prefilled; None if unknown."""
 
 
 Run = Callable[[Case], Made]
-"""Generates what a case describes, with a model that is ready."""
+"""Function that generates the completions of a case with a model that is ready."""
 
 
 def prompts(case: Case) -> list[list[int]]:

@@ -3,12 +3,12 @@ with the model of transformers (train.py --grpo).
 
 All sides sample completions of the same prompts from the same model, score them with the same
 Python function and make one update, in float32, without checkpoints. The default is a small random
-model without a reference model, 8 prompts and 8 completions of each. ``--model`` takes a pretrained
-chat model instead, with a reference model, 4 prompts and 4 completions of each; a plain loop around
-transformers then takes part.
+model without a reference model, 8 prompts and 8 completions of each. ``--model`` selects a
+pretrained chat model instead, with a reference model, 4 prompts and 4 completions of each. A plain
+loop around transformers is then also compared.
 
-slurmrl runs as a trial of the local scheduler with one rank; its batch process, supervisor, agent,
-master, fork server and worker all count. In each round, each side makes a run of its own, one after
+slurmrl runs as a trial of the local scheduler with one rank. Its batch process, supervisor, agent,
+master, fork server and worker all count. In each round, each side makes a separate run, one after
 the other.
 
 As a program, this is one of the other sides: grpo.py trl|transformers TASK OUTPUT, where TASK is
@@ -72,14 +72,15 @@ class Task:
     """The task of all programs that are compared."""
 
     folder: str
-    """With ``prompts.jsonl`` and ``words.py``, the reward."""
+    """Folder with ``prompts.jsonl`` and the reward ``words.py``."""
     model: str
     """A folder."""
     tokenizer: str
-    """A folder. Transformers would read the words in the model's folder by the rules of Qwen2."""
+    """Folder of the tokenizer. (In the model's folder, transformers would apply the rules of
+    Qwen2.)"""
     steps: int
     limit: int
-    """Longest completion, in tokens."""
+    """Maximum length of a completion in tokens."""
     prompts: int = 8
     group: int = 8
     """Completions of a prompt."""
@@ -156,7 +157,7 @@ class SlurmrlRun:
         root = folder / "runs"
         trial = f"{implementation}-{number}"
         self.marker = root / getuser() / "bench" / trial
-        """In the command line of all processes of the run."""
+        """String in the command lines of all processes of the run."""
         config = {
             "experiment": "bench",
             "trial": trial,
@@ -430,7 +431,7 @@ def measure(run: SlurmrlRun | OtherRun, task: Task) -> tuple[float, float]:
 def compare(
     trl_python: str | None, rounds: int, steps: int, words: int, limit: int, model: str | None
 ) -> None:
-    """Compare slurmrl with the other sides; see the top of this file for the sides."""
+    """Compare slurmrl with the other sides (see the docstring of this module)."""
     with tempfile.TemporaryDirectory(prefix="slurmrl-bench-") as folder:
         task = Task(folder, f"{folder}/model", f"{folder}/tokenizer", steps, limit)
         if model:

@@ -16,7 +16,7 @@ from slurmrl.rollouts.generation.vllm import VllmServer
 
 KINDS: dict[str, type[ServerKind]] = {"sglang": SglangServer, "vllm": VllmServer}
 SILENCE_S = 600.0
-"""It may share its thread with other programs."""
+"""Seconds without an answer after which the server counts as hung. It may share its CPU."""
 
 
 class BenchServer:

@@ -1,10 +1,10 @@
 """Measure how well algorithms learn the addition task: scripts/bench/learning.py [OPTIONS]
 
 Trains every entry of the table below with every seed through `slurmrl submit` and the local
-scheduler, and prints the held-out score over the steps: mean, least and most over the seeds. All
-start from one supervised model, distillation learns from one teacher, and DPO and KTO from answers
-that the start model gave; these are made first. A trial is its example (examples/*.yaml) on one
-worker process with one thread, with the overrides in the table.
+scheduler. Prints the held-out score over the steps: mean, minimum and maximum over the seeds. All
+entries start from one supervised model. Distillation learns from one teacher, and DPO and KTO learn
+from answers of the start model. The script makes these models and answers first. A trial is its
+example (examples/*.yaml) on one worker process with one thread, with the overrides in the table.
 
 To continue interrupted trials, run the same command again with the same --root. Finished trials are
 not repeated. The name of a trial contains a digest of its settings, so a trial whose example or
@@ -45,7 +45,7 @@ SMALL = (
 """The supervised models: 90 k parameters."""
 COMMON = ("actor.backend=fsdp:d1", "checkpoint.every_steps=50")
 JUDGED = 0.8
-"""The bar of algorithms that generate and see a reward."""
+"""Minimum score of algorithms that generate and see a reward."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Entry:
     name: str
     example: str
     bar: float
-    """Mean score at the end, over all seeds, that counts as having learned."""
+    """Minimum final score, as the mean over all seeds, that counts as having learned."""
     overrides: tuple[str, ...] = ()
     metric: str = "eval/reward"
     sampled: str = ""
-    """Its data, if it is not the example's: `pairs` or `labels` of the start model's answers."""
+    """Data in place of the example's data: `pairs` or `labels` of the start model's answers."""
 
     @property
     def experiment(self) -> str:
@@ -179,9 +179,7 @@ def train(root: Path, entry: Entry, seed: int, *data: str) -> None:
 
 
 def sampled_answers(root: Path) -> dict[str, Path]:
-    """Return the files of right and wrong answers of the start model; make them if they are
-    missing.
-    """
+    """Return the files of right and wrong answers of the start model. Make missing files."""
     train(root, ANSWERS, 1)
     results = run_of(root, ANSWERS, 1).run / "results.jsonl"
     files = {kind: root / f"{ANSWERS.trial(1)}-{kind}.jsonl" for kind in ("pairs", "labels")}
@@ -237,7 +235,7 @@ def evaluations(metrics: Path, metric: str) -> Iterator[tuple[int, float]]:
 
 def table(curves: Sequence[Curve], columns: int = 6) -> str:
     """Return a Markdown table with one row per curve and about ``columns`` steps."""
-    lines = ["| algorithm | seeds | held-out score at step: mean (least to most) | bar |"]
+    lines = ["| algorithm | seeds | held-out score at step: mean (minimum to maximum) | bar |"]
     lines.append("|---|---|---|---|")
     for drawn in curves:
         steps = list(drawn.scores)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure a training step on one long sequence, which context ranks hold in parts.
+"""Measure a training step on one long sequence that is split over context ranks.
 
 scripts/bench/long_sequences.py [--tokens 131072] [--ranks 4 2 1]
 
 The model has one layer of 16 hidden units and two attention heads in float32, so more than two
-ranks use ring attention. Printed are, for each number of ranks, the largest wall time, CPU time and
-peak of resident memory of a rank beyond its memory before the step, and the loss.
+ranks use ring attention. For each number of ranks, the script prints the loss and the maximum over
+the ranks of wall time, CPU time and the increase of the peak of resident memory during the step.
 """
 
 from __future__ import annotations

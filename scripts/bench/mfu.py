@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Measure which share of the device's matrix rate training uses (model FLOP/s utilization).
+"""Measure the share of the device's matrix rate that training uses (model FLOP/s utilization).
 
 scripts/bench/mfu.py [--sequences 4] [--length 4096] [--steps 10] [--checkpointing selective]
 
 A random qwen2-like decoder is trained by SFT: slurmrl's fsdp engine, then transformers with the
 same sizes, batch, dtype and attention of torch. On a GPU it has 0.5 billion parameters and computes
 in bfloat16; on a CPU, where this only shows that the script works, 7 million in float32. The limit
-is the rate of one large matrix product, measured in the same run. Operations are counted by
-``slurmrl.models.architecture`` for both, so what is recomputed does not count; the goal on a GPU is
-50 %. Printed are the median step's rate and share, in brackets the shares of the slowest and the
-fastest.
+is the rate of one large matrix product, measured in the same run. ``slurmrl.models.architecture``
+counts the operations of both, so recomputed operations do not count. The goal on a GPU is 50 %. The
+script prints rate and share of the median step, and in brackets the shares of the slowest and the
+fastest step.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 scripts/bench/nccl.py [--megabytes 256] [--timeout 20]
 
 Values are checked, then one operation is timed: bytes of the result over the median of 10 calls.
-NCCL refuses two ranks on one GPU; where only one is there the script tries, and prints what NCCL
-says. That is no failure: it means that layouts of several ranks need as many GPUs.
+NCCL rejects two ranks on one GPU. If there is only one GPU, the script tries two ranks and prints
+NCCL's message. This is not a failure: it means that layouts of several ranks need as many GPUs.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 
     scripts/test-null-gpu --table [--only TEXT] [--save FILE] [--before FILE] [--operators]
 
-One rank of 8 data-parallel ones, bfloat16, Qwen2's sizes of 1.5 and 7 billion parameters. Prints
-tables in Markdown. --save keeps the figures as JSON; --before shows such figures beside the new
-ones. --only takes the cases whose name has that text; --operators also prints where the time goes.
+Measures one of 8 data-parallel ranks in bfloat16, with Qwen2's sizes of 1.5 and 7 billion
+parameters. Prints tables in Markdown. --save keeps the figures as JSON. --before shows such figures
+next to the new figures. --only selects the cases whose name contains TEXT. --operators also prints
+the time of each operator.
 
 traffic: what operations read and write in the GPU's memory, as they are dispatched; roofline: the
 time that this and their products need at the rates in tests/null_gpu/roofline.py; MFU: the model's
@@ -44,7 +45,7 @@ MODELS = {"1.5B": cases.QWEN_1_5B, "7B": cases.QWEN_7B}
 LENGTH = 4096
 PROMPT = {"prefill": 2048, "decode": 256}
 FEW, MORE = 9, 25
-"""New tokens of two generations; their difference is that of as many decode steps."""
+"""New tokens of two generations. Their difference is a number of decoding steps."""
 TITLES = {
     "launches": "launches",
     "waits": "host waits",

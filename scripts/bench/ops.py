@@ -45,13 +45,13 @@ from slurmrl.tensors.ops.scan import gae_reference, packed_gae
 GAMMA, LAM = 0.99, 0.95
 GAE_SHAPES = ((64, 131_072), (512, 8_192), (65_536, 64))
 PAGED_SHAPES = ((1, 32_768), (64, 1_024), (256, 1_024))
-"""Rows and cells of each, for one layer with the heads of Qwen2.5's 1.5 billion parameters."""
+"""Numbers of rows and of cells per row, for one layer with the heads of Qwen2.5 1.5B."""
 PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 12, 2, 128
 INTERVAL_BYTES = (16, 256, 4_096, 1 << 20)
 COPIED_BYTES = 1 << 30
 BATCHES = 4
 BYTES_PER_TOKEN = 16
-"""Two float32 numbers read and two written."""
+"""Bytes per token: two float32 numbers are read and two are written."""
 
 ONE_THREAD_PER_SEQUENCE = """
 extern "C" __global__ void one_thread(const float* r, const float* v, const int* cu,
@@ -146,7 +146,7 @@ def measure_cpu(rounds: int) -> None:
 
 
 SLOW = "slurmrl, torch"
-"""Takes as long as thirty of the others together, so it has an eighth of the rounds."""
+"""Form that takes as long as thirty other forms, so it gets an eighth of the rounds."""
 
 Rounds = dict[str, list[tuple[float, float]]]
 """CPU and wall time of each round in ns per token, by form."""
@@ -239,7 +239,7 @@ def measure_gpu(rounds: int) -> None:
 def measure_gae(
     sequences: int, length: int, bandwidth: float, one_thread: Callable[..., None], rounds: int
 ) -> None:
-    """Measure GAE on several batches in turn, which together exceed the caches of the GPU."""
+    """Measure GAE on several batches in turn, because together they exceed the GPU's caches."""
     batches = [batch(torch.full((sequences,), length), "cuda") for _ in range(BATCHES)]
     outputs = [(torch.empty_like(one[0]), torch.empty_like(one[0])) for one in batches]
     ours = seconds([partial(packed_gae, *one, GAMMA, LAM) for one in batches], rounds)

@@ -1,10 +1,10 @@
 """Time to plan a run of 1,024 GPUs: ``python scripts/bench/plan.py``.
 
-PPO with a mixture-of-experts actor and critic on 512 GPUs each and a reference on all 1,024, whose
-strings, checks, plan, rank tables, process groups and estimates are made from a configuration file.
-Prints one JSON object with seconds, each as [median, least, most]: of reading and checking, of
-planning, of the report and of all three in a warm process, and of the whole command
-``slurmrl plan`` beside bare Python.
+The trial is PPO with a mixture-of-experts actor and critic on 512 GPUs each and a reference on all
+1,024. From a configuration file, the script makes layouts, checks, plan, rank tables, process
+groups and estimates. Prints one JSON object with seconds, each as [median, minimum, maximum]: for
+reading and checking, planning, the report, and all three in a warm process; and for the whole
+command ``slurmrl plan`` and for bare Python.
 """
 
 from __future__ import annotations

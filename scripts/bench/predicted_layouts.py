@@ -5,12 +5,12 @@ scripts/bench/predicted_layouts.py PROFILE [--rounds N] [--held-out]
 
 PROFILE is a hardware profile of this machine, as `slurmrl profile-cluster --scheduler local` writes
 it. For each model, layout and call it prints the least CPU seconds of a rank and the predicted
-seconds. gloo on one host copies with the processors, so CPU seconds include most of its work. They
-leave out waits, which are long on a machine with other programs. Wall seconds have them.
+seconds. gloo on one host copies with the processors, so CPU seconds include most of its work.
 
-With --held-out it measures models and lengths with which no formula was corrected. For each model,
-length and call it then says by how much the layout on two ranks with the least predicted seconds
-is slower than the fastest measured one.
+CPU seconds omit waits, which are long on a machine with other programs; wall seconds include them.
+With --held-out, it measures models and lengths that were not used to correct a formula. For each
+model, length and call, it then prints by how much the layout on two ranks with the minimum
+predicted seconds is slower than the fastest measured layout.
 """
 
 from __future__ import annotations

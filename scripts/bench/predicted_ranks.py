@@ -1,4 +1,4 @@
-"""Optimizer steps and inferences on gloo ranks: what `predicted_layouts.py` runs on each rank."""
+"""Optimizer steps and inferences on gloo ranks, which `predicted_layouts.py` runs on each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.engines.cases import Setup, denominator, loss, make
 def measure(
     model: dict[str, Any], sizes: dict[str, int], sequences: int, length: int, rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Return the least CPU seconds and wall seconds of a rank, by call."""
+    """Return the minimum CPU seconds and wall seconds of a rank, by call."""
     set_up(CPU, threads=1, deterministic=True)  # as in workers
     engine = make(Setup(model=model, sizes=sizes, options={}))
     own = sequences // engine.context.dp_size

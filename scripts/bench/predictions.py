@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compare the plan's predicted seconds with published measurements (published_steps.yaml).
 
-Prints each row with its ratio, and the median errors of the rows that the efficiencies were fitted
-to (odd) and of the others (even). Needs neither torch nor a GPU.
+Prints each row with its ratio, and the median errors of the odd rows, to which the efficiencies
+were fitted, and of the even rows. Needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ROWS = Path(__file__).with_name("published_steps.yaml")
 HARDWARE = shipped("h100")
 H100, EAGER, FUSED = HARDWARE.gpu, HARDWARE.efficiency, HARDWARE.fused
 FLOAT8 = 1.6
-"""Products in float8 against bfloat16, as the two rates of a run differ."""
+"""Rate of float8 products divided by the rate of bfloat16 products in the runs."""
 OPTIMIZER_STEP = 512
-"""Completions of an optimizer step in the RL rows."""
+"""Number of completions per optimizer step in the RL rows."""
 PROMPT, GROUP = 150, 32
 
 

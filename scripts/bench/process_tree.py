@@ -13,7 +13,7 @@ RESET_PEAK = "5"
 
 class Usage(NamedTuple):
     cpu_s: float
-    """CPU seconds, including processes that have ended and were waited for."""
+    """CPU seconds, including processes that have ended and were reaped."""
     resident_kib: int
     peak_kib: int
     """Sum of the peak memory of each process since `reset_peaks`."""

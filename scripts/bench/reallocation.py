@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Predict how much faster a step is if each call has its own layout: scripts/bench/reallocation.py
+"""Predict the speedup of a step if each call has its own layout: scripts/bench/reallocation.py
 
 PPO with an actor and a critic of 70B parameters on 128 H100 GPUs, with 1,024 tokens of prompt and
-7,168 generated, as in the largest case of ReaL (Mei et al. 2025, arXiv 2406.14088). Compared are
-Megatron's heuristic for all calls, the heuristic with another layout for generation, and the best
-answer of `slurmrl search`. Needs neither torch nor a GPU.
+7,168 generated, as in the largest case of ReaL (Mei et al. 2025, arXiv 2406.14088). The script
+compares Megatron's heuristic for all calls, the heuristic with another layout for generation, and
+the best answer of `slurmrl search`. Needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ CONFIG: Final = {
 
 
 def with_own_layout(step: StepSeconds, settings: Settings, *, shared: bool) -> StepSeconds:
-    """Return the step if generation has the heuristic's layout as well, without moved weights.
+    """Return the step if generation also has the heuristic's layout, without moved weights.
 
-    ``shared``: the stages share the host's time for a token. Otherwise each stage takes it.
+    With ``shared``, the stages share the host's time for a token. Otherwise, each stage takes this
+    time.
     """
     found = generating(settings, "rollout", MEAN)
     assert found is not None

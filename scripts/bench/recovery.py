@@ -1,10 +1,10 @@
-"""Measure how fast a trial trains again after a failure: scripts/bench/recovery.py [OPTIONS]
+"""Measure the time until a trial trains again after a failure: scripts/bench/recovery.py [OPTIONS]
 
-On a private test bed of Slurm a PPO trial of two ranks on two nodes is disturbed by each cause in
-turn. The script reports the seconds from the failure to the end of the next trained step, by phase.
-It also reports Slurm's floor: the seconds in which an array of empty jobs starts its next job after
-the same failure. Then it kills a worker once a minute and reports the share of the wall time in
-steps that were kept.
+On a private test bed of Slurm, the script disturbs a PPO trial of two ranks on two nodes by each
+cause in turn. The script reports the seconds from the failure to the end of the next trained step,
+by phase. It also reports Slurm's floor: the seconds in which an array of empty jobs starts its next
+job after the same failure. Then it kills a worker once a minute and reports the share of the wall
+time in steps that were kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.nodes import kill_node, node_of, preempt, private_bed, slurm
 from tests.support.trials import Site, processes, wait_until
 
 ALL = ("worker", "master", "agent", "supervisor", "stop", "warn", "preempt", "node")
-"""A lost node does not come back, so it is the last."""
+"""Causes of failures. A lost node does not come back, so it is the last cause."""
 EMPTY_JOB = """#!/bin/bash
 #SBATCH --array=0-3%1 --nodes=2 --requeue --open-mode=append --output=/dev/null
 #SBATCH --partition=low
@@ -43,7 +43,7 @@ echo $$ $(date +%s.%N) $SLURMD_NODENAME >> {starts}
 exec sleep 600
 """
 STEPS_BEFORE = 4
-"""That an incarnation has trained when it is disturbed: at least one commit is among them."""
+"""Number of steps that an incarnation trains before it is disturbed. They include a commit."""
 
 
 def disturb(bed: Path, cause: str, run: Path, over: Callable[[], bool]) -> None:
@@ -125,8 +125,8 @@ def settled(trial: Watched) -> None:
 def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]]:
     """Return the recorded ends of the phases of a recovery.
 
-    These are: the failure is published, the next supervisor runs, the incarnation begins, the last
-    agent joins, all ranks have formed their groups and loaded.
+    The phases end when the failure is published, the next supervisor runs, the incarnation begins,
+    the last agent joins, and all ranks have formed their groups and loaded.
     """
     seen = [event for event in events.read_all(trial.witness.paths) if event["time"] >= killed]
     now = trial.incarnation

@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Measure how many simulated hosts on one machine form an incarnation, over files and over
-TCPStore.
+"""Measure the time in which many simulated hosts form an incarnation, over files and TCPStore.
 
 scripts/bench/rendezvous.py [--directory DIR ...] [--agents 200] [--workers 5] [--rounds 5]
 
-Agents are forked processes that all start together and do what an agent does: claim the attempt,
-beat the lease, see the master's BEGIN, say hello and that each worker is ready; the master collects
-all of them. With TCPStore, every agent sets and all read what torchrun's rendezvous would: one key
-per worker, one address. Its clients are connected before the clock starts: torch looks up the names
-of both ends for its log when they connect, and where no name server knows them that takes time-outs
-of 5 s, whatever the store does. Seconds from the start to the last READY, as the master sees it:
-the median of the rounds, in brackets the least and the most. The ways take turns; the machine's
-cores are shared by all processes.
+Agents are forked processes that all start together. Like real agents, they claim the attempt, renew
+the lease, wait for the master's BEGIN, send `Hello` and report each worker as ready. The master
+collects these messages. With TCPStore, every agent sets one key per worker and one address, and all
+agents read these, like torchrun's rendezvous. The clients of TCPStore are connected before the
+clock starts. (For its log, torch looks up the names of both ends on connection. Without a name
+server that knows them, this takes time-outs of 5 s.) The script prints the seconds from the start
+to the last READY that the master sees: the median of the rounds, and in brackets the minimum and
+the maximum. The two ways take turns, and all processes share the machine's cores.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ scripts/bench/rollout_tasks.py [--tasks 10 100 1000] [--trainers 64] [--steps 6]
 
 Everything runs in one process, on real files and a simulated clock: the master's `RolloutTasks` and
 ledger, and for each task the session, the result writer and the log reader of its worker. Engines
-and training are pauses. A step has 2 items per task and trains for 45 s; a task makes 2 items at a
-time, each in 30 s on average (exponential), so that the trainers wait for a part of the time. Every
+and training are pauses. A step has 2 items per task and trains for 45 s. A task makes 2 items at a
+time, each in 30 s on average (exponential), so that the trainers wait for part of the time. Every
 20 s a task fails without a message, and its next attempt begins 30 s later.
 
-Counted are operations of the file system per simulated second, and CPU seconds of the master's
-calls. CPU seconds over simulated seconds are the share of a core that the master needs.
+The script counts file system operations per simulated second, and CPU seconds of the master's
+calls. CPU seconds divided by simulated seconds are the share of a core that the master needs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from tests.support.sample_groups import small_group
 
 ITEMS_PER_TASK, AT_A_TIME, ITEM_S = 2, 2, 30.0
 TRAIN_S, TRAIN_LOOK_S = 45.0, 1.0
-"""While the ranks train, the master looks about once a second."""
+"""Seconds that the ranks train, and interval at which the master looks in this time."""
 LOSS_EVERY_S, GONE_S = 20.0, 30.0
 COMMIT_EVERY = 2
 WARM_UP_STEPS = 2
@@ -81,7 +81,7 @@ KINDS = {
 
 
 class Operations:
-    """Count the operations of all `SystemCalls` by the process that causes them."""
+    """Counts the operations of all `SystemCalls` by the process that causes them."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -147,7 +147,7 @@ class Task:
         self._gathers = False
 
     def poll(self) -> None:
-        """Check for weights and requests, and begin items as far as there is room."""
+        """Check for weights and requests, and begin as many items as there is room for."""
         if self.gone:
             return
         newest = version_ids(self._bed.paths.versions)[-1]
@@ -223,7 +223,7 @@ class Bed:
         self.longest_look_s = 0.0
         self.sizes: dict[str, int] = {}
         self.known_after: list[float] = []
-        """Seconds from the record of a group until the master knew of it."""
+        """Seconds from the record of a group until the master knew of the group."""
         self.taken_after: list[float] = []
         """Seconds from the record of the last group of a batch until its step began."""
         self.waited_s: list[float] = []

@@ -8,10 +8,11 @@ Each trial gives the mean seconds of a step, a commit, a start, a restart and a 
 job, which depend on the load of the machine. The rates of the disturbances are chosen, and a trial
 with one rollout task gives the speed of a task. From these numbers, `slurmrl simulate` predicts the
 wall seconds. The table has the measured seconds, the median and the 80 % interval of the simulated
-ones, and the error of the median. A trial meets few disturbances, so their number is a matter of
-chance: the last columns have the median of the simulated trials with as many, and its error.
+seconds, and the error of the median.
 
-Rewards pause, so a step takes most of its time without computing and other programs matter less.
+A trial meets few disturbances, so their number is random. The last columns have the median of the
+simulated trials with the same number of disturbances, and its error. Rewards pause, so a step
+hardly computes for most of its time, and other programs matter less.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LEASE_S = 20.0
 SPARES = {"lost": 1, "unspared": 0}
 """Spare hosts of the cases with lost hosts."""
 FIRST = 3
-"""Steps of a trial with tasks that do not count, because tasks had more time for them."""
+"""First steps of a trial with tasks. They do not count, because tasks had more time for them."""
 
 
 class Row(NamedTuple):
@@ -65,7 +66,7 @@ class Row(NamedTuple):
     low: float
     high: float
     equal: list[float]
-    """Seconds of the simulated trials with as many disturbances."""
+    """Seconds of the simulated trials with the same number of disturbances."""
     notes: str
 
     def text(self) -> str:
@@ -117,7 +118,7 @@ def wall_s(running: Running) -> float:
 
 
 def to_the_end(running: Running, rate: float, act: Callable[[], object], seed: int) -> int:
-    """Disturb a trial at random times, ``rate`` times a second, until its end; return how often."""
+    """Disturb a trial at random times, ``rate`` times a second, until its end. Return the count."""
     rng, count = random.Random(seed), 0
     trial = running.trial
     while True:
@@ -130,7 +131,7 @@ def to_the_end(running: Running, rate: float, act: Callable[[], object], seed: i
 
 
 class Kills(NamedTuple):
-    """Kills one worker of the trainers at each call, and notes when."""
+    """Kills one worker of the trainers at each call, and records the time."""
 
     running: Running
     times: list[float]
@@ -153,7 +154,7 @@ class Kills(NamedTuple):
 
 @dataclass
 class Losses:
-    """Lets a random node of the trial's job fail at each call, and repairs it later."""
+    """Makes a random node of the trial's job fail at each call, and repairs it later."""
 
     running: Running
     bed: Path
@@ -201,9 +202,10 @@ class Parts(NamedTuple):
     commit: float
     first_wait: float
     start: float
-    """From the start of a job to the first step, of jobs that made one."""
+    """Seconds from the start of a job to its first step, over jobs that made a step."""
     restart: float | None
-    """From a kill to the next step, unless another kill is between them; None without a kill."""
+    """Seconds from a kill to the next step, without another kill in between; None without a
+    kill."""
     wait: float | None
     """From the end of a job to the start of the next one; None with one job."""
 

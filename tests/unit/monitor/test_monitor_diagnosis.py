@@ -77,7 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "starting",
         "…for ranks 0, 1, 2, 3, 4, 5, 6, 7 and 8 more (n0, n1, n2, n3 …) to be ready",
     ),
-    "a job has just started": (new_job(4.0), "starting", "…started 4 s ago, no sign…"),
+    "a job has just started": (new_job(4.0), "starting", "…started 4 s ago, but its processes…"),
     "a job that says nothing": (new_job(300.0), "starting", "…; see slurmrl logs add/1"),
     "restarts": (
         status(incarnations=[incarnation(1, how="rank 3 on n1 died: SIGKILL")]),

@@ -195,7 +195,7 @@ def test_release_lists_all_open_points_at_once(repository: Repository) -> None:
         "the tree has 1 changes, such as ?? new",
         "the branch is side",
         "changelog.d/b.new.md: its name must be",
-        f"--ci-passed names abc, and HEAD is {repository.git('rev-parse', 'HEAD')}",
+        f"--ci-passed names abc, but HEAD is {repository.git('rev-parse', 'HEAD')}",
         f"open mark: docs/a.md:1:{mark}: finish",
     ):
         assert said in done.stderr
@@ -210,7 +210,7 @@ def test_release_needs_results_of_all_lanes_for_the_commit(repository: Repositor
 
     assert "missing check: no test results in" in refusal()
     results(file, f"{head}+changes")
-    assert f"has the tests of {head}+changes and not of {head}" in refusal()
+    assert f"has the tests of {head}+changes, not of {head}" in refusal()
     results(file, head, failures=2)
     assert "failed check:" in refusal()
     assert "has 2 failures" in refusal()
