@@ -61,7 +61,7 @@ class ClampedExperts(nn.Module):
 
 
 def clamped_product(x: Tensor, clamp: Clamp) -> Tensor:
-    """Return the gated products [M, i] of ``x`` [M, 2i], in which gates and values alternate.
+    """Return the gated products [M, i] of ``x`` [M, 2i]. In x, gates and values alternate.
 
     Only ``x`` is kept for the backward pass.
     """

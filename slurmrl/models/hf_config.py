@@ -65,7 +65,7 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},
     "qwen4_exp_text": {"indexer_compress_ratio": True},
 }
-"""Values that transformers uses if a config omits these fields; True stands for any set value."""
+"""Values that transformers uses if a config omits these fields; True means any set value."""
 WITH_TABLE: Final = frozenset(
     (
         "biogpt",

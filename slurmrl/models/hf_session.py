@@ -24,9 +24,9 @@ from slurmrl.tensors.ops.arguments import upload
 class HFSession:
     """A batch of rows that a model extends token by token.
 
-    ``model`` calls ``inner`` with the arguments of a step, and has a sharded engine's hooks.
-    ``lengths`` [S] is the number of tokens in the cache for each row. Prompts are padded on the
-    left to the longest prompt, and the padding counts toward ``prefill_tokens``.
+    ``model`` calls ``inner`` with the arguments of a step. A sharded engine's hooks are on
+    ``model``. ``lengths`` [S] is the number of tokens in the cache for each row. Prompts are padded
+    on the left to the longest prompt, and the padding counts toward ``prefill_tokens``.
     """
 
     def __init__(

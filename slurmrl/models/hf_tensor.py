@@ -410,7 +410,7 @@ class RankElements(NamedTuple):
     experts: int
     """Elements of routed experts."""
     dense_layer: tuple[int, int]
-    """(dense, experts) elements of the largest layer without experts; the second is 0."""
+    """(dense, experts) elements of the largest layer without experts; ``experts`` is 0."""
     expert_layer: tuple[int, int]
     """(dense, experts) elements of the largest layer with experts."""
 

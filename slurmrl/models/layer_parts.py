@@ -5,9 +5,9 @@ The attention block has projections, optional norms of queries and keys, and the
 prefixes, or over a cache.
 
 With context ranks, each rank calls attention with its part of the packed tokens. One all-to-all
-gives each context rank all tokens of some heads, and another one reverses this (Jacobs et al. 2023,
-DeepSpeed Ulysses). If the ranks cannot share the heads, they pass keys and values on (Liu et al.
-2023, ring attention).
+gives each context rank all tokens of some heads, and a second all-to-all reverses this (Jacobs et
+al. 2023, DeepSpeed Ulysses). If the ranks cannot share the heads, they pass keys and values on (Liu
+et al. 2023, ring attention).
 
 Shapes: T packed tokens, N tokens of a context rank, c context ranks, Hq query heads, Hkv key and
 value heads, D head size. With shared prefixes: N distinct tokens, S pieces.
@@ -52,8 +52,8 @@ class GatedMLP(nn.Module):
     """Feed-forward block down(activation(gate(x)) * up(x)) (Shazeer 2020, GLU variants)."""
 
     recomputed = False
-    """Whether the backward pass calls the block again. The block then saves the input of the last
-    product too, so that the second call can stop before that product."""
+    """Whether the backward pass calls the block again. The block then also saves the input of the
+    last product, so that the second call can stop before that product."""
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE, inner: int = 0) -> None:
         """``inner`` is the inner size; 0 for the size of the config's dense layers."""
@@ -331,7 +331,7 @@ def tokens_of_all_heads(x: Tensor, group: Group) -> Tensor:
 class RingCore:
     """Core for packed sequences whose keys and values are passed around the context ranks.
 
-    The parts of the last ranks may end with padding, for which the output is zero.
+    The parts of the last ranks may end with padding, where the output is zero.
     """
 
     def __init__(self, bounds: Sequence[int], split: Split) -> None:

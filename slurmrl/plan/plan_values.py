@@ -49,7 +49,7 @@ from slurmrl.tensors.parallel.topology import ProcessTopology
 
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the report of a plan, with further ``warnings``."""
+    """Return the report of a plan, with additional ``warnings``."""
     sized = _sized(settings, plan)
     memories = call_costs.memories(sized)
     placed = call_costs.placed_models(settings)
@@ -156,8 +156,8 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
     """Return the values of a group of workers.
 
     A fixed group is one job on all hosts, and the elements of its array are successive links. The
-    elements of an elastic group are tasks on one host each, of which ``hosts`` run at once. Tasks
-    in the trainers' job have no array, and the job includes their requests.
+    elements of an elastic group are tasks on one host each; ``hosts`` tasks run at once. Tasks in
+    the trainers' job have no array, and the job includes their requests.
     """
     memory, slots = group.memory_bytes, group.slots_per_host
     array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"

@@ -65,7 +65,7 @@ class Sandbox:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self.network = self.files = self.process_table = False
-        """Whether the network is isolated; the next attributes are for other resources."""
+        """Whether the network is isolated. The next attributes are for other resources."""
         if settings["namespaces"]:
             self._enter_namespaces()
         self._kept: dict[str, list[tuple[str, int]]] = {}

@@ -150,7 +150,7 @@ def write_part(
 def read_parts(paths: RunPaths, prefix: str, numbers: Iterable[int]) -> list[Mapping[str, Any]]:
     """Return the records in the part files ``prefix`` with these ``numbers``, in batch order.
 
-    Raises CorruptFileError for files that are missing or damaged, EnvironmentFailure.
+    Raises EnvironmentFailure, and CorruptFileError for missing or damaged files.
     """
     found = [line for number in numbers for line in _part_lines(paths.part(prefix, number))]
     found.sort(key=_place)

@@ -105,7 +105,7 @@ class GroupRequest:
     links: int = 8
     """Number of array elements: successive links of a fixed group, tasks of an elastic group."""
     elastic: bool = False
-    """Whether the elements are single-host tasks, of which ``at_once`` may run at once."""
+    """Whether the elements are single-host tasks. At most ``at_once`` tasks run at once."""
     at_once: int | None = None
     """Number of tasks of an elastic group that may run at once; None means ``hosts``."""
     spares: int = 0
@@ -139,7 +139,7 @@ class SubmissionRequest:
         return self.run.snapshot(self.snapshot)
 
     def job_name(self, group: str) -> str:
-        """Return the job name, by which slurmrl finds a job whose id was lost in a crash."""
+        """Return the job name. By this name, slurmrl finds a job whose id was lost in a crash."""
         return f"slurmrl-{self.uuid[:8]}-{self.number}-{group}"
 
     def command(self, group: GroupRequest, launcher: str) -> tuple[str, ...]:

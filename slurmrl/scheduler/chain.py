@@ -86,8 +86,8 @@ def top_up(chain: Chain, scheduler: Scheduler, *, by: str, requested: bool = Fal
     links while Slurm ends its job, because the user may be cancelling all links. With
     ``requested``, a user requests links. Then a commit is not needed, but a link must wait or run.
 
-    Raises EnvironmentFailure if Slurm's commands do not work on this host, UsageError while another
-    process extends the chain.
+    Raises EnvironmentFailure if Slurm's commands do not work on this host, and UsageError while
+    another process extends the chain.
     """
     reason = why_not(chain, scheduler, by=by, requested=requested)
     if reason is not None:

@@ -273,7 +273,7 @@ class HeldBox:
         if not len(start) == len(size) == len(strides):
             raise ValueError(f"a box from {start} of size {size} with strides {strides}")
         if not ranks:
-            raise ValueError(f"a box from {start} of size {size} on no rank")
+            raise ValueError(f"a box from {start} of size {size} that no rank has")
         box = Box(tuple(start), tuple(size))
         return HeldBox(tuple(ranks), box, storage, offset, tuple(strides))
 

@@ -368,8 +368,8 @@ class Request:
     def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:
         """Request the stacks of one rank of the trainers, or of all their processes.
 
-        Raises UsageError for a rank that does not exist, CorruptFileError for a plan that does not
-        name the ranks' hosts, EnvironmentFailure.
+        Raises EnvironmentFailure. Raises UsageError for an unknown rank, and CorruptFileError for a
+        plan that does not name the ranks' hosts.
         """
         group = next((group for group in read_groups(paths) if group.name == TRAINERS), None)
         if group is None:

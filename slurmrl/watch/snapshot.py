@@ -154,8 +154,8 @@ class TrialSnapshot:
 def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     """Read a run directory and the traces of its newest incarnations.
 
-    The number of files read does not depend on the age of the trial. Raises CorruptFileError for
-    damaged files except the plan, EnvironmentFailure.
+    The number of files read does not depend on the age of the trial. Raises EnvironmentFailure, and
+    CorruptFileError for any damaged file except the plan.
     """
     submission = newest_submission(paths)
     state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))

@@ -93,7 +93,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_parent() -> None:
-    """Kill the process that started this one, even if it is stopped."""
+    """Kill the process that started this process, even if it is stopped."""
     parent = os.getppid()
     if parent > 1:  # 1 means that the parent has already ended.
         os.kill(parent, signal.SIGKILL)

@@ -364,7 +364,7 @@ def advice(checked: Checked, limit: int) -> str:
 
 
 def _split(checked: Checked, limit: int) -> str:
-    """Return advice about the smallest fsdp layout, in powers of two, with which the models fit.
+    """Return advice about the smallest fsdp layout, in powers of two, that makes the models fit.
 
     The layout is for the actor and all models with the actor's layout. Return an empty string if no
     such layout can split the batch.

@@ -425,7 +425,7 @@ def _online(draft: Draft) -> Iterator[Problem]:
 def fp8_without_gpus(config: Config, source: Source, cause: str) -> Iterator[Problem]:
     """Yield a problem for each FP8 setting, which servers without GPUs do not support.
 
-    ``cause`` says why the workers that generate have no GPUs.
+    ``cause`` is the reason why the workers that generate have no GPUs.
     """
     for name in FLAGS:
         if (value := getattr(config.rollout, name)) is not None:

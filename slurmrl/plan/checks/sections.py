@@ -319,7 +319,7 @@ def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _unfinished_warmups(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Yield notes on learning rates that the run is too short to reach."""
+    """Yield notes on learning rates that a short run never reaches."""
     steps = (config.total_steps or 0) * algorithm.minibatches * algorithm.epochs
     for role in (use.role for use in uses_of(config, algorithm) if use.trained):
         warmup = config.model(role).optimizer.warmup_steps

@@ -306,7 +306,7 @@ class Hardware:
 def hardware_of(cluster: Cluster) -> Hardware | None:
     """Return the hardware of a configuration's ranks; None for unknown hardware.
 
-    Raises UsageError for an invalid profile or a profile of other hardware, UnreadableInputError.
+    Raises UnreadableInputError. Raises UsageError for an invalid profile or other hardware.
     """
     name = name_of(cluster)
     if cluster.hardware is not None:

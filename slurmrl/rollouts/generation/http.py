@@ -27,7 +27,7 @@ CONNECT_S = 10.0
 BUSY = (429, 503)
 """Status codes of a server that has not started to process the request."""
 FAULTS_OF_THE_REQUEST = (400, 401, 403, 404, 405, 413, 415, 422)
-"""Status codes of wrong requests, for which a repetition would give the same response."""
+"""Status codes of wrong requests. A repetition would give the same response."""
 NEEDS_KEY = (401, 403)
 SHOWN_CHARACTERS = 500
 """Maximum number of characters of a response in a message."""

@@ -35,7 +35,7 @@ def listen_on(path: str) -> None:
 
 
 def unused_port() -> int:
-    """Return an unused TCP port, from which SGLang derives other ports."""
+    """Return an unused TCP port. SGLang derives other ports from it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -111,7 +111,7 @@ class Leftovers:
 
 
 def child_pids() -> list[int]:
-    """Return the children of this process, including adopted ones and zombies.
+    """Return the children of this process, including adopted children and zombies.
 
     Return [] on a kernel without this list.
     """

@@ -102,14 +102,13 @@ CLOSING_S: Final = 5.0
 class PythonTool:
     """Tool that runs a program and returns its output. Not a security boundary (docs/rewards.md).
 
-    :param timeout_s: time limit of a program in seconds.
-    :param memory_mib: MiB of address space of each process of a program.
-    :param files_mib: MiB of a program's private folder, and of each of its files.
-    :param max_processes: maximum number of processes and threads of a program.
-    :param processes: number of sandboxes of a rank, each of which runs one program at a time.
-    :param container: command that runs the sandbox in a container.
-    :param python: interpreter of the programs. Default: this one; ``python3`` in a container.
-    :param namespaces: isolate programs by Linux namespaces: ``auto`` where possible, ``required``
+    :param timeout_s: time limit of a program in seconds. :param memory_mib: MiB of address space of
+    each process of a program. :param files_mib: MiB of a program's private folder, and of each of
+    its files. :param max_processes: maximum number of processes and threads of a program. :param
+    processes: number of sandboxes of a rank, each of which runs one program at a time. :param
+    container: command that runs the sandbox in a container. :param python: interpreter of the
+    programs. Default: this interpreter; ``python3`` in a container. :param namespaces: isolate
+    programs by Linux namespaces: ``auto`` where possible, ``required``
         or ``off``.
     """
 

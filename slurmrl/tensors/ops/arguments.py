@@ -100,7 +100,7 @@ class OnHost:
 def upload(indices: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Return copies on ``device`` of 1-D int64 tensors in host memory.
 
-    A GPU gets all tensors in one copy from pinned memory, for which the host does not wait.
+    A GPU gets all tensors in one copy from pinned memory. The host does not wait for this copy.
     """
     if device.type != "cuda":
         return tuple(index.to(device) for index in indices)

@@ -55,7 +55,7 @@ class Packing:
         self._copies: dict[torch.device, Tensor] = {}
 
     def cu_seqlens_on(self, device: torch.device) -> Tensor:
-        """Return ``cu_seqlens`` on a device, to which it is copied only once."""
+        """Return ``cu_seqlens`` on a device. Copy it there only once."""
         if device not in self._copies:
             (copy,) = upload([self.cu_seqlens.long()], device)
             self._copies[device] = copy.to(torch.int32)

@@ -1,6 +1,6 @@
 """Copies between a packed buffer and intervals of a flat buffer: gather, scatter, moving average.
 
-Shapes: N intervals, E elements of a flat buffer, P elements in all intervals in total.
+Shapes: N intervals, E elements of a flat buffer, P elements in all intervals.
 """
 
 from __future__ import annotations

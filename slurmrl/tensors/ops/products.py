@@ -239,8 +239,8 @@ class RootMeanSquare:
 class PackedLayer:
     """A layer y = x + o(attention(qkv(norm(x)))), then y + down(silu(gate) * up), in one call.
 
-    ``gate`` and ``up`` are the halves of gate_up(norm(y)). The weights are copied into one tensor,
-    of which the layer's matrices are views.
+    ``gate`` and ``up`` are the halves of gate_up(norm(y)). The weights are copied into one tensor.
+    The layer's matrices are views of it.
     """
 
     def __init__(

@@ -299,7 +299,7 @@ def attend(
     adjacent tokens, each of which attends to one cell more than the previous token. A tile ends at
     a multiple of ``tile`` cells. ``group`` query heads share a key head. ``heads``, ``columns`` and
     ``block`` are powers of 2 for ``group``, ``size`` and the cells that are read at a time. Weights
-    are powers of 2: ``scale`` and the ``sinks`` [Hq] (or None) have the factor log2(e).
+    are computed as powers of 2, so ``scale`` and ``sinks`` [Hq] (or None) have the factor log2(e).
 
     Without ``split``, the result is ``out`` [T, Hq, D]. With ``split``, each program writes its
     result to ``parts`` [T, Hq, S, D] and the logarithm of its weights' sum to ``norms`` [T, Hq, S].

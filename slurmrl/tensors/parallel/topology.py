@@ -35,7 +35,7 @@ class ProcessTopology:
         return self.sizes[self._index(axis)]
 
     def rank(self, **coordinates: int) -> int:
-        """Return the rank at the coordinates, of which every axis must be given."""
+        """Return the rank at the coordinates. The coordinate of every axis must be given."""
         if set(coordinates) != set(self.axes):
             raise ValueError(f"expected coordinates {self.axes}, got {tuple(coordinates)}")
         rank = 0

@@ -422,8 +422,8 @@ def resolved(
 ) -> Array:
     """Return the bits of a tensor in the last version of a chain, as a flat array of uint8.
 
-    ``held`` returns the bits of a tensor in the version before the chain. Raises WeightVersionError
-    if stored bytes or bits do not match a manifest, EnvironmentFailure.
+    ``held`` returns the bits of a tensor in the version before the chain. Raises
+    EnvironmentFailure, and WeightVersionError if bytes or bits do not match a manifest.
     """
     layers = [(manifest.id, _tensor(manifest, name)) for manifest in chain]
     whole = [place for place, (_, tensor) in enumerate(layers) if tensor.encoding == RAW]

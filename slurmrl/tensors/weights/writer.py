@@ -189,7 +189,7 @@ def publish(
     """Make the parts in ``folder`` a version, durably.
 
     ``base`` is the published base version of deltas; None if all tensors are complete. Raises
-    WeightVersionError if parts do not match each other or the base, EnvironmentFailure.
+    EnvironmentFailure, and WeightVersionError if parts do not match each other or the base.
     """
     assert folder.name == version.name, f"{folder} is not the folder of version {version}"
     ordered = sorted(parts, key=lambda part: part.part)

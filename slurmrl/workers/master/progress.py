@@ -180,7 +180,7 @@ class Progress:
         """Set the dataset that the ranks have read. ``directories`` contain the prepared rows.
 
         ``held_out`` contains the sizes of the datasets of `Config.evaluations`. Raises UsageError
-        for a changed dataset, CorruptFileError and EnvironmentFailure for unreadable rows.
+        for a changed dataset, and CorruptFileError or EnvironmentFailure for unreadable rows.
         """
         dataset = {"size": size, "fingerprint": fingerprint, "sources": self._sources(directories)}
         before = self.dataset

@@ -71,8 +71,8 @@ class Results:
     def write(self) -> None:
         """Write the file of results and, if the algorithm makes one, the summary.
 
-        Replace the files of an earlier call. Raises CorruptFileError for missing or damaged part
-        files, EnvironmentFailure.
+        Replace the files of an earlier call. Raises EnvironmentFailure, and CorruptFileError for
+        missing or damaged part files.
         """
         if not self._files:
             return

@@ -458,7 +458,7 @@ class TaskNumbers:
 
         With ``fixed``, users cannot set the number, because tasks run in the trainers' job. An
         incarnation leases items only after ``least`` tasks have joined. Tasks count as surplus only
-        after ``patience_s`` seconds, in which the master detects lost tasks.
+        after ``patience_s`` seconds. In this time, the master detects lost tasks.
         """
         self.allowed = planned
         """Number of tasks that may run now."""

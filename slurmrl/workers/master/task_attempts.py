@@ -183,7 +183,7 @@ class RolloutAttempt:
             yield RESULT_LOG.from_json(values)
 
     def announce(self, read_at: float) -> None:
-        """Schedule a read at ``read_at``, because a wake-up says that the result log has grown.
+        """Schedule a read at ``read_at`` after a wake-up: the result log has grown.
 
         Ignore wake-ups of an attempt that has often sent wake-ups without news (see `SPARE_LOOKS`).
         """

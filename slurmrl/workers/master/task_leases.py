@@ -46,7 +46,7 @@ Only time in which the master can read the result log counts."""
 
 logger = log.get(__name__)
 LOOK_S = 0.1
-"""Seconds after which `SampleChecks.look` begins no further check."""
+"""Seconds after which `SampleChecks.look` begins no more checks."""
 
 
 class TaskLeases:

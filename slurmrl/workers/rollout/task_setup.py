@@ -145,7 +145,7 @@ def _peers(
 class FollowingRank:
     """The worker of a later rank of a task with a split model.
 
-    Only the first rank gets requests. It tells the other ranks what to compute until it retires.
+    Only the first rank gets requests. Until it retires, it sends the other ranks their model calls.
     """
 
     def __init__(self, rank: int, make_engine: Callable[[], SplitRollout]) -> None:

@@ -130,7 +130,7 @@ def run_rounds(rounds: Rounds) -> int:
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
-    """Prepare the rounds. Raises UsageError for errors of the user, EnvironmentFailure."""
+    """Prepare the rounds. Raises EnvironmentFailure, and UsageError for errors of the user."""
     cluster = load_resolved(paths.config).cluster
     os.environ.update(cluster.env)  # Agents and workers inherit the variables.
     if file := cluster.variables_file:

@@ -178,7 +178,7 @@ class Batch:
         return lengths
 
     def _part(self, spread: Spread) -> SequenceSample:
-        """Return this rank's part under a spread whose ranks include this rank."""
+        """Return this rank's part under a spread. The spread must include this rank."""
         if spread not in self._held:
             part = spread.part_of(self._rank)
             assert part is not None, "only ranks of the layout call this"
