@@ -132,7 +132,7 @@ def test_balanced_batches_come_longest_first(site: Site) -> None:
             {"sources": {"a": {"path": "/y", "weight": 1.0}, "b": {"path": "/z"}}},
             "source 'b' has no weight",
         ),
-        ({"path": "/x", "curriculum_key": "n", "balanced_batches": True}, "two orders"),
+        ({"path": "/x", "curriculum_key": "n", "balanced_batches": True}, "both order rows"),
         (
             {"sources": {"a": {"path": "/y", "weight": 1.0}}, "balanced_batches": True},
             "balanced_batches needs whole epochs",
