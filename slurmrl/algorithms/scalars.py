@@ -69,7 +69,8 @@ class PolicyScalars(ScalarController):
 
     def update(self, stats: Mapping[str, float]) -> None:
         kl = self.algorithm.kl
-        if kl.kind != "fixed" and self._kl_coef > 0:  # at 0, no call measures the KL
+        # No call measures the KL at 0, and no step without a scored completion.
+        if kl.kind != "fixed" and "kl_sequence" in stats:
             self._kl_coef *= adaptation(
                 stats["kl_sequence"], round(stats["completions"]), kl.target, kl.horizon
             )

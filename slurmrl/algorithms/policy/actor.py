@@ -136,11 +136,12 @@ def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanS
     """Return the KL of the sampling policy to the reference, in nats.
 
     ``kl`` is a mean over tokens, ``kl_sequence`` a mean over the ``sequences`` with these tokens.
+    Without tokens, the result is empty.
     """
     kl = kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])
     total, tokens, completions = all_reduce_sum(torch.cat([kl.sum().reshape(1), sizes])).tolist()
-    return {"kl": total / max(tokens, 1.0), "kl_sequence": total / max(completions, 1.0)}
+    return {"kl": total / tokens, "kl_sequence": total / completions} if tokens else {}
 
 
 def update_actor(

@@ -9,6 +9,7 @@ import torch
 
 from slurmrl.algorithms.policy.advantages import find_responses, only_scored, trained_completions
 from slurmrl.algorithms.rule_reward import score_records
+from slurmrl.algorithms.scalars import PolicyScalars
 from slurmrl.algorithms.summaries import of_completions, summarize
 from slurmrl.config.schema import Dataset, Evaluation
 from slurmrl.data.sample import SequenceSample
@@ -76,6 +77,12 @@ def test_kl_per_completion_ignores_unscored_completions() -> None:
     lengths = [int(each.sum()) for each in written[::2] if each.any()]
     stats = case.run()[0].stats
     assert stats["kl_sequence"] * len(lengths) == pytest.approx(stats["kl"] * sum(lengths))
+    rewards[:] = nan
+    stats = case.run()[0].stats
+    assert stats["completions"] == len(rewards)
+    controller = PolicyScalars(algorithm(kl={"kind": "adaptive"}))
+    controller.update(stats)
+    assert controller.values() == {"kl_coef": 0.1}, "the step says nothing about the KL"
 
 
 def test_filters_leave_out_unscored_completions() -> None:
