@@ -64,7 +64,7 @@ def _check_env(variables: dict[str, str]) -> dict[str, str]:
 
 
 def time_limit_s(text: str) -> float:
-    """Return the seconds of a time limit in one of Slurm's forms; infinity for UNLIMITED."""
+    """Return the seconds of a time limit in one of Slurm's forms; infinity for UNLIMITED and 0."""
     if not text[:1].isdigit():
         return inf
     days, _, clock = text.rpartition("-")
@@ -75,7 +75,7 @@ def time_limit_s(text: str) -> float:
         hours, minutes, seconds = 0, parts[0], 0
     else:
         hours, minutes, seconds = [0, *parts][-3:]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds or inf
 
 
 TimeLimit = Annotated[Line, AfterValidator(_check_time)]

@@ -119,7 +119,8 @@ def test_warning_lead_must_be_shorter_than_the_time_limit(text: str, seconds: in
 
 
 def test_any_warning_lead_is_allowed_without_a_time_limit() -> None:
-    assert Slurm(time="UNLIMITED", signal_lead_s=10**6).time == "UNLIMITED"
+    for text in ("UNLIMITED", "0", "00:00:00"):
+        assert Slurm(time=text, signal_lead_s=10**6).time == text
 
 
 @pytest.mark.parametrize(
