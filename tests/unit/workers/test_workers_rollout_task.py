@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,6 +135,21 @@ class Trial:
             wakeups=wakeups,
         )
 
+    @asynccontextmanager
+    async def live(
+        self, engine: NativeRollout, *, wake: Callable[[], None] = lambda: None, **options: Any
+    ) -> AsyncIterator[tuple[TaskAtWork, LogWriter]]:
+        """Run a task. Yield it and the log of its requests, and let it leave in the end."""
+        task = self.task(engine, **options)
+        running = asyncio.create_task(task.run())
+        log = LogWriter(self.requests(3))
+        yield task, log
+        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
+        wake()
+        await asyncio.wait_for(running, 60)
+        await self.until(Leaving, 1)
+        await engine.close()
+
     async def until(self, kind: type[RolloutResult], count: int) -> None:
         """Wait until the log has this many messages of a kind, or this many groups."""
         async with asyncio.timeout(60):
@@ -168,8 +184,10 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Trial:
-    return Trial(tmp_path)
+def trial(tmp_path: Path) -> Iterator[Trial]:
+    found = Trial(tmp_path)
+    with torch.no_grad():
+        yield found
 
 
 def asked(lease: str, *items: int, oldest: VersionId = OLD) -> dict[str, Any]:
@@ -198,31 +216,24 @@ def test_tasks_sample_the_same_tokens_as_trainers(
     async def run() -> None:
         nonlocal engine, first
         engine = trial.engine()
-        task = trial.task(engine)
-        running = asyncio.create_task(task.run())
-        log = LogWriter(trial.requests(3))
-        log.append(REQUEST_LOG.to_json(Confirm()), asked("3.0", 0, 1, 2, 3))
-        await task.serve(3)
-        await asyncio.sleep(0.1)
-        assert not calls, "there are no weights yet"
-        trial.publish(OLD)
-        await trial.until(GroupsFinished, 4)
-        first = len(calls)
-        log.append(asked("3.1", 4, 5), asked("3.2", 6, 7, oldest=NEW))
-        async with asyncio.timeout(60):
-            while not engine._paused:
-                await asyncio.sleep(0.01)
-        trial.publish(NEW)
-        await trial.until(Holds, 2)
-        await engine.resume()
-        await trial.until(GroupsFinished, 8)
-        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
-        await asyncio.wait_for(running, 60)
-        await trial.until(Leaving, 1)
-        await engine.close()
+        async with trial.live(engine) as (task, log):
+            log.append(REQUEST_LOG.to_json(Confirm()), asked("3.0", 0, 1, 2, 3))
+            await task.serve(3)
+            await asyncio.sleep(0.1)
+            assert not calls, "there are no weights yet"
+            trial.publish(OLD)
+            await trial.until(GroupsFinished, 4)
+            first = len(calls)
+            log.append(asked("3.1", 4, 5), asked("3.2", 6, 7, oldest=NEW))
+            async with asyncio.timeout(60):
+                while not engine._paused:
+                    await asyncio.sleep(0.01)
+            trial.publish(NEW)
+            await trial.until(Holds, 2)
+            await engine.resume()
+            await trial.until(GroupsFinished, 8)
 
-    with torch.no_grad():
-        asyncio.run(run())
+    asyncio.run(run())
     assert trial.results[:1] == [Joined(agent=AGENT)]
     assert [one.version for one in trial.results if isinstance(one, Holds)] == ["0.1", "1.1"]
     groups = trial.groups()
@@ -250,35 +261,27 @@ def test_uninterrupted_completions_use_one_weight_version(
     async def run() -> None:
         nonlocal engine
         engine = trial.engine()
-        task = trial.task(engine, interruptible=False)
-        running = asyncio.create_task(task.run())
-        log = LogWriter(trial.requests(3))
-        log.append(REQUEST_LOG.to_json(Confirm()), asked("3.0", 4, 5))
-        trial.publish(OLD)
-        await task.serve(3)
-        async with asyncio.timeout(60):
-            while len(calls) < 5:
-                await asyncio.sleep(0.01)
-            trial.publish(NEW)
-            while not (trial.folder / "host" / "models" / NEW.name / "config.json").exists():
-                await asyncio.sleep(0.01)
-        log.append(asked("3.1", 6, 7))
-        await engine.resume()
-        await trial.until(GroupsFinished, 4)
-        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
-        await asyncio.wait_for(running, 60)
-        await trial.until(Leaving, 1)
-        await engine.close()
+        async with trial.live(engine, interruptible=False) as (task, log):
+            log.append(REQUEST_LOG.to_json(Confirm()), asked("3.0", 4, 5))
+            trial.publish(OLD)
+            await task.serve(3)
+            async with asyncio.timeout(60):
+                while len(calls) < 5:
+                    await asyncio.sleep(0.01)
+                trial.publish(NEW)
+                while not (trial.folder / "host" / "models" / NEW.name / "config.json").exists():
+                    await asyncio.sleep(0.01)
+            log.append(asked("3.1", 6, 7))
+            await engine.resume()
+            await trial.until(GroupsFinished, 4)
 
-    with torch.no_grad():
-        asyncio.run(run())
+    asyncio.run(run())
     versions = {item: group.versions for item, group in trial.groups().items()}
     assert versions == {4: (OLD.name,), 5: (OLD.name,), 6: (NEW.name,), 7: (NEW.name,)}
 
 
 def test_task_reacts_to_notifications_without_polling(trial: Trial) -> None:
     """The task neither polls nor waits for more results than will come."""
-    engine: NativeRollout
     masters, own = (WakeupSocket("127.0.0.1") for _ in range(2))
 
     async def heard() -> None:
@@ -287,31 +290,24 @@ def test_task_reacts_to_notifications_without_polling(trial: Trial) -> None:
                 await asyncio.sleep(0.01)
 
     async def run() -> None:
-        nonlocal engine
-        engine = trial.engine()
-        task = trial.task(engine, wakeups=own, poll_s=(600.0, 600.0), gather_s=600.0, spread_s=0.01)
-        running = asyncio.create_task(task.run())
-        log = LogWriter(trial.requests(3))
-        log.append(REQUEST_LOG.to_json(Confirm(wakeups=masters.address)))
-        await task.serve(3)
-        await trial.until(WakeTask, 1)
-        await heard()
-        assert trial.results[-1] == WakeTask(wakeups=own.address)
-        trial.publish(OLD)
-        masters.wake([own.address])
-        await trial.until(Holds, 1)
-        await heard()
-        log.append(asked("3.0", 0, 1, 2, 3))
-        masters.wake([own.address])
-        await trial.until(GroupsFinished, 4)
-        await heard()
-        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
-        masters.wake([own.address])
-        await asyncio.wait_for(running, 60)
-        await engine.close()
+        wake = partial(masters.wake, [own.address])
+        slow: dict[str, Any] = {"poll_s": (600.0, 600.0), "gather_s": 600.0, "spread_s": 0.01}
+        async with trial.live(trial.engine(), wake=wake, wakeups=own, **slow) as (task, log):
+            log.append(REQUEST_LOG.to_json(Confirm(wakeups=masters.address)))
+            await task.serve(3)
+            await trial.until(WakeTask, 1)
+            await heard()
+            assert trial.results[-1] == WakeTask(wakeups=own.address)
+            trial.publish(OLD)
+            wake()
+            await trial.until(Holds, 1)
+            await heard()
+            log.append(asked("3.0", 0, 1, 2, 3))
+            wake()
+            await trial.until(GroupsFinished, 4)
+            await heard()
 
-    with torch.no_grad():
-        asyncio.run(run())
+    asyncio.run(run())
     assert own.fileno() < 0, "it is closed"
     masters.close()
 
@@ -332,25 +328,18 @@ def test_task_reports_why_it_cannot_load_weights(
         return [one.problem for one in trial.results if isinstance(one, RolloutCounts)]
 
     async def run() -> None:
-        engine = trial.engine()
-        task = trial.task(engine, counts_s=0.01)
-        running = asyncio.create_task(task.run())
-        log = LogWriter(trial.requests(3))
-        trial.publish(OLD)
-        await task.serve(3)
-        while not any(problems()):  # the first counts may come before the first look
-            await trial.until(RolloutCounts, len(problems()) + 1)
-        assert problems()[-1] == "cannot write x: No space left on device"
-        full.clear()
-        await trial.until(Holds, 1)
-        await trial.until(RolloutCounts, len(problems()) + 2)
-        assert problems()[-1] == ""
-        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
-        await asyncio.wait_for(running, 60)
-        await engine.close()
+        async with trial.live(trial.engine(), counts_s=0.01) as (task, _):
+            trial.publish(OLD)
+            await task.serve(3)
+            while not any(problems()):  # the first counts may come before the first look
+                await trial.until(RolloutCounts, len(problems()) + 1)
+            assert problems()[-1] == "cannot write x: No space left on device"
+            full.clear()
+            await trial.until(Holds, 1)
+            await trial.until(RolloutCounts, len(problems()) + 2)
+            assert problems()[-1] == ""
 
-    with torch.no_grad():
-        asyncio.run(run())
+    asyncio.run(run())
 
 
 def test_rejected_version_is_loaded_after_it_is_published_again(trial: Trial) -> None:

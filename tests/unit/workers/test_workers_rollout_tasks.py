@@ -587,21 +587,6 @@ def unreadable(self: RolloutAttempt) -> Any:
     raise EnvironmentFailure("the directory does not answer")
 
 
-def test_only_the_newest_attempt_of_a_task_is_valid(beds: Callable[..., Bed]) -> None:
-    bed = beds()
-    first = bed.begin(7, "0.1")
-    first.finish(1)
-    second = bed.begin(7, "0.1")
-    assert bed.told()[1:] == [
-        ("rollout/7", "joined", ""),
-        ("rollout/7", "lost", "its task was started again"),
-    ]
-    assert [one.item for one in bed.ledger.finished] == [1], "it was finished before"
-    assert sorted(second.open) == [0, 2, 3]
-    bed.look()
-    assert bed.tasks.agents["rollout/7"].attempt == 1
-
-
 def test_new_attempt_frees_the_items_of_the_previous_attempt(
     beds: Callable[..., Bed],
 ) -> None:

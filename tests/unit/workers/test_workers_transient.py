@@ -192,12 +192,6 @@ def break_reads(patched: pytest.MonkeyPatch, victim: Path, number: int) -> None:
     patched.setattr(loader, "_io", calls)
 
 
-def test_user_errors_are_final() -> None:
-    error = UsageError("no such metric")
-    assert failure_of(error, "master").final
-    assert serve_module._failure_of(error, RANK, serve_module.START).final
-
-
 def test_missing_input_is_read_again_until_it_exists() -> None:
     tries = iter((UnreadableInputError("gone"), UnreadableInputError("gone"), None))
 
