@@ -81,7 +81,7 @@ class ModelPlan(_PlanPart):
     """The layout and the placement of one role's model.
 
     ``ranks[i]`` is the worker of the group that holds the model's i-th rank, in row-major order of
-    the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers are counted host by host. A
+    the axes in ``sizes``. Tensor-parallel ranks are adjacent. Workers are counted host by host. A
     trainer's worker number is its rank.
     """
 

@@ -121,7 +121,7 @@ def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:
 
 
 def newest_claim(names: NameStore, group: str, task: int, job: str) -> Identity | None:
-    """Return a task's newest claim in a round, or in any round of a start of a job.
+    """Return a task's newest claim in a round, or in any round of one start of a job.
 
     ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Return None without a claim. Skip
     damaged claims. Raises EnvironmentFailure.

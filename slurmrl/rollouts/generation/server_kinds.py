@@ -174,7 +174,7 @@ def _check_owner(socket: str) -> None:
     except OSError as error:
         raise RunFailedError(f"unix:{socket}: {error.strerror}") from error
     if owner not in (os.geteuid(), ROOT_UID):
-        raise UsageError(f"unix:{socket} belongs to user {owner}, not to you; not used")
+        raise UsageError(f"unix:{socket} is not used, because it belongs to user {owner}")
 
 
 class ServerKind(ABC):

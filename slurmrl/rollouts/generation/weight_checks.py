@@ -291,7 +291,7 @@ class WeightChecks:
         """Compare the parameters of the server ``where`` after it has loaded ``version``.
 
         ``replaced`` are the previous parameters, if they were other weights. Raises RunFailedError
-        if the server has other weights, UsageError if the files lack the server's output layer.
+        if the server has other weights, and UsageError if the files lack the server's output layer.
         """
         if self.own and where not in self._comparable:
             _check_head(where, version, held)

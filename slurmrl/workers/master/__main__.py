@@ -228,7 +228,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
     These are incomplete checkpoints, old control logs and old directories of process groups. Keep
     files of newer incarnations, because an incarnation may have begun since ``state`` was read.
-    Keep damaged checkpoints that were set aside until a later incarnation has committed.
+    Remove damaged checkpoints that were set aside only after a later incarnation has committed.
     """
     named = {commit.directory for commit in state.commits}
     committed = max((commit.incarnation for commit in state.commits), default=0)

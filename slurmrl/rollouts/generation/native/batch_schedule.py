@@ -1,4 +1,4 @@
-"""Scheduler: choose the tokens that the next call of the model reads, and their cache pages.
+"""The scheduler. It chooses the tokens that the next model call reads, and their cache pages.
 
 The schedule is continuous batching with a token budget over a paged key-value cache. All decisions
 are pure functions of the requests and the sampled tokens, so tensor ranks with the same requests
