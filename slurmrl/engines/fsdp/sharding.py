@@ -149,8 +149,8 @@ class Shards:
     def _clear(self) -> None:
         self.decoder.zero_grad()  # clears gradients of gathered parameters
         root = cast(FSDPModule, self.decoder)
-        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # set by the first forward
-            self._stuck = not hasattr(root, "reset_iter_state")  # new in torch 2.13
+        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # the first forward sets it
+            self._stuck = not hasattr(root, "reset_iter_state")  # older than torch 2.13
             if not self._stuck:
                 root.reset_iter_state()
             self.decoder.zero_grad()  # clears gradients of the shards

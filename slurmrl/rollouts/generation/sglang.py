@@ -163,7 +163,7 @@ class SglangDialect(HttpDialect):
 
     async def _ready_to_load(self) -> None:
         if self._mode == "abort":
-            await self._wait_until_idle()  # version 0.5.20 exits if busy; others reject the update
+            await self._wait_until_idle()  # SGLang 0.5.20 exits if busy; later versions reject this
 
     async def _load(self, name: str, folder: Path) -> None:
         body = {

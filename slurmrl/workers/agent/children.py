@@ -301,7 +301,7 @@ class Children:
         """Handle the end of the fork server, which also ends all its workers."""
         assert self.fork_server is not None
         code = self.fork_server.process.wait()
-        self._hear_fork_server()  # Read its last messages.
+        self._hear_fork_server()  # Read the server's last messages.
         ended = [self._end(slot) for slot in self.slots]
         if any(ended):
             self._news.ended.append(Ended(self.fork_server.name, code, None, self._import_error))
