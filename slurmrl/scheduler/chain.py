@@ -234,7 +234,7 @@ def give_back(link: Link, why: str, host: str) -> None:
         logger.error("this job is not requeued: %s", error)
         return
     text = hosts.leave_functions(link.run.run, script, name, excluded)
-    command = ["sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
+    command = ["/bin/sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
     subprocess.run(command, check=False, env=base.command_environment(os.environ) | _here())
 
 
