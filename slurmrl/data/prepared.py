@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -46,7 +47,7 @@ from slurmrl.fsio.calls import (
 from slurmrl.fsio.documents import INTEGER, SIZE, FieldType
 from slurmrl.tensors.pictures import KEY_BYTES, MANIFEST, NONE, path_of
 
-VERSION: Final = 5
+VERSION: Final = 6
 ROWS, INDEX = "rows.bin", "index.bin"
 BUFFER_BYTES: Final = 1 << 20
 INDEX_ROWS: Final = 1 << 14
@@ -99,6 +100,8 @@ class PreparedManifest:
     """Size of ``rows.bin`` in bytes."""
     pictures: bool
     """Whether rows may have pictures."""
+    tokens: str
+    """Fingerprint of the tokens of all rows, and of their runs."""
 
 
 def read_manifest(directory: Path, *, calls: SystemCalls = REAL) -> PreparedManifest | None:
@@ -273,11 +276,9 @@ class PreparedWriter:
         pictures: bool = False,
         calls: SystemCalls = REAL,
     ) -> None:
-        self._directory = directory
-        self._pictures = pictures
-        self._calls = calls
+        self._directory, self._pictures, self._calls = directory, pictures, calls
         self._dtype = np.dtype(f"<u{token_bytes}")
-        self._number = 0
+        self._number, self._tokens = 0, blake2b(digest_size=16)
         atomic.make_private_directory(directory, calls=calls)
         self._rows = _Output(directory / ROWS, calls)
         self._index = _Output(directory / INDEX, calls)
@@ -288,6 +289,7 @@ class PreparedWriter:
         ids = np.array([id for sequence in tokens for id in sequence.tokens], self._dtype)
         runs = [number for each in tokens for number in (len(each.runs), *each.runs)]
         packed = np.array(runs, _RUN).tobytes()
+        self._tokens.update(ids.astype("<u4").tobytes() + packed)
         encoded = name.encode(errors="surrogatepass")  # `RecordReader.finish` rejects surrogates
         key = tokens[0].pictures.ljust(KEY_BYTES, b"\0") if self._pictures else b""
         content = b"".join((ids.tobytes(), packed, encoded, key, row))
@@ -297,11 +299,9 @@ class PreparedWriter:
 
     def publish(self, recipe: str, source: str, source_state: str, left_out: int) -> None:
         """Write the rows, and then the manifest, durably to disk."""
-        sizes = self._dtype.itemsize, self._rows.size
-        rows = self._number
-        manifest = PreparedManifest(
-            recipe, source, source_state, rows, left_out, *sizes, self._pictures
-        )
+        made = (self._number, left_out, self._dtype.itemsize, self._rows.size, self._pictures)
+        tokens = self._tokens.hexdigest()
+        manifest = PreparedManifest(recipe, source, source_state, *made, tokens)
         self._add_entry(self._rows.size, 0, 0, 0, 0, 0, 0.0)
         self._rows.finish()
         self._index.finish()

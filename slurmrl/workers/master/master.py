@@ -96,10 +96,7 @@ class Master:
         self.agents = AgentRegistry(
             names,
             plan,
-            ChainMap(
-                self.channel.mailbox.agents,
-                rollouts.agents if rollouts is not None else {},
-            ),
+            ChainMap(self.channel.mailbox.agents, rollouts.agents if rollouts is not None else {}),
             incarnation=writer.incarnation,
             job=str(state.begin_data.get("job")),
             look_s=config.cluster.lease_ttl_s / LOOKS_PER_TTL,

@@ -67,7 +67,8 @@ STATE: Fields = {
     "step": COUNT,
     "ledger": FieldType("a ledger in which no item occurs twice", _is_ledger),
     "dataset": table(
-        {"size": SIZE, "fingerprint": TEXT, "sources": each(TEXT)}, ("size", "fingerprint")
+        {"size": SIZE, "fingerprint": TEXT, "sources": each(TEXT), "tokens": each(TEXT)},
+        ("size", "fingerprint"),
     ),
     "metrics": each(FieldType("any value", lambda value: True)),
     "controller": each(NUMBER),
@@ -99,10 +100,7 @@ class Progress:
     """Progress of a run, from step 0 or from the state of a commit."""
 
     def __init__(
-        self,
-        settings: Settings,
-        state: Mapping[str, Any] | None,
-        ledger: Ledger | None = None,
+        self, settings: Settings, state: Mapping[str, Any] | None, ledger: Ledger | None = None
     ) -> None:
         """``ledger`` replaces the plain ledger of the commit, for rollout tasks."""
         self.config: Config = settings.config
@@ -182,14 +180,19 @@ class Progress:
         ``held_out`` contains the sizes of the datasets of `Config.evaluations`. Raises UsageError
         for a changed dataset, and CorruptFileError or EnvironmentFailure for unreadable rows.
         """
-        dataset = {"size": size, "fingerprint": fingerprint, "sources": self._sources(directories)}
-        before = self.dataset
-        if before is not None and (before["size"], before["fingerprint"]) != (size, fingerprint):
+        sources, tokens = self._sources(directories)
+        dataset = {"size": size, "fingerprint": fingerprint, "sources": sources, "tokens": tokens}
+        before = self.dataset or dataset
+        again = "put the old content back and resume, or submit a new trial"
+        if (before["size"], before["fingerprint"]) != (size, fingerprint):
             raise UsageError(
                 f"the dataset {self._changed(before, dataset)} has changed since the last commit "
                 f"({before['size']} items then, {size} now), so the order of its items cannot be "
-                "kept: put the old content back and resume, or submit a new trial"
+                f"kept: {again}"
             )
+        if (before.get("tokens") or tokens) != tokens:
+            changed = f"the tokenizer or chat template of {self.config.actor.tokenizer} has changed"
+            raise UsageError(f"{changed} since the last commit, so prompts would differ: {again}")
         self.dataset = dataset
         self.held_out = held_out
         self._order = order_of(
@@ -205,10 +208,11 @@ class Progress:
             )
         self.chat_template = template
 
-    def _sources(self, directories: Sequence[Path]) -> dict[str, str]:
-        """Return the fingerprint of the files of each source, by the source's name."""
+    def _sources(self, directories: Sequence[Path]) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the fingerprints of each source's files and of its tokens, by its name."""
         named = zip(self.config.dataset.parts, map(read_manifest, directories), strict=False)
-        return {name: manifest.source for name, manifest in named if manifest is not None}
+        known = {name: manifest for name, manifest in named if manifest is not None}
+        return {n: m.source for n, m in known.items()}, {n: m.tokens for n, m in known.items()}
 
     def _changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         """Return the changed files of a dataset, or all files if an old commit has no sources."""

@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl import log
-from slurmrl.errors import (
-    EnvironmentFailure,
-    UnreadableInputError,
-    UnusableGpuError,
-    UsageError,
-)
+from slurmrl.errors import EnvironmentFailure, UnreadableInputError, UnusableGpuError, UsageError
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Cause, Failure, RankId

@@ -91,6 +91,7 @@ def test_files_and_directories_are_private(site: Site) -> None:
 @pytest.mark.parametrize("change", ["rows", "tokenizer", "settings", "same size", "tools"])
 def test_settings_that_change_tokens_lead_to_other_files(site: Site, change: str) -> None:
     first = site.prepare(1)
+    before = json.loads((first / prepared.MANIFEST).read_bytes())["tokens"]
     settings: dict[str, Any] = {}
     if change == "rows":
         site.write(ROWS[:-1])
@@ -105,6 +106,8 @@ def test_settings_that_change_tokens_lead_to_other_files(site: Site, change: str
     second = site.prepare(2, **settings)
     assert second != first
     assert site.names() == [second.name], "the old files are removed"
+    after = json.loads((second / prepared.MANIFEST).read_bytes())["tokens"]
+    assert (after == before) == (change in ("tokenizer", "tools")), "neither changes these tokens"
 
 
 def test_touched_file_or_new_shuffle_seed_does_not_tokenize_again(site: Site) -> None:

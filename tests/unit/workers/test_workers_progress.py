@@ -194,7 +194,7 @@ def test_changed_file_is_named_if_the_commit_lists_sources(
     sources = {name: DataSource(path=f"{name}.jsonl") for name in ("one", "two")}
     dataset = again.config.dataset.model_copy(update={"path": "", "sources": sources})
     again.config = again.config.model_copy(update={"dataset": dataset})
-    monkeypatch.setattr(again, "_sources", lambda directories: {"one": "a", "two": "c"})
+    monkeypatch.setattr(again, "_sources", lambda directories: ({"one": "a", "two": "c"}, {}))
     with pytest.raises(UsageError, match=r"the dataset two\.jsonl has changed since the last"):
         again.use_dataset(SIZE, "f2", {"": 7})
     dataset = dataset.model_copy(update={"images_key": "images"})
@@ -203,6 +203,21 @@ def test_changed_file_is_named_if_the_commit_lists_sources(
         UsageError, match=r"two\.jsonl \(or an image or video of its rows\) has changed"
     ):
         again.use_dataset(SIZE, "f2", {"": 7})
+
+
+def test_changed_tokens_of_rows_are_rejected(
+    make_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer's files may change as long as the rows keep their tokens."""
+    now = ({"": "file"}, {"": "tokens"})
+    monkeypatch.setattr(Progress, "_sources", lambda progress, directories: now)
+    state = committed(start(make_settings()))
+    start(make_settings(), state)
+    older = state | {"dataset": {"size": SIZE, "fingerprint": FINGERPRINT}}
+    now = ({"": "file"}, {"": "others"})
+    with pytest.raises(UsageError, match=r"the tokenizer or chat template of .* has changed"):
+        start(make_settings(), state)
+    start(make_settings(), older)
 
 
 def test_changed_chat_template_is_rejected(make_settings: Any) -> None:
