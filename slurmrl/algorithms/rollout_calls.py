@@ -90,6 +90,7 @@ class RolloutInterface(Interface):
             rows=episode.concurrency,
             cache_bytes=episode.cache_bytes,
             decode=decoding(context.tokenizer),
+            masked=generation_options(context).masks,
             settled=waiting.settled,
         )
         with engine.serving(str(context.step), options) as served:

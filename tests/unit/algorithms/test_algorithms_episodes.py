@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.offline_schema import Generate
 from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.policy.baselines import GreedyRewardInterface, GreedyRolloutInterface
 from slurmrl.algorithms.rollout_calls import RolloutInterface
@@ -76,6 +77,17 @@ def test_one_turn_episode_equals_a_completion(n: int, make_world: MakeWorld) -> 
         assert episode.lengths[key] == plain.lengths[key]
     torch.testing.assert_close(episode.tensor("logprobs"), plain.tensor("logprobs"))
     assert not episode.tensor("turn_rewards").any()
+
+
+def test_logprobs_are_over_the_vocabulary_without_recorded_masks(make_world: MakeWorld) -> None:
+    world = make_world()
+    found = []
+    for episode in ({"name": f"{OWN}:once"}, {}):
+        context = context_of(world, episode, n=3, top_k=2)
+        offline = replace(context.settings, algorithm=Generate(name="generate", batch_size=2))
+        found.append(generated(world, replace(context, settings=offline), ["a", "b"])[0])
+    assert torch.equal(*(each.tensor("input_ids") for each in found))
+    torch.testing.assert_close(*(each.tensor("logprobs") for each in found))
 
 
 def test_episode_logprobs_equal_those_of_the_whole_sequence(make_world: MakeWorld) -> None:
