@@ -83,7 +83,7 @@ def _host_memory(report: Mapping[str, Any]) -> str:
     lines = [f"host memory: {binary_size(size)} estimated for each worker, {on_host} for each host"]
     if recorded := report["experts_host_bytes"]:
         kept = f"{binary_size(recorded)} for each of its GPUs"
-        lines.append(f"a server keeps recorded experts in host memory, {kept}")
+        lines.append(f"expert ids recorded by a server: {kept}, in host memory")
     return "\n".join(lines)
 
 

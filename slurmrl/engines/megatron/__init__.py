@@ -42,7 +42,7 @@ def require() -> None:
     # megatron that slurmrl sets, and it does not depend on the layout.
     state = importlib.import_module("megatron.core.parallel_state")
     try:
-        vars(state)["torch"].cuda.current_device()  # Tests replace `torch` in this module.
+        vars(state)["torch"].cuda.current_device()  # CPU tests replace this `torch`.
     except (AssertionError, RuntimeError) as error:
         raise UsageError(
             f"the megatron engine needs a GPU ({error}); on CPUs use the fsdp backend"

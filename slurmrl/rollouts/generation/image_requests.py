@@ -122,8 +122,8 @@ RAW: Final = 3
 def image_features(images: Sequence[PromptImage], cache: str | None) -> dict[str, Any]:
     """Return the field of a request with the prompt's images; {} without images.
 
-    vLLM caches the hidden states of an image by name. The name contains ``cache``, because an
-    update with ``stale_cache`` does not clear this cache.
+    vLLM caches the hidden states of an image by name. Each name ends with ``cache``, the request's
+    cache salt, because an update with ``stale_cache`` keeps vLLM's image cache.
     """
     if not images:
         return {}

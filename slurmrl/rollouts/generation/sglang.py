@@ -182,7 +182,7 @@ class SglangDialect(HttpDialect):
         return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
-        await self._wait_until_idle()  # busy processes would exit
+        await self._wait_until_idle()  # a busy server would exit instead
         await self._post("/release_memory_occupation", {})
 
     async def wake(self) -> None:

@@ -1,8 +1,8 @@
 """Attention of single tokens over pages of a key-value cache, and writes to its cells.
 
 On GPUs, Triton kernels compute both. This module has their launches and equivalent functions in
-pure torch. The first use of each kernel on a device is compared with these functions, because
-nobody would notice a wrong completion.
+pure torch. Before the first use of a kernel, slurmrl compares its results for random inputs with
+these functions, because nobody would notice a wrong completion.
 
 Shapes: T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value
 heads, D head size, M cells that a token may see.

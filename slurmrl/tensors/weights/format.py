@@ -202,7 +202,7 @@ def read_manifest(folder: Path, *, calls: SystemCalls = REAL) -> VersionManifest
     """
     manifest = _read(folder / MANIFEST, VersionManifest, calls)
     if manifest.id.name != folder.name:
-        raise WeightVersionError(f"{folder / MANIFEST} describes version {manifest.id}")
+        raise WeightVersionError(f"{folder} is damaged: its {MANIFEST} has version {manifest.id}")
     return manifest
 
 

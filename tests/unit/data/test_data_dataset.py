@@ -158,7 +158,7 @@ def test_message_about_missing_default_keys_lists_existing_keys(tmp_path: Path) 
     ]
 
 
-def test_references_exist_for_all_prompts_or_none(tmp_path: Path) -> None:
+def test_answer_key_rejected_if_only_some_prompts_have_it(tmp_path: Path) -> None:
     without = {"prompt": "1+2="}
     tokenizer = characters(tmp_path)
     none = make(Dataset(type="prompt", path=write_rows(tmp_path, without)), tokenizer)

@@ -112,7 +112,7 @@ def test_plan_shows_expert_records_on_gpu_and_host(plan_ppo: Load) -> None:
     assert shown["experts_host_bytes"] == server_experts_bytes(settings)
     lines = terminal.as_text(document(shown))
     assert "ACTIVATIONS  KV_CACHE  EXPERTS" in lines
-    assert "a server keeps recorded experts in host memory" in lines
+    assert "expert ids recorded by a server" in lines
     plain = plan_ppo(architecture=EXPERTS)
     lines = terminal.as_text(document(report(plain, make_plan(plain, scheduler="slurm"))))
     assert ("EXPERTS" in lines, "recorded experts" in lines) == (False, False)

@@ -148,7 +148,7 @@ def test_greedy_rollout_is_rejected_for_group_advantages(load_ppo: Load) -> None
         load_ppo("algorithm.name=grpo", "rollout.greedy=true")
 
 
-def test_plan_gives_chosen_settings_and_reasons(load_ppo: Load) -> None:
+def test_plan_lists_each_setting_once_under_its_source(load_ppo: Load) -> None:
     """The plan lists every setting once, under the configuration, the preset or the defaults."""
     settings = load_ppo("algorithm.name=grpo", "algorithm.kl.coef=0.1", "algorithm.clip_ratio=0.3")
     shown = in_force(settings)
