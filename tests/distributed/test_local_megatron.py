@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,12 @@ SINKS = {
 }
 
 
-def let_megatron_compute_here(
-    site: Site, folder: Path, trial: str, kind: str = "sft"
-) -> dict[str, str]:
-    """Return settings of ``cluster`` that let megatron-core run on a CPU. Commands of ``site`` then
-    accept it there.
-    """
+def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> list[str]:
+    """Return ``code`` that lets megatron-core run on a CPU. Commands of ``site`` then accept it."""
     accept, install = (f"tests.support.megatron_cpu:{name}" for name in ("accept", "install"))
     write_hook(folder / f"{trial}.submit", "slurmrl.plan.build", accept)
     site.environment["PYTHONPATH"] = f"{folder / f'{trial}.submit'}:{ROOT}"
-    return hooked(site, folder, f"{kind}.{trial}", "slurmrl.engines.megatron", install)
+    return hooked(folder, trial, "slurmrl.engines.megatron", install)
 
 
 @pytest.mark.long
@@ -85,7 +82,7 @@ def test_trial_learns_the_same_on_megatron(
     config["actor"]["architecture"] = architecture
     sizes = {"make_vocab_size_divisible_by": 1, "sequence_parallel": layout == "t2"}
     config["actor"] |= {"backend": f"megatron:{layout}", "model": sizes}
-    config["cluster"] |= let_megatron_compute_here(site, tmp_path, "many")
+    config["code"] = let_megatron_compute_here(site, tmp_path, "many")
     many = site.write("many.yaml", config)
     site.slurmrl("submit", str(many), "--scheduler", "local", "--wait")
     site.slurmrl("resume", "sft/many", "total_steps=6", "--wait")
@@ -106,7 +103,7 @@ def test_archon_trial_learns_the_same_on_either_engine(tmp_path: Path, layout: s
     config["actor"]["backend"] = f"archon:{layout}"
     if layout == "p2":
         config["actor"]["model"] = {"make_vocab_size_divisible_by": 1}
-        config["cluster"] |= let_megatron_compute_here(site, tmp_path, "many")
+        config["code"] = let_megatron_compute_here(site, tmp_path, "many")
     many = site.write("many.yaml", config)
     plan = site.slurmrl("plan", str(many)).stdout
     assert f"'archon:{layout}' runs as {'megatron' if layout == 'p2' else 'fsdp'}:" in plan
@@ -125,8 +122,8 @@ def test_example_with_experts_learns_the_same_as_one_rank(tmp_path: Path) -> Non
     one_rank = ("actor.backend=fsdp:d1", "actor.model=null", "rollout.backend=native:d1")
     submit = ("submit", str(EXAMPLE), "--scheduler", "local", "--wait", *short)
     site.slurmrl(*submit, "trial=one", *one_rank)
-    variables = let_megatron_compute_here(site, tmp_path, "1", trial)
-    site.slurmrl(*submit, *(f"cluster.{name}={value}" for name, value in variables.items()))
+    code = let_megatron_compute_here(site, tmp_path, "1")
+    site.slurmrl(*submit, f"code={json.dumps(code)}")
     found, expected = site.metrics(f"{trial}/1"), site.metrics(f"{trial}/one")
     assert_close(found, expected)
     assert found[-1]["loss"] < 0.9 * found[1]["loss"]

@@ -74,7 +74,7 @@ def test_calls_on_separate_ranks_overlap(tmp_path: Path) -> None:
         critic={"backend": "fsdp:d2", "offload": True},
         ref={"backend": "fsdp:d2", "gpus": "2-3", "offload": True},
         rollout={"backend": "native:d2", "gpus": "2-3"},
-        cluster=hooked(site, tmp_path, "ppo.apart", SERVE, f"{CHANGES}:reference_waits_for_critic"),
+        code=hooked(tmp_path, "apart", SERVE, f"{CHANGES}:reference_waits_for_critic"),
     )
     assert_close(found, run(site, "one", algorithm=normalized))
     first = next(line for line in found if line["step"] == 1)
@@ -106,7 +106,7 @@ def test_episodes_on_tensor_ranks_survive_kills(tmp_path: Path) -> None:
         config = grpo(rollout, trial=trial, total_steps=5)
         if trial == "killed":
             dying = f"{CHANGES}:ranks_die_while_they_serve"
-            config["cluster"] |= hooked(site, tmp_path, f"grpo.{trial}", SERVE, dying)
+            config["code"] = hooked(tmp_path, trial, SERVE, dying)
         file = site.write(f"{trial}.yaml", config)
         site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
         outcomes.append(site.outcome(f"grpo/{trial}"))
@@ -136,7 +136,7 @@ def test_weights_move_once_per_step_with_several_generations(tmp_path: Path) -> 
         config["rollout"] |= rollout
         if rollout:
             counted = f"{CHANGES}:moves_are_counted"
-            config["cluster"] |= hooked(site, tmp_path, f"ppo.{trial}", SERVE, counted)
+            config["code"] = hooked(tmp_path, trial, SERVE, counted)
         file = site.write(f"{trial}.yaml", config)
         site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
         found.append(site.metrics(f"ppo/{trial}"))
@@ -157,7 +157,7 @@ def test_wrong_weight_move_ends_the_incarnation(tmp_path: Path) -> None:
         "wrong",
         steps=1,
         rollout={"backend": "native:d1"},
-        cluster=hooked(site, tmp_path, "ppo.wrong", SERVE, f"{CHANGES}:first_move_goes_wrong"),
+        code=hooked(tmp_path, "wrong", SERVE, f"{CHANGES}:first_move_goes_wrong"),
     )
     assert found[-1]["step"] == 1
     seen = events.read_all(site.paths("ppo/wrong"))
@@ -219,7 +219,7 @@ def test_megatron_actor_generates(
                 "rollout": {"replay_experts": replays},
             }
         else:
-            sections["cluster"] = let_megatron_compute_here(site, tmp_path, trial, "ppo")
+            sections["code"] = let_megatron_compute_here(site, tmp_path, trial)
         found.append(run(site, trial, **sections))
     assert_close(*found)
 
@@ -241,9 +241,9 @@ def test_calls_on_separate_meshes_equal_one_rank(tmp_path: Path) -> None:
     on the last two ranks, the reference on the first two. The metrics equal a run on one rank.
     """
     site = Site(tmp_path)
-    cluster = let_megatron_compute_here(site, tmp_path, "manual", "ppo")
+    code = let_megatron_compute_here(site, tmp_path, "manual")
     actor = megatron("") | {"backend": ""}
-    found = run(site, "manual", steps=2, allocation_mode=MANUAL, actor=actor, cluster=cluster)
+    found = run(site, "manual", steps=2, allocation_mode=MANUAL, actor=actor, code=code)
     models = json.loads(site.paths("ppo/manual").plan.read_text())["models"]
     assert {name: (model["backend"], model["ranks"]) for name, model in models.items()} == {
         "actor": ("megatron:t2p2", [0, 1, 2, 3]),

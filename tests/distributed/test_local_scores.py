@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ COMPLETIONS = dict(zip(SUITES, (3, 2), strict=True))
 KILLS = "tests.support.evaluation_hooks:processes_die_once"
 
 
-def run(site: Site, **cluster: Any) -> RunPaths:
+def run(site: Site, code: Sequence[str] = ()) -> RunPaths:
     """Run a trial that evaluates its suites at each step and commits every second step."""
     own = {"dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")}}
     other = {
@@ -38,7 +39,7 @@ def run(site: Site, **cluster: Any) -> RunPaths:
         "every_steps": 1,
     }
     config = ppo_config(total_steps=STEPS, trial="1", evaluation=evaluation)
-    config["cluster"] |= cluster
+    config["code"] = list(code)
     file = site.write("config.yaml", config)
     site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
     return site.paths("ppo/1")
@@ -59,7 +60,7 @@ def test_each_evaluation_has_one_score_file_despite_kills(tmp_path: Path) -> Non
     for site in sites:
         site.folder.mkdir()
     calm = run(sites[0])
-    killed = run(sites[1], **hooked(sites[1], tmp_path, "ppo.1", "slurmrl.workers.messages", KILLS))
+    killed = run(sites[1], hooked(tmp_path, "1", "slurmrl.workers.messages", KILLS))
     steps = range(STEPS + 1)
     files = {calm.evaluation(step, suite).name for step in steps for suite in SUITES}
     assert content(calm).keys() == files

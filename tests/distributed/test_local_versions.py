@@ -34,8 +34,8 @@ def test_weight_versions_survive_kills_without_bit_changes(tmp_path: Path) -> No
     """
     site = Site(tmp_path)
     run(site, "silent")
-    killed = hooked(site, tmp_path, "sft.1", MESSAGES, KILLS)
-    run(site, "1", rollout={"publish": {"whole_every": 3}}, cluster=killed | {"gpus_per_worker": 0})
+    killed = hooked(tmp_path, "1", MESSAGES, KILLS)
+    run(site, "1", rollout={"publish": {"whole_every": 3}}, code=killed)
     assert site.outcome("sft/1") == site.outcome("sft/silent")
 
     paths = site.paths("sft/1")

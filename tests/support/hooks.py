@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.trials import Site
-
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = """
-import sys
+import os, sys
+
+os.environ[{variable!r}] = {folder!r}
+sys.path.append({root!r})
 
 class Hook:
     def find_spec(self, name, path, target=None):
@@ -23,19 +24,25 @@ FOLDER = "TEST_FOLDER"
 """The variable with the folder of the test."""
 
 
-def hooked(site: Site, folder: Path, trial: str, module: str, function: str) -> dict[str, str]:
-    """Return settings with which processes call ``function`` when they import ``module``."""
-    hook, variables = folder / f"{trial}.hook", folder / f"{trial}.variables"
-    write_hook(hook, module, function)
-    code = site.paths(trial.replace(".", "/")).code
-    variables.write_text(f"PYTHONPATH={code}:{hook}:{ROOT}\n{FOLDER}={folder}\n")
-    variables.chmod(0o600)
-    return {"variables_file": str(variables)}
+def hooked(folder: Path, trial: str, module: str, function: str) -> list[str]:
+    """Return ``code`` with which processes call ``function`` when they import ``module``.
+
+    Each Python process of the trial imports ``sitecustomize`` from the trial's copy of the code.
+    """
+    write_hook(folder / f"{trial}.hook", module, function)
+    return [str(folder / f"{trial}.hook" / "sitecustomize.py")]
 
 
 def write_hook(hook: Path, module: str, function: str) -> None:
     """Make a folder for PYTHONPATH that calls ``function`` at the import of ``module``."""
     hook.mkdir()
     package, _, name = function.partition(":")
-    text = HOOK.format(module=module, package=package, function=name)
+    text = HOOK.format(
+        variable=FOLDER,
+        folder=str(hook.parent),
+        root=str(ROOT),
+        module=module,
+        package=package,
+        function=name,
+    )
     (hook / "sitecustomize.py").write_text(text)

@@ -115,7 +115,7 @@ def test_report_is_complete_after_each_section(tmp_path: Path) -> None:
     assert "| cannot be had | numpy>=1.26 |" in report
     earlier = report.partition("seen: ")[2]
     assert "| first | passed |" in earlier
-    assert "**1 more sections had not run when this was written.**" in earlier
+    assert "**1 more sections had not run when this report was written.**" in earlier
     assert "more sections" not in report.partition("seen: ")[0]
 
 
