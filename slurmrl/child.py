@@ -53,8 +53,9 @@ def run(
     shown: bool = False,
     env: Mapping[str, str] | None = None,
     kept_bytes: int = 0,
+    sent: bytes = b"",
 ) -> ChildEnd:
-    """Run a command without input.
+    """Run a command with ``sent`` as its input, which other users cannot read.
 
     Keep the first ``kept_bytes`` of its standard output. With ``shown``, its standard error goes to
     the standard error of this process. Kill the command after ``limit_s`` seconds.
@@ -64,10 +65,11 @@ def run(
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile()) if kept_bytes else None
         errors = None if shown else stack.enter_context(tempfile.TemporaryFile())
+        stdin = _filled(stack.enter_context(tempfile.TemporaryFile()), sent)
         process = stack.enter_context(
             _started(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output or subprocess.DEVNULL,
                 stderr=errors,
                 env=env,
@@ -112,9 +114,7 @@ class ChildRequest:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with ExitStack() as stack:
             # The request is in a file, because a write to a pipe could block.
-            stdin = stack.enter_context(tempfile.TemporaryFile())
-            stdin.write(self._request)
-            stdin.seek(0)
+            stdin = _filled(stack.enter_context(tempfile.TemporaryFile()), self._request)
             errors = None if self._shown else stack.enter_context(tempfile.TemporaryFile())
             process = stack.enter_context(
                 _started(
@@ -165,6 +165,12 @@ def _started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Pope
             _kill_group(process)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(KILLED_S)
+
+
+def _filled(file: IO[bytes], content: bytes) -> IO[bytes]:
+    file.write(content)
+    file.seek(0)
+    return file
 
 
 class DieWithParent:

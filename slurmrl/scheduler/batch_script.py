@@ -152,10 +152,22 @@ def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
 def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str]:
     """Return the user's shell lines after lines that define ``module``. Raises UsageError."""
     lines = [str(line) for line in slurm_options(request, group).get("setup") or ()]
-    parsed = child.run(["bash", "-nc", "\n".join(lines)], limit_s=10)
-    if parsed.code:
-        raise UsageError(f"cluster.slurm.setup: bash cannot parse the lines: {parsed.last_line}")
+    text = "\n".join(lines)
+    if (parsed := _parsed(text)).code:
+        why = parsed.errors.partition("\n")[0].removeprefix("/dev/stdin: ")
+        raise UsageError(f"cluster.slurm.setup: bash cannot parse the lines: {why}")
+    if _parsed(f"{text}\n;\n").code == 0:  # A line ";" is an error unless it continues a line.
+        raise UsageError(
+            "cluster.slurm.setup: the lines would include the script's next lines: end the "
+            "here-document, or remove the backslash at the end of the last line"
+        )
     return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines
+
+
+def _parsed(text: str) -> child.ChildEnd:
+    """Parse shell code, whose secrets must not be in the arguments of a process."""
+    command = ["/bin/bash", "-O", "extglob", "-n", "/dev/stdin"]  # A line may set extglob.
+    return child.run(command, limit_s=10, env={"LC_ALL": "C"}, sent=text.encode())
 
 
 def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bool]:

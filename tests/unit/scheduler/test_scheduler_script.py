@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl import child
 from slurmrl.errors import UsageError
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import batch_script
@@ -264,6 +265,42 @@ def test_setup_lines_must_be_complete_shell_code() -> None:
     batch_script.script(request(setup=["for i in 1 2", "do echo $i", "done"]), GROUP, "srun")
     with pytest.raises(UsageError, match=r"setup: bash cannot parse the lines: .*unexpected EOF"):
         batch_script.script(request(setup=['echo "a']), GROUP, "srun")
+    with pytest.raises(UsageError, match=r"line 2: syntax error near .*`done'$"):
+        batch_script.script(request(setup=["set -e", "done"]), GROUP, "srun")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["shopt -s extglob", "rm -rf /tmp/x/!(keep)"],
+        ["case $HOSTNAME in ?(a|b)) true;; esac"],
+        ["cat <<END > file", "a", "END"],
+        ["true \\\\", "# comment \\"],
+    ],
+)
+def test_setup_lines_may_use_all_syntax_of_bash(lines: list[str]) -> None:
+    assert "\n".join(lines) in batch_script.script(request(setup=lines), GROUP, "srun")
+
+
+@pytest.mark.parametrize("line", ["cat <<END", "export A=1 \\"])
+def test_setup_lines_must_not_include_next_lines_of_the_script(line: str) -> None:
+    with pytest.raises(UsageError, match="setup: the lines would include the script's next lines"):
+        batch_script.script(request(setup=[line]), GROUP, "srun")
+
+
+def test_setup_lines_are_in_no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All users of a login node can read the arguments of its processes."""
+    commands: list[str] = []
+    run = child.run
+
+    def record(command: list[str], **options: Any) -> child.ChildEnd:
+        commands.append(" ".join(command))
+        return run(command, **options)
+
+    monkeypatch.setattr(child, "run", record)
+    batch_script.script(request(setup=["export KEY=secret"]), GROUP, "srun")
+    assert commands
+    assert not any("secret" in command for command in commands)
 
 
 @pytest.mark.parametrize("line", ["rm -rf /", "--x\nrm -rf /", ""])
