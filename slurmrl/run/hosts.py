@@ -242,7 +242,7 @@ def guard_command(run: Path, python: str, module: str) -> list[str]:
     """
     functions = leave_functions(run, Path("/dev/null"), "", "")
     text = f"trap '' USR1 USR2\n{functions}\n{try_module(python, module)}"
-    return ["sh", "-c", f'{text} || {{ {RECORD_AND_EXIT}; }}\nexec "$@"', "sh"]
+    return ["/bin/sh", "-c", f'{text} || {{ {RECORD_AND_EXIT}; }}\nexec "$@"', "sh"]
 
 
 def try_module(python: str, module: str) -> str:

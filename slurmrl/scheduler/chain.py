@@ -171,11 +171,14 @@ class Link(Chain):
     """Id of its array."""
     index: int
     restart: int = 0
+    path: str = ""
+    """PATH of the job before ``cluster.env`` and the variables file replace it."""
 
     @staticmethod
     def here(run: RunPaths, submission: int, group: str) -> Link:
         job, restart = env.ARRAY_JOB_ID.get(), env.RESTART_COUNT.get()
-        return Link(run, submission, group, job, env.LINK.get(), restart)
+        path = os.environ.get("PATH", "")
+        return Link(run, submission, group, job, env.LINK.get(), restart, path)
 
     @property
     def element(self) -> str:
@@ -235,13 +238,14 @@ def give_back(link: Link, why: str, host: str) -> None:
         return
     text = hosts.leave_functions(link.run.run, script, name, excluded)
     command = ["/bin/sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
-    subprocess.run(command, check=False, env=base.command_environment(os.environ) | _here())
+    subprocess.run(command, check=False, env=base.command_environment(os.environ) | _here(link))
 
 
-def _here() -> dict[str, str]:
-    """Return the variables of this job that the shell needs and `command_environment` omits."""
+def _here(link: Link) -> dict[str, str]:
+    """Return the variables that `command_environment` omits or `cluster.env` may replace."""
     known = (env.ARRAY_JOB_ID, env.JOB_ID, env.LINK, env.NODE_NAME, env.RESTART_COUNT)
-    return {one.name: os.environ[one.name] for one in known if one.name in os.environ}
+    found = {one.name: os.environ[one.name] for one in known if one.name in os.environ}
+    return found | ({"PATH": link.path} if link.path else {})
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:

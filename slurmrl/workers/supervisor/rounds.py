@@ -334,8 +334,8 @@ class Rounds:
                 )
             except OSError as error:
                 self._no_agents = (
-                    f"{command[0]} cannot start ({os.strerror(error.errno or 0)}): look at "
-                    "cluster.slurm.setup, which may change PATH"
+                    f"{command[0]} cannot start ({os.strerror(error.errno or 0)}): look at PATH "
+                    "in cluster.env, cluster.variables_file and cluster.slurm.setup"
                 )
                 logger.error("%s", self._no_agents)
                 return None

@@ -31,7 +31,7 @@ from slurmrl.run.hosts import (
     try_module,
 )
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import chain, submission
+from slurmrl.scheduler import base, chain, submission
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.support.scripted_slurm import Slurm
 
@@ -247,8 +247,9 @@ def test_failure_without_host_fault_is_counted_once(paths: RunPaths, run_leave: 
 
 
 @pytest.mark.usefixtures("run_leave")
-def test_job_is_requeued_if_its_path_has_no_shell(
-    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replaced", [False, True], ids=["no shell", "no Slurm"])
+def test_job_is_requeued_if_its_path_lacks_commands(
+    paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
     """``cluster.env`` and the variables file may replace PATH in the batch process."""
     variables = {**JOB, "PATH": f"{tmp_path}/bin", "SAID": f"{tmp_path}/said", "IMPOSSIBLE": "no"}
@@ -256,8 +257,11 @@ def test_job_is_requeued_if_its_path_has_no_shell(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(submission, "directive", lambda *_: "job")
     monkeypatch.setattr(submission, "excluded_by_user", lambda *_: "")
-    monkeypatch.setattr(chain.base, "command_environment", dict)
-    chain.give_back(chain.Link(paths, 1, "trainer", "41", 2), "srun cannot start", "n1")
+    monkeypatch.setattr(base, "command_environment", dict)
+    link = chain.Link.here(paths, 1, "trainer")
+    if replaced:
+        monkeypatch.setenv("PATH", "/nowhere")
+    chain.give_back(link, "srun cannot start", "n1")
     assert "scontrol requeue 41_2" in (tmp_path / "said").read_text()
     assert [one.why for one in avoided(paths)] == ["srun cannot start"]
 
