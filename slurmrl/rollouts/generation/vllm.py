@@ -354,6 +354,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # otherwise the server would unpickle requests
     "VLLM_API_KEY": "",  # otherwise the server would require this key in requests
     "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",  # vLLM starts further processes with -m; a clone must not shadow it
 }
 """Environment variables of a server, which override the job's variables."""
 CPU_ENVIRONMENT: Mapping[str, str] = {

@@ -30,6 +30,7 @@ from tests.unit.models.conftest import BASE, ODD
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
                 "VLLM_API_KEY": "",
+                "PYTHONSAFEPATH": "1",
             },
         ),
     ],
@@ -46,8 +47,8 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_directory(
         "Instances",
         lambda _, patience, program: kept.append((program, patience)),
     )
-    for name in wanted:
-        monkeypatch.setenv(name, "1" if name != "VLLM_SERVER_DEV_MODE" else "0")
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, "1" if value != "1" else "0")
     for name, value in {"PYTHONPATH": "/ours", "RANK": "3", "HTTPS_PROXY": "http://p"}.items():
         monkeypatch.setenv(name, value)
     serving = Serving(

@@ -220,6 +220,15 @@ def test_parts_of_a_tensor_rank_have_the_sizes_of_its_boxes(odd_name: str) -> No
     }
 
 
+def test_bfloat16_stays_near_float32() -> None:
+    decoder = small_decoder("llama")
+    inputs = pack(random_sequences(LENGTHS))
+    exact = decoder(*inputs)
+    rounded = decoder.to(torch.bfloat16)(*inputs)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).norm() < 0.05 * exact.norm()
+
+
 def test_empty_batch_gives_every_parameter_a_gradient() -> None:
     decoder = small_decoder()
     ids, cu = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)

@@ -91,6 +91,17 @@ def test_allowed_changes_are_made_and_marked(
     assert any(kept in line for line in lines)
 
 
+def test_no_setting_is_changed_without_permission(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    found = searched(capsys, config)
+    assert "unchanged_seconds" not in found
+    assert found["answers"]
+    for one in found["answers"]:
+        assert one["learned"] == {}
+        assert not any("dtype" in key or "tasks" in key for key in one["settings"])
+
+
 def test_defaults_that_follow_from_a_change_are_named(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
