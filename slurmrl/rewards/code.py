@@ -280,6 +280,7 @@ def sandbox_program(
         "files_bytes": files_mib << 20,
         "most_processes": max_processes,
         "namespaces": namespaces != "off",
+        "equality": package.read("rewards/code_equality.py").decode(),
     }
     interpreter = python or ("python3" if prefix else sys.executable)
     source = package.read("rewards/code_sandbox.py").decode()

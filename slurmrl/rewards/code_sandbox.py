@@ -55,6 +55,8 @@ NAMED += ("random", "string", "copy", "datetime", "typing", "collections", "heap
 NAMED += ("itertools", "functools", "math")
 MODULES = {*NAMED, "io", "json", "operator", "os", "re", "sys", "time"}
 """Modules that programs have without an import. Programs also have all names of `NAMED` modules."""
+EQUALITY: dict[str, Any] = {"__name__": "equality"}
+"""The names of the source in ``settings["equality"]``: `slurmrl.rewards.code_equality`."""
 LAST_BYTES = 2000
 """Number of bytes at the end of standard error in which to look for the reason of a failure."""
 
@@ -330,10 +332,6 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
             atexit._run_exitfuncs()
             _flush(space)
         return 0
-    if "mock" not in case["check"]:  # its ANY equals everything
-        sys.modules.update(dict.fromkeys(("mock", "unittest.mock")))  # type: ignore[arg-type]
-    build, kept = builtins.__build_class__, dict[Any, Any]()  # the tests check all classes last
-    builtins.__build_class__ = lambda *x, **named: kept.setdefault(object(), build(*x, **named))
     names = dict(vars(builtins))
     _execute_text(program, "main.py", space)
     vars(builtins).update(names)  # the program may have replaced some, such as AssertionError
@@ -361,10 +359,11 @@ def _run_tests(code: str, module: types.ModuleType) -> None:
     module.__name__ = "__main__"
     sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
-        for name in [x for x in sys.modules if x.startswith("unittest") and sys.modules[x]]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "unittest"]:
             del sys.modules[name]  # the program may have changed the module
         _check_unittest()
-    _execute_text(code, "tests.py", module.__dict__)
+    tests = EQUALITY["with_plain_operands"](code, module.__dict__)
+    _execute_text(tests, "tests.py", module.__dict__)
 
 
 def _check_unittest() -> None:
@@ -385,7 +384,7 @@ def _check_unittest() -> None:
     unittest.TestProgram.runTests = returning  # type: ignore
 
 
-def _execute_text(text: str, name: str, space: dict[str, Any]) -> None:
+def _execute_text(text: Any, name: str, space: dict[str, Any]) -> None:
     exec(compile(text, name, "exec", dont_inherit=True), space)  # without our __future__ imports
 
 
@@ -481,6 +480,7 @@ def main(settings: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     preamble()  # import modules once for all programs
+    exec(compile(settings["equality"], "code_equality.py", "exec"), EQUALITY)
     methods = vars(context)["_concrete_contexts"]  # a spawned process could not import the program
     methods.update(dict.fromkeys(methods, methods["fork"]))
     vars(vars(context)["_default_context"]).update(_default_context=methods["fork"])

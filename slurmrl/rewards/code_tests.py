@@ -62,31 +62,6 @@ def _call_tests(tests):
 """Code that runs test functions and classes as pytest does. It must not contain names of
 `code_sandbox.preamble`, because programs lose the names that occur in test code."""
 
-CHECK_EQUALITY: Final = """
-
-def _check_equality():
-    import gc
-    from builtins import Exception, all, getattr, issubclass, object, type, vars
-
-    pairs = (1, 2), ("a", "b"), ([0], [1]), (object(), object())
-    for each in gc.get_objects():
-        own = vars(each) if issubclass(type(each), type) else {}
-        file = getattr(getattr(own.get("__eq__"), "__code__", None), "co_filename", "")
-        if "__eq__" not in own or (file != "main.py" and own.get("__module__") != "program"):
-            continue
-        makes = (lambda: None), (lambda: object.__new__(each)), (lambda: each.__new__(each))
-        for make, pair in [(make, pair) for make in makes for pair in pairs]:
-            try:
-                results = [own["__eq__"](make(), value) for value in pair]
-                equal = all(result is not NotImplemented and result for result in results)
-            except Exception:
-                continue
-            assert not equal, f"objects of {each} equal {pair[0]!r} and {pair[1]!r}"
-
-_check_equality()
-"""
-"""Code that fails if a class of the program has objects that equal different values."""
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
 Definitions = Mapping[str, Definition]
@@ -119,7 +94,7 @@ def runnable(code: str, entry_point: Any) -> tuple[str, str]:
     if tests:
         _check_callable(defined, tests)
         calls += f"{CALL_TESTS}_call_tests([{', '.join(node.name for node in tests)}])\n"
-    return code, calls + CHECK_EQUALITY  # last: a function may define the class when it is called
+    return code, calls
 
 
 def _without_pytest_main(code: str) -> str:

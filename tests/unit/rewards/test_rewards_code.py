@@ -354,6 +354,16 @@ def test_unittest_determines_the_score_in_each_form_of_call(make: Make, end: str
         "def add(a, b):\n  import gc\n  class Any(int):\n"
         "    def __eq__(self, other): return isinstance(other, int) and gc.collect() >= 0\n"
         "  return Any(0)",
+        "import gc\ngc.get_objects = lambda *given: []\n"
+        "class Any(int): __eq__ = lambda *given: True\ndef add(a, b): return Any(0)",
+        "class Any(int):\n  __eq__, __module__ = int.__add__, 'x'\ndef add(a, b): return Any(1)",
+        "class Any(int):\n  def __new__(cls, n): return int.__new__(cls, n)\n"
+        "  def __eq__(self, other): return isinstance(other, int)\ndef add(a, b): return Any(0)",
+        "class Any: __eq__ = property(lambda self: lambda other: True)\n"
+        "def add(a, b): return Any()",
+        "from test.support import ALWAYS_EQ\ndef add(a, b): return ALWAYS_EQ",
+        "import sys\nsys.modules.pop('unittest.mock', 0)\nfrom unittest.mock import ANY\n"
+        "def add(a, b): return ANY",
     ],
 )
 def test_tests_fail_if_a_program_tampers_with_them(make: Make, cheat: str) -> None:
@@ -374,6 +384,73 @@ def test_tests_pass_for_a_class_with_its_own_equality(make: Make) -> None:
         "def isinstance(each, kind): return builtins.isinstance(each, kind)"
     )
     assert judge(make(), {"tests": ["assert Point(1) == Point(1)"]}, [program]) == [1.0]
+
+
+VECTOR = """\
+class Vector(list):
+    def __eq__(self, other): return all(x == y for x, y in zip(self, other))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (f"{VECTOR}def f(): return 3", "assert f() == 3"),
+        (f"{VECTOR}def f(): return Vector()", "assert f() == [] and [f()] == [[]]"),
+        (f"{VECTOR}def f(): return Vector([1, 2])", "assert f() == [1, 2]"),
+        (
+            "class Bag(dict):\n  def __eq__(self, o): return all(o.get(k) for k in self)\n"
+            "class Set(set):\n  def __eq__(self, o): return all(k in o for k in self)\n"
+            "def f(): return Bag(), Set()",
+            "assert f() == ({}, set())",
+        ),
+        (
+            "class Near(float):\n  def __eq__(self, o): return abs(float(self) - o) < 1e-6\n"
+            "def f(): return Near(0.1 + 0.2)",
+            "assert f() == 0.3",
+        ),
+        (
+            "class Near:\n  def __init__(self, x): self.x = x\n"
+            "  def __eq__(self, o): return abs(self.x - getattr(o, 'x', o)) < 1e-6\n"
+            "def f(): return [Near(0.1 + 0.2)]",
+            "assert f() == [0.3] and f()[0] == 0.3",
+        ),
+        (
+            "class Mod(int):\n  def __eq__(self, o): return (int(self) - int(o)) % 3 == 0\n"
+            "def f(): return Mod(1)",
+            "assert f() == 4",
+        ),
+        ("from unittest import mock\ndef f(): return 3", "assert f() == 3"),
+        ("def f(): return {'id': 7, 'x': 1}", "from unittest.mock import ANY\n"
+         "assert f() == {'id': ANY, 'x': 1}"),
+        ("def f(): return 7", "class Any: __eq__ = lambda *given: True\nassert f() == Any()"),
+        (
+            "class Term:\n  def __eq__(self, o): return Term()\n  def sql(self): return 'a = 1'\n"
+            "  def __str__(self): return 'a = 1'",
+            "assert (Term() == 1).sql() == 'a = 1' and str(Term() == 1) == 'a = 1'",
+        ),
+        (
+            "@dataclass\nclass P:\n  x: int\n  y: list = field(default_factory=list)\n"
+            "def f(): return P(1), Fraction(1, 2), Decimal('0.5'), namedtuple('N', 'a')(1)",
+            "assert f() == (P(1), 0.5, 0.5, (1,))",
+        ),
+        (
+            "class Ratio:\n  def __init__(self, a, b): self.a, self.b = a, b\n"
+            "  def __eq__(self, o): return self.a == o * self.b\ndef f(): return Ratio(0, 5)",
+            "import unittest\nclass T(unittest.TestCase):\n"
+            "  def test_f(self): self.assertEqual(f(), 0)",
+        ),
+        (
+            "try: import numpy as np\nexcept ImportError: f = lambda x: x\nelse: f = np.array",
+            "assert all(f([1, 2]) == f([1, 2])) and f([1]) == 1 and list(f([0])) == [0]",
+        ),
+    ],
+)  # fmt: skip
+def test_tests_pass_for_correct_programs_with_unusual_equality(
+    make: Make, program: str, test: str
+) -> None:
+    wrong = program.rpartition("def f")[0] or "pass"
+    assert judge(make(), {"tests": test}, [program, f"{wrong}\ndel f"]) == [1.0, 0.0]
 
 
 def test_program_may_use_a_process_pool(make: Make) -> None:
