@@ -123,7 +123,8 @@ class InputChecks:
             yield Finding(subject, Weight.FAILED, f"{what}: {describe(error)}", key)
 
     def _weights(self) -> Iterator[Finding]:
-        seen = set()
+        seen, written = set(), [*self._writable()]
+        known = {each.message for each in written}
         for use in self.roles:
             model = self.config.model(use.role)
             what = (model.path, use.head, use.trained, model.implementation)
@@ -139,15 +140,15 @@ class InputChecks:
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
             elif not wrong:
-                check = resolve("slurmrl.models.hf_loading:misfits")
-                wrong = check(config_values(model), use.head, Path(model.path))
+                check, values = resolve("slurmrl.models.hf_loading:misfits"), config_values(model)
+                wrong = [e for e in check(values, use.head, Path(model.path)) if e not in known]
             if use.head == "value" and not (use.trained or wrong or VALUE_HEAD in headers):
                 wrong = [
                     f"{model.path} has no {VALUE_HEAD}: every score would be 0; use an export of "
                     "algorithm.name: reward_model or another folder with a scalar head"
                 ]
             yield from (Finding("weights", Weight.FAILED, message, key) for message in wrong)
-        yield from self._writable()
+        yield from written
         yield from self._replayable()
 
     def _replayable(self) -> Iterator[Finding]:
@@ -227,8 +228,7 @@ class InputChecks:
     def _episode(self) -> Iterator[Finding]:
         settings = self.config.rollout.episode
         if settings.has_turns:
-            found = self._one_episode(settings)
-            what = f"episode '{settings.name}'"
+            what, found = f"episode '{settings.name}'", self._one_episode(settings)
             yield from self._of_user_code("episode", "rollout.episode", what, found)
 
     def _one_episode(self, settings: EpisodeSettings) -> Iterator[Finding]:

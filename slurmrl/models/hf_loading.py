@@ -20,6 +20,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -31,7 +34,13 @@ from slurmrl.fsio import inputs
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf import as_tensor, is_finite
 from slurmrl.models.hf_config import MODULE, HFConfig, constants_refusal
-from slurmrl.models.model_tensors import not_finite, not_tied, open_folder, same_values
+from slurmrl.models.model_tensors import (
+    not_finite,
+    not_tied,
+    open_folder,
+    read_headers,
+    same_values,
+)
 from slurmrl.models.parallel.linear import Linear
 from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import Box, Index, TensorSpec
@@ -75,18 +84,47 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
 def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
     """Return the reason why a folder's files do not fill the model of a ``config.json`` object.
 
-    Only headers of files are read, and tensors that the config ties.
+    Only headers of files are read, and tensors that the config ties. Pinned checkpoints and
+    quantized folders are not checked.
     """
-    if is_pinned(source):
+    if is_pinned(source) or values.get("quantization_config"):
         return []
     try:
-        model, _ = _loaded(HFConfig.from_hf(values), head, source, torch.float32, device_map="meta")
-    except (ValueError, KeyError, OSError, RuntimeError) as error:
-        return [f"transformers cannot load the weights: {error}"]
+        model = sketch(HFConfig.from_hf(values), head)
+        _require_filled(model, _report(model, source), source)
+    except MemoryError:
+        raise
+    except UsageError as error:
+        return [str(error)]
+    except Exception as error:  # noqa: BLE001 - transformers' loader may raise any exception
+        return [f"transformers cannot load the weights: {type(error).__name__}: {error}"]
     tensors = open_folder(source)
     known = tensors.specs().keys()
     ties = [(a, b) for a, b in model.all_tied_weights_keys.items() if a in known and b in known]
     return [f"{source}: {not_tied(*tie)}" for tie in ties if not same_values(tensors, *tie)]
+
+
+def _report(model: Any, source: Path) -> dict[str, Any]:
+    """Return transformers' report for a folder's tensors, loaded into a model without weights.
+
+    The public loader maps whole files as writable memory, which the inspector's limit counts, and
+    needs accelerate to load tensors without memory.
+    """
+    conversions: Any = get_model_conversion_mapping(model)
+    for each in conversions:
+        if isinstance(each, WeightConverter):
+            each.force_cpu = False
+    load = LoadStateDictConfig(
+        ignore_mismatched_sizes=True,
+        device_map={"": torch.device("meta")},
+        dtype=torch.float32,
+        weight_mapping=conversions,
+    )
+    headers, _ = read_headers(source)
+    state = {name: torch.empty(spec.shape, device="meta") for name, spec in headers.items()}
+    report, _ = model._load_pretrained_model(model, state, None, load)
+    found: dict[str, Any] = model._finalize_model_loading(model, load, report).to_dict()
+    return found
 
 
 def task_of(config: HFConfig, head: Head) -> Any:
@@ -167,9 +205,7 @@ def _limit_time_steps(model: PreTrainedModel) -> None:
             cast(nn.Module, layer.in_proj).register_forward_hook(partial(limited, layer))
 
 
-def _loaded(
-    config: HFConfig, head: Head, source: Path, dtype: torch.dtype, **where: str
-) -> tuple[Any, bool]:
+def _loaded(config: HFConfig, head: Head, source: Path, dtype: torch.dtype) -> tuple[Any, bool]:
     """Return the model of a folder, and whether its files lack a value head.
 
     While a pinned checkpoint is loaded, its weights are in memory twice.
@@ -178,7 +214,7 @@ def _loaded(
     """
     task, settings = task_of(config, head), AutoConfig.from_pretrained(source, **LABELS[head])
     options = {"config": _without_dropout(settings), "dtype": dtype, "output_loading_info": True}
-    options |= {"ignore_mismatched_sizes": True, **where}  # The report has mismatched sizes.
+    options |= {"ignore_mismatched_sizes": True}  # The report has mismatched sizes.
     if is_pinned(source):
         tensors = open_folder(source)
         state = {
@@ -190,6 +226,12 @@ def _loaded(
         model, report = kind.from_pretrained(None, state_dict=state, **options)
     else:
         model, report = task.from_pretrained(source, **options)
+    _require_filled(model, report, source)
+    return model, "score.weight" in report["missing_keys"]
+
+
+def _require_filled(model: Any, report: Mapping[str, Any], source: Path) -> None:
+    """Raise UsageError if, by transformers' report, a folder does not fill the model."""
     missing, tied = report["missing_keys"], model.get_expanded_tied_weights_keys(True)
     wrong = [f"the files lack {name}" for name in missing if not name.startswith("score.")]
     wrong += [f"{n} has shape {[*a]} instead of {[*b]}" for n, a, b in report["mismatched_keys"]]
@@ -197,7 +239,6 @@ def _loaded(
     if wrong:
         more = f", and {len(wrong) - 1} more problems" if len(wrong) > 1 else ""
         raise UsageError(f"{source} does not match its config.json: {min(wrong)}{more}")
-    return model, "score.weight" in missing
 
 
 def _require_finite(model: PreTrainedModel, source: Path) -> None:

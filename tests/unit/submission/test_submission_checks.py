@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,7 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_loading import misfits
 from slurmrl.models.hf_model import HFModel
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.own_algorithm import importable
@@ -677,6 +680,47 @@ def test_model_that_the_files_do_not_fill_is_rejected(
     if implementation == "hf":
         with pytest.raises(UsageError, match=re.escape(message)):
             HFModel(HFConfig.from_hf(values), "lm", source=model, seed=0, dtype=torch.float32)
+
+
+def test_transformers_model_larger_than_the_memory_limit_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither mapped files nor accelerate, which slurmrl does not require, are needed."""
+    model = tmp_path / "model"
+    model.mkdir()
+    to_hf(build(ModelConfig.from_hf(ARCHITECTURE)), model)
+    weights = model / "model.safetensors"
+    size, rest = int.from_bytes(weights.read_bytes()[:8], "little"), weights.read_bytes()[8:]
+    header, end = json.loads(rest[:size]), len(rest) - size + 9 * 2**30
+    unused = {"dtype": "U8", "shape": [9 * 2**30], "data_offsets": [len(rest) - size, end]}
+    text = json.dumps(header | {"mtp.weight": unused}).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + rest[size:])
+    os.truncate(weights, 8 + len(text) + end)
+    values = json.loads((model / "config.json").read_text())
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", bool)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (input_checks.MOST_MEMORY, before[1]))
+    try:
+        assert misfits(values, "lm", model) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": 0}, {"hidden_size": "x"}])
+def test_transformers_model_that_cannot_be_built_is_reported_once(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    to_hf(build(ModelConfig.from_hf(ARCHITECTURE)), model)
+    settings = settings_of(
+        tmp_path, "actor.architecture=null", f"actor.path={model}", "actor.implementation=hf"
+    )
+    values = json.loads((model / "config.json").read_text()) | wrong
+    (model / "config.json").write_text(json.dumps(values))
+    (found,) = (each for each in inputs(settings) if each.subject == "weights")
+    assert (found.weight, found.key) == (Weight.FAILED, "actor.implementation")
+    assert "transformers cannot build a " in found.message
 
 
 def test_transformers_model_with_integer_constants_is_accepted(tmp_path: Path) -> None:
