@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -91,7 +89,8 @@ def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
         return []
     try:
         model = sketch(HFConfig.from_hf(values), head)
-        _require_filled(model, _report(model, source), source)
+        with suppress(ImportError, AttributeError, TypeError):  # another version of transformers
+            _require_filled(model, _report(model, source), source)
     except MemoryError:
         raise
     except UsageError as error:
@@ -108,8 +107,12 @@ def _report(model: Any, source: Path) -> dict[str, Any]:
     """Return transformers' report for a folder's tensors, loaded into a model without weights.
 
     The public loader maps whole files as writable memory, which the inspector's limit counts, and
-    needs accelerate to load tensors without memory.
+    needs accelerate to load tensors without memory. The private one may differ between versions.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+    from transformers.modeling_utils import LoadStateDictConfig
+
     conversions: Any = get_model_conversion_mapping(model)
     for each in conversions:
         if isinstance(each, WeightConverter):
