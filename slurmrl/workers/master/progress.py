@@ -301,11 +301,9 @@ class Progress:
 
     def record(self, incarnation: int, files: int) -> None:
         """Note that this incarnation has recorded the last finished step in part files."""
-        before = self.recorded[-1] if self.recorded else None
-        first = self.step
-        if before is not None and (before.incarnation, before.files) == (incarnation, files):
-            first = before.first
-            self.recorded.pop()
+        own = incarnation, files, self.step - 1  # a filter may leave no item of a step in between
+        before = [(steps.incarnation, steps.files, steps.last) for steps in self.recorded[-1:]]
+        first = self.recorded.pop().first if before == [own] else self.step
         self.recorded.append(
             RecordedSteps(first=first, last=self.step, incarnation=incarnation, files=files)
         )

@@ -183,6 +183,17 @@ def test_filtered_items_have_no_result_lines(paths: RunPaths, begin: Begin) -> N
     assert [line["id"] for line in lines(paths)] == ["4", "6"]
 
 
+def test_step_without_items_between_others_has_no_part_files(paths: RunPaths, begin: Begin) -> None:
+    incarnation = begin(1)
+    incarnation.step()
+    incarnation.progress.drop(incarnation.progress.take(4), "dull")
+    incarnation.progress.advance({})
+    incarnation.results.finish_step()
+    incarnation.step()
+    incarnation.results.write()
+    assert [line["id"] for line in lines(paths)] == list("012389")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
