@@ -433,9 +433,12 @@ def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: boo
     for call in evaluation:
         if call.method is Method.RECORD:
             yield f"call '{call.name}' of an evaluation records results; only calls of a step may"
-    for call in calls:
+    for place, call in enumerate(calls):
         if call.method is Method.FILTER and one_pass:
             yield f"call '{call.name}' filters items, but with one_pass no step can replace items"
+        for before in calls[:place] if call.method is Method.FILTER else ():
+            if before.method is Method.RECORD:
+                yield f"call '{before.name}' records results before '{call.name}' filters items"
 
 
 def _unread(algorithm: Algorithm, calls: Sequence[Call], config: Config) -> Iterator[str]:

@@ -268,6 +268,8 @@ def test_only_one_call_of_an_algorithm_may_record_results(load_own: Load, code: 
     passing = ("strength:", "one_pass: ClassVar = True\n    strength:")
     filtering = ("Method.INFERENCE", "Method.FILTER")
     assert "with one_pass no step can replace" in broken(load_own, code, passing, filtering)
+    early = (("Method.INFERENCE", "Method.RECORD"), ("Method.TRAIN_STEP", "Method.FILTER"))
+    assert "'judge_inf' records results before 'train'" in broken(load_own, code, *early)
 
 
 def test_stop_condition_may_name_custom_evaluation_measures(load_own: Load, code: Path) -> None:
