@@ -20,7 +20,7 @@ from slurmrl.cli.options import (
     examples,
     json_option,
 )
-from slurmrl.cli.status_text import SHOWN, number
+from slurmrl.cli.status_text import SHOWN, number, shown
 from slurmrl.cli.trial_status import Rest
 from slurmrl.display import terminal
 from slurmrl.display.terminal import plain
@@ -78,15 +78,8 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
             if name in own
         }
         click.echo("\n" if place else "", nl=False)
-        click.echo(
-            chart(
-                name,
-                drawn,
-                width=terminal.width() or PIPE_WIDTH,
-                height=HEIGHT,
-                colored=sys.stdout.isatty(),
-            )
-        )
+        width, colored = terminal.width() or PIPE_WIDTH, sys.stdout.isatty()
+        click.echo(chart(name, drawn, width=width, height=HEIGHT, colored=colored))
     return 0
 
 
@@ -116,7 +109,8 @@ def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) ->
     if not known:
         raise UnknownNameError(f"{', '.join(found)}: there are no metrics yet")
     names: dict[str, None] = {}
-    for pattern in patterns or [name for name in SHOWN if name in known]:
+    default = [*shown(known), *(name for name in known if f"{name}/low" in known)]
+    for pattern in patterns or default:
         matching = [name for name in known if fnmatchcase(name, pattern)]
         if not matching:
             raise UnknownNameError(f"no metric '{pattern}'; {near(pattern, known)}")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -58,9 +58,13 @@ def progress(status: Status) -> str:
 def metrics(values: Mapping[str, Any]) -> str:
     """Return the metrics of a progress line, such as ``reward 0.41  kl 0.003``."""
     estimates = dict(_estimates(values))
-    shown = [*SHOWN, *(name for name in values if _of_suite(name) in SHOWN)]
-    alone = (name for name in shown if name in values and name not in estimates)
+    alone = (name for name in shown(values) if name not in estimates)
     return "  ".join([*(f"{name} {number(values[name])}" for name in alone), *estimates.values()])
+
+
+def shown(names: Collection[str]) -> list[str]:
+    """Return the metrics of a progress line without intervals, including metrics of suites."""
+    return [*filter(names.__contains__, SHOWN), *(n for n in names if _of_suite(n) in SHOWN)]
 
 
 def _of_suite(name: str) -> str:

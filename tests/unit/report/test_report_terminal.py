@@ -50,6 +50,18 @@ def test_wrong_metric_is_rejected_with_a_similar_name(
     assert "eval/kl" in error
 
 
+def test_default_metrics_are_those_of_the_progress_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path, trial="1")
+    low, high = {"eval/pass@8/low": 0.0}, {"eval/pass@8/high": 1.0}
+    line = {"own": 1, "eval/sums/reward": 2, "eval/pass@8": 0.5, **low, **high}
+    run.metrics(*({"step": step, "reward": 1, **line} for step in (1, 2)))
+    assert main(["plot", "add/1", "--root", str(tmp_path)]) == 0
+    titles = [chart.split(maxsplit=1)[0] for chart in capsys.readouterr().out.split("\n\n")]
+    assert titles == ["reward", "eval/sums/reward", "eval/pass@8"]
+
+
 def test_chart_has_the_given_size() -> None:
     curve = Curve(x=range(300), y=[float(x) for x in range(300)])
     text = chart("a\x1b[31mb", {"t": curve}, width=200, height=9, colored=False)
