@@ -36,7 +36,7 @@ from slurmrl.registry import resolve
 from slurmrl.run import metrics
 from slurmrl.run.events import EventKind
 from slurmrl.run.history.slots import History, Kind
-from slurmrl.run.history.state import Commit, fold, recent
+from slurmrl.run.history.state import Commit, fold, place, recent
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import ORIGIN, is_pinned
 from slurmrl.workers.supervisor.tasks_inside import signals_held_back
@@ -125,11 +125,13 @@ class CheckpointEvaluations:
             config = load_resolved(self._paths.config)
             if config.evaluation is None or config.evaluation.tasks is None:
                 return False
-            state = fold(History(self._paths.history).read())
+            state = fold(records := History(self._paths.history).read())
             if state.end is not None and state.end.kind is Kind.CANCELLED:
                 return True
-            missing = list(self._missing(config, state.commits))
-            for commit in {commit.directory: commit for commit, _ in missing}.values():
+            own = (one for one in records[state.begin_slot + 1 :] if one.kind is Kind.COMMIT)
+            made = [Commit(*place(one), one.incarnation) for one in own]  # maybe deleted already
+            missing = list(self._missing(config, [*made, *state.commits]))
+            for commit in {c.directory: c for c, _ in missing if c in state.commits}.values():
                 with suppress(SlurmrlError):  # `_submit` retries and reports errors
                     link_files(self._paths, commit)
             for commit, suite in missing:
@@ -143,7 +145,7 @@ class CheckpointEvaluations:
     def _missing(self, config: Config, commits: Sequence[Commit]) -> Iterator[tuple[Commit, str]]:
         """Yield each checkpoint and suite that no link has submitted, in the order of steps.
 
-        Include deleted checkpoints whose files are linked.
+        Include deleted checkpoints whose files are linked, and ``commits``, which may be deleted.
         """
         marks = self._paths.evaluation_marks
         make_private_directory(marks)

@@ -253,6 +253,30 @@ def test_checkpoint_that_cannot_be_linked_is_reported(
     assert ("evaluation_failed", failed) in site.said
 
 
+def test_checkpoint_deleted_before_it_was_linked_is_reported(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of an earlier incarnation is not: `resume` may have added the evaluations."""
+
+    def link_files(paths: RunPaths, commit: Commit) -> None:
+        if commit.step < 6:
+            raise UsageError("its files are gone")
+        site.link_files(paths, commit)
+
+    monkeypatch.setattr(checkpoint_evaluations, "resolve", lambda _: link_files)
+    for step in (2, 4):
+        site.run.begin()
+        site.run.commit(step)
+        site.run.append(Kind.DELETE, step=step, directory=f"step-{step:08d}.1")
+    site.run.commit(6)
+    site.link()
+    said = [(kind, data["step"], data["suite"]) for kind, data in site.said]
+    expected = [("evaluation", 6, "a"), ("evaluation", 6, "b")]
+    expected += [("evaluation_failed", 4, "a"), ("evaluation_failed", 4, "b")]
+    assert said == expected
+    assert site.said[-1][1]["reason"] == "its files are gone"
+
+
 def test_submissions_still_running_at_the_end_are_reported(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
