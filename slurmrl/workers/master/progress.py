@@ -191,8 +191,10 @@ class Progress:
                 f"kept: {again}"
             )
         if (before.get("tokens") or tokens) != tokens:
-            changed = f"the tokenizer or chat template of {self.config.actor.tokenizer} has changed"
-            raise UsageError(f"{changed} since the last commit, so prompts would differ: {again}")
+            raise UsageError(
+                f"the tokenizer or chat template of {self.config.actor.tokenizer} has changed "
+                f"since the last commit, so prompts would differ: {again}"
+            )
         self.dataset = dataset
         self.held_out = held_out
         self._order = order_of(

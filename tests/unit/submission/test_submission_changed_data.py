@@ -60,7 +60,7 @@ class Site:
             directory.mkdir(parents=True)
             values = {"version": VERSION, "recipe": "r", "source": self.sources()[name]}
             values |= {"source_state": state_of([path]), "rows": 1, "left_out": 0, "token_bytes": 2}
-            values |= {"row_bytes": 1, "pictures": False}
+            values |= {"row_bytes": 1, "pictures": False, "tokens": "t"}
             (directory / "manifest.json").write_text(json.dumps(values))
 
     def findings(self) -> list[Finding]:
