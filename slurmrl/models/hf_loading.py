@@ -89,8 +89,11 @@ def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
         return []
     try:
         model = sketch(HFConfig.from_hf(values), head)
+        report: dict[str, Any] = {}
         with suppress(ImportError, AttributeError, TypeError):  # another version of transformers
-            _require_filled(model, _report(model, source), source)
+            report = _report(model, source)
+        if report:
+            _require_filled(model, report, source)
     except MemoryError:
         raise
     except UsageError as error:
