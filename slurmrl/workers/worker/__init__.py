@@ -1,5 +1,5 @@
 """The worker: one process per rank.
 
 It has model shards and the rank's part of the batch, and executes the master's messages in order.
-Of the processes of a run, only workers and their fork server import torch.
+Only workers and their fork server import torch.
 """

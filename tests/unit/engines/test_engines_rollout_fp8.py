@@ -40,7 +40,7 @@ def dequantized(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 def test_blocks_of_matrix_use_whole_range_of_fp8(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding errors are at most those of a 3-bit mantissa."""
+    """Rounding errors are at most the errors of a 3-bit mantissa."""
     monkeypatch.setattr(fp8_weights, "AT_A_TIME", 128 * 200)  # several pieces
     torch.manual_seed(0)
     matrix = torch.randn(shape).to(torch.bfloat16)
