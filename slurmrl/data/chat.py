@@ -188,7 +188,7 @@ class ChatTemplate:
         return whole
 
     def _open(self, message: Message) -> Message:
-        """Remove tokens that end a turn from a message of the assistant: the template adds one."""
+        """Remove end-of-turn tokens from a message of the assistant: the template adds a token."""
         content = message.get("content")
         if message["role"] != ASSISTANT or not isinstance(content, str):
             return message

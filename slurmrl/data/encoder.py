@@ -230,7 +230,7 @@ class Encoder:
 
 
 ANCHORS: Final = ("\n", ")", "0", "z", "é")
-"""Strings to put before a continuation. Few tokenizers merge all five with its first token."""
+"""Strings that precede a continuation. Few tokenizers merge all five with its first token."""
 PROBE: Final = "a"
 
 

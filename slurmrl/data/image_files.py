@@ -186,7 +186,7 @@ def _decoded(
     import numpy as np
 
     stream = container.streams.video[0]
-    if (total := stream.frames) == 0:  # some formats do not store it
+    if (total := stream.frames) == 0:  # Some formats do not store this number.
         total = sum(1 for _ in container.decode(video=0))
         container.seek(0)
     rate = stream.average_rate or stream.guessed_rate

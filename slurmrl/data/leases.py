@@ -83,7 +83,7 @@ class SampleLedger(Ledger):
         record = record or LedgerRecord()
         super().__init__(record)
         self.rejected: Counter[str] = Counter()
-        """Results and samples that did not count, by reason, since the incarnation began."""
+        """Numbers of results and samples of this incarnation that did not count, by reason."""
         self._incarnation = incarnation
         self._lineage = lineage
         self._granted = 0
@@ -153,7 +153,7 @@ class SampleLedger(Ledger):
     def lease(self, count: int, holder: str, oldest: str) -> LeasedItems:
         """Lease the first queued items to a holder that has the weights of the version ``oldest``.
 
-        Raises ValueError as `take`.
+        Raises ValueError as `take` does.
         """
         items = tuple(self._dequeue(count))
         self._granted += 1
@@ -217,7 +217,7 @@ class SampleLedger(Ledger):
         whose samples are too stale for the step are dropped.
 
         Take ``count`` items. If ``most`` is given, take up to ``most`` items, or all items that no
-        later step can take, if these are more. If ``sound`` is given, only its samples are
+        later step can take, if these are more. If ``sound`` is given, only the samples in it are
         available. Take none if fewer than ``count`` items are available.
         """
         first = step - 1 - max_staleness

@@ -166,7 +166,7 @@ class Ledger:
         self._settled = record.settled
         self._next = record.next
         self._in_flight: dict[int, int] = {}
-        """Step by item in flight. None of these tables has items before `_settled`."""
+        """Step by item in flight. This table and the next two lack items before `_settled`."""
         self._trained = _expanded((run.first, run.stop, run.step) for run in record.trained)
         self._dropped = _expanded((run.first, run.stop, run.reason) for run in record.dropped)
         self._dropped_before = Counter(
@@ -233,7 +233,7 @@ class Ledger:
         )
 
     def _dequeue(self, count: int) -> list[int]:
-        """Remove the first queued items from the queue. Raises ValueError as `take`."""
+        """Remove the first queued items from the queue. Raises ValueError as `take` does."""
         again = sorted(self._queued_again)[:count]
         end = self._next + count - len(again)
         if end - self._settled > MOST_COUNT:

@@ -241,9 +241,9 @@ class _Ids:
 
 
 def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Return the first `MOST_PROBLEMS` problems, with equal problems of several rows as one.
+    """Return the first `MOST_PROBLEMS` problems; merge equal problems of several rows.
 
-    Its place is the first of these rows. Its message has the number of rows and names more rows.
+    A merged problem has the place of the first row, and a message with the number of rows.
     """
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems[:MOST_PROBLEMS]:

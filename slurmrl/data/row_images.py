@@ -35,7 +35,7 @@ def with_media(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> 
     """Return a row's conversation with its images and videos, or why one of them has no place."""
     found: dict[str, list[Any]] = {medium: [] for medium in MEDIA}
     made = list(messages)
-    for medium, key in reversed(config.media_keys.items()):  # `_placed` prepends: images come first
+    for medium, key in reversed(config.media_keys.items()):  # `_placed` prepends parts.
         placed = _placed(medium, value_at(row, key), made)
         if isinstance(placed, str):
             return f"'{key}' {placed}"

@@ -355,7 +355,7 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
     saved = [0] * (len(common) + 2)
     """For each sequence, the maximum number of tokens that it and later sequences can save."""
     choices = [(1, 0)] * (len(common) + 1)
-    """For each sequence, how many sequences from here share a prefix, and the prefix's length."""
+    """For each sequence: number of it and later ones that share a prefix; the prefix's length."""
     for first in reversed(range(len(common))):
         saved[first], length = saved[first + 1], common[first]
         for count, tokens in enumerate(common[first : first + MOST - 1], 2):

@@ -1,8 +1,8 @@
 """Optimizers on local shards, with which every engine steps.
 
-All optimizers work element by element, so a step does not depend on how parameters are sharded. (A
-step of Muon or Adafactor would, because it uses whole matrices.) Moments have the shape of their
-parameter and start at 0. Together with the step count, they suffice to resume.
+All optimizers work element by element, so a step does not depend on how parameters are sharded.
+(Steps of Muon or Adafactor use whole matrices, and would depend on it.) Moments have the shape of
+their parameter and start at 0. Together with the step count, they suffice to resume.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Placing:
         return found
 
     def _spread(self, wholes: Sequence[Box], every: int) -> Holders:
-        """Return the chunks of the first of each ``every`` tensor ranks, whose boxes are equal."""
+        """Return the chunks of every ``every``-th tensor rank; ranks between have equal boxes."""
         ranks: dict[Box, list[int]] = {}
         for rank, tensor_rank in enumerate(self._tensor_ranks):
             box = self._chunk(wholes[tensor_rank], rank)

@@ -41,7 +41,7 @@ class PackedModel(nn.Module, ABC):
 
     @property
     def embedding(self) -> nn.Module | None:
-        """Embedding if it is a sharding unit. It is none if another module shares its weight."""
+        """Embedding as a sharding unit; None, for example, if another module shares its weight."""
         return None
 
     @property

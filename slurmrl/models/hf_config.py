@@ -3,7 +3,7 @@
 The module also returns the length up to which a sequence's results do not depend on its batch.
 Rotations of type ``longrope`` change their factors for a whole batch if one sequence exceeds the
 original length. ``dynamic`` changes its base beyond ``max_position_embeddings``. Position tables
-end with their last row.
+have no rows for longer sequences.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _report(model: Any, source: Path) -> dict[str, Any]:
     """Return transformers' report for a folder's tensors, loaded into a model without weights.
 
     The public loader maps whole files as writable memory, which the inspector's limit counts, and
-    needs accelerate to load tensors without memory. The private one may differ between versions.
+    needs accelerate to load tensors without memory. The private loader may differ between versions.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -220,7 +220,7 @@ def _loaded(config: HFConfig, head: Head, source: Path, dtype: torch.dtype) -> t
     """
     task, settings = task_of(config, head), AutoConfig.from_pretrained(source, **LABELS[head])
     options = {"config": _without_dropout(settings), "dtype": dtype, "output_loading_info": True}
-    options |= {"ignore_mismatched_sizes": True}  # The report has mismatched sizes.
+    options |= {"ignore_mismatched_sizes": True}  # The report lists mismatched sizes.
     if is_pinned(source):
         tensors = open_folder(source)
         state = {

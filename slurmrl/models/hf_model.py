@@ -270,7 +270,7 @@ class HFModel(PackedModel):
 
         Prompts are prefilled together up to ``prefill_tokens`` in total. A longer prompt is
         prefilled separately. With ``experts``, experts are recorded. ``pictures`` are the paths of
-        the prompts' pictures, as for `showing`. Raises UsageError as `require_generation`.
+        the prompts' pictures, as for `showing`. Raises UsageError as `require_generation` does.
         """
         self.require_generation()
         return HFSession(

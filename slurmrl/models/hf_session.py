@@ -176,7 +176,7 @@ class HFSession:
             name = type(self._inner).__name__
             raise UsageError(f"{name} cannot generate: its forward() takes no cache")
         if "cache_params" in self._parameters and ids.shape[1] == 1:
-            del arguments["attention_mask"]  # Mamba would read only its last column.
+            del arguments["attention_mask"]  # Mamba would read only the mask's last column.
         step = {name: value for name, value in arguments.items() if name in self._parameters}
         if self._routers is None:
             output = self._model(ids, ids, 0, step)
@@ -204,7 +204,7 @@ def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 
 def _joined_values(values: Sequence[Any]) -> Any:
-    """Join tensors that have a dim of rows, also within lists and dicts. Other values are equal."""
+    """Join tensors with a dim of rows, even in lists and dicts. Other values are equal."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(values))

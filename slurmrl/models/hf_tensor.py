@@ -45,7 +45,7 @@ EXPERTS: Final = ("moe_tp_experts", "ep_dispatch_experts")
 """transformers' styles of modules whose parameters have experts along the first dim, which ranks
 share."""
 EXPERT_PARALLEL: Final = "_is_expert_parallel"
-"""Attribute that makes transformers' experts skip tokens whose expert index is their number."""
+"""Attribute with which transformers' experts skip tokens whose expert index is ``num_experts``."""
 KEPT_WHOLE: Final = (
     "colwise_gather_output",
     "embedding_rowwise",
@@ -354,7 +354,7 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
         if value.is_floating_point():
             return whole_to_partial(value, tensor.group)
         own = value - tensor.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)  # ``count``: no own expert
+        return torch.where((own >= 0) & (own < count), own, count)  # count: another rank's expert
 
     def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return tuple(map(localized, given)), {n: localized(value) for n, value in named.items()}

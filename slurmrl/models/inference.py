@@ -35,7 +35,7 @@ from slurmrl.tensors.ops.products import (
 
 Apply = Callable[[Tensor], Tensor]
 PACKED_BYTES = 2**30
-"""Maximum size of a model that is copied for faster products, if the processor has them. The plan
+"""Maximum size of a model that is copied for the faster products of some processors. The plan
 counts the memory of the copy (`plan.estimates.memory`)."""
 
 

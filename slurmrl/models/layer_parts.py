@@ -165,7 +165,7 @@ def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
     """Interpolate frequencies NTK-by-parts (Peng et al. 2023, YaRN, section 3.2)."""
 
     def turning_pair(turns: float) -> float:
-        """Return the pair that makes this many rotations within the original length."""
+        """Return the index of the pair with this many rotations within the original length."""
         return (
             head_dim
             * math.log(rope.original_length / (turns * 2 * math.pi))

@@ -168,7 +168,7 @@ def _opened_file(path: Path) -> TensorFile:
     - CorruptFileError, for example for a truncated file;
     - UsageError for a file without weights.
     """
-    with inputs.opened(path):  # raises different errors for a missing file and for a folder
+    with inputs.opened(path):  # Missing files and folders raise different errors.
         inputs.check_file(path)
     return TensorFile(path)
 
@@ -452,8 +452,8 @@ def small_not_finite(
 def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | None:
     """Return why a tied model cannot be loaded; None if it can.
 
-    If the projection in the files is not the embedding, transformers uses it in spite of
-    config.json, but slurmrl would not. Raises UsageError, CheckpointError, CorruptFileError.
+    If the projection in the files is not the embedding, transformers uses the projection in spite
+    of config.json, but slurmrl would not. Raises UsageError, CheckpointError, CorruptFileError.
     """
     if head != "lm" or not config.tie_embeddings:
         return None

@@ -146,9 +146,9 @@ class EpisodeRunner:
     ) -> list[Completion]:
         """Run the episodes of the items; return their completions in the items' order.
 
-        :param slots: limit of running episodes, shared by concurrent calls. The items of such a
-        call are completions of one prompt. They may occasionally all fail. :raises EpisodeError: no
-        episode was completed. :raises RunFailedError: the engine failed.
+        :param slots: limit of running episodes that concurrent calls share. Each of these calls has
+        completions of one prompt, which may occasionally all fail. :raises EpisodeError: no episode
+        was completed. :raises RunFailedError: the engine failed.
         """
         outcomes: dict[int, Completion] = {}
         left = deque(enumerate(items))
@@ -165,7 +165,7 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._settings.concurrency, len(items))):
-                    waiting.begin()  # until the worker's first episode begins
+                    waiting.begin()  # until the worker begins
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -227,8 +227,8 @@ class EpisodeRunner:
     ) -> None:
         """Log the failures of a call.
 
-        Raises EpisodeError if all episodes failed. Calls for an item or prompt ``alone`` raise only
-        after `MOST_SINGLE_FAILURES` such calls in a row.
+        Raises EpisodeError if all episodes failed. A call for one item or prompt (``alone``) raises
+        only if it is number `MOST_SINGLE_FAILURES` of such failed calls in a row.
         """
         pairs = zip(items, outcomes, strict=True)
         failed = [(item, outcome.failure) for item, outcome in pairs if outcome.failure]

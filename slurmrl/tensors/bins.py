@@ -9,9 +9,9 @@ from collections.abc import Sequence
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Partition the indices into few bins of at most ``size`` tokens each.
 
-    A longer sequence gets a separate bin. The algorithm is best fit decreasing (at most 11/9 of
-    the optimal number of bins, plus one; Johnson 1974). Bins are sorted, and ordered by their first
-    index.
+    A longer sequence gets a separate bin. The algorithm is best fit decreasing (at most 11/9 of the
+    optimal number of bins, plus one; Johnson 1974). The indices of a bin ascend, and bins are in
+    the order of their first index.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []

@@ -297,7 +297,7 @@ class Holders:
         return {rank: tuple(parts) for rank, parts in found.items()}
 
 
-@lru_cache(maxsize=1024)  # many layers have the same boxes
+@lru_cache(maxsize=1024)  # Many layers have the same boxes.
 def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
     """Return the parts that make up a box, each with the elements to take from it.
 

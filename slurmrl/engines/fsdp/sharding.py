@@ -147,13 +147,13 @@ class Shards:
                     unit.set_reshard_after_forward(again, recurse=False)
 
     def _clear(self) -> None:
-        self.decoder.zero_grad()  # clears gradients of gathered parameters
+        self.decoder.zero_grad()  # Clear the gradients of gathered parameters.
         root = cast(FSDPModule, self.decoder)
-        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # the first forward sets it
+        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # set by the first forward
             self._stuck = not hasattr(root, "reset_iter_state")  # older than torch 2.13
             if not self._stuck:
                 root.reset_iter_state()
-            self.decoder.zero_grad()  # clears gradients of the shards
+            self.decoder.zero_grad()  # Clear the gradients of the shards.
         # Contrary to its documentation, reset_iter_state keeps unreduced gradients: discard them.
         for unit in self._units():
             group = unit._get_fsdp_state()._fsdp_param_group

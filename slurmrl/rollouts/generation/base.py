@@ -88,7 +88,7 @@ class GenerationRequest:
 
     @property
     def server_seed(self) -> int:
-        """The random stream of the only completion on a server: 0 to 2**63 - 1."""
+        """Seed of a server's random numbers for the only completion: 0 to 2**63 - 1."""
         (key,) = self.keys
         return start(self.seed, self.step, key) & (2**63 - 1)
 

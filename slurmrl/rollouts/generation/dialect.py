@@ -96,7 +96,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def health(self) -> None:
-        """Check that the processes of the server that compute answer."""
+        """Check that the server's computing processes answer."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -73,8 +73,8 @@ class ServedPrompt:
         """Return a prompt with its images.
 
         ``placeholders``: see `placeholders_of`. ``pictures`` is the path of the prepared images, or
-        "". Raises CorruptFileError, EnvironmentFailure. Raises UsageError for images without a
-        token between.
+        "". Raises CorruptFileError, EnvironmentFailure. Raises UsageError for adjacent images
+        without a token between them.
         """
         left, parts = _images(pictures) if pictures else (0, ())
         token, *others = placeholders

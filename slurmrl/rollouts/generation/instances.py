@@ -21,7 +21,7 @@ from slurmrl.rollouts.generation.process import ServerProgram
 from slurmrl.rollouts.generation.server_instance import Connect, Instance, Patience
 
 MOST_ATTEMPTS = 8
-"""Number of lost instances after which a request that all of them had fails as the likely cause."""
+"""Maximum number of attempts of a request. An attempt fails if its instance is lost."""
 
 Answer = tuple[Completion, ...]
 BLOCK = 16
@@ -32,7 +32,7 @@ MOST_BLOCKS = 2**17
 
 @dataclass(order=True)
 class _Waiting:
-    """A request, in the order in which requests are sent."""
+    """A request; objects compare in the order in which requests are sent."""
 
     priority: int
     order: int
@@ -213,7 +213,7 @@ class Instances(RolloutEngine):
         self._expect_instances()
 
     def _expect_instances(self) -> None:
-        """Begin the wait of requests for at most ``wait_s`` if no instance can be used."""
+        """If no instance can be used, let requests wait for at most ``wait_s``."""
         if (lost := self._given_up()) is not None:
             self._fail_all(lost)
         elif (

@@ -131,7 +131,7 @@ MOST_FAILED_STARTS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EndedStart:
-    """Facts about a start of a server that has ended."""
+    """Facts about one ended start of a server."""
 
     reason: str
     served_s: float = 0.0
@@ -377,7 +377,7 @@ def _new_parent(root: Path) -> Path:
     try:
         known.mkdir(mode=0o700)
     except FileExistsError:
-        if known in _parents(root):  # another process has made it
+        if known in _parents(root):  # Another process made the folder.
             return known
         chosen = Path(tempfile.mkdtemp(prefix=f"{known.name}.", dir=root))
         message = "using %s, because %s is not your own folder with mode 0700"
@@ -397,12 +397,12 @@ def _remove_unlocked(parent: Path) -> None:
             continue
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # its owner has removed it
+        except FileNotFoundError:  # The owner removed the folder.
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # its owner still runs
+            continue  # The owner still runs.
         else:
             _remove(folder)
         finally:

@@ -192,7 +192,7 @@ class Instance:
         return not self._runs or self.given_up is not None
 
     async def _steer(self, action: Callable[[ServerClient], Awaitable[None]]) -> bool:
-        """Return whether the server has executed ``action``. A failure loses the server.
+        """Return whether the server has executed ``action``. After a failure, the server is lost.
 
         Raises UsageError if the server rejects the action.
         """
@@ -355,7 +355,7 @@ class Instance:
                     await engine.resume()
         except BaseException as error:
             await engine.close()
-            if isinstance(error, UsageError):  # not the user's: an earlier start may have worked
+            if isinstance(error, UsageError):  # An earlier start may have worked.
                 raise RunFailedError(str(error)) from error
             raise
 
@@ -417,7 +417,7 @@ class Instance:
     async def _answer(self, engine: ServerClient) -> None:
         """Repeat health checks of a server of this run until it answers.
 
-        If the server ends, the caller notices it without an answer.
+        The caller itself notices the end of the server.
         """
         while True:
             try:

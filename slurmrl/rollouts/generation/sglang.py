@@ -163,7 +163,7 @@ class SglangDialect(HttpDialect):
 
     async def _ready_to_load(self) -> None:
         if self._mode == "abort":
-            await self._wait_until_idle()  # SGLang 0.5.20 exits if busy; later versions reject this
+            await self._wait_until_idle()  # A busy server would exit or reject the update.
 
     async def _load(self, name: str, folder: Path) -> None:
         body = {
@@ -182,7 +182,7 @@ class SglangDialect(HttpDialect):
         return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
-        await self._wait_until_idle()  # a busy server would exit instead
+        await self._wait_until_idle()  # A busy server would exit instead.
         await self._post("/release_memory_occupation", {})
 
     async def wake(self) -> None:
@@ -199,7 +199,7 @@ class SglangDialect(HttpDialect):
             raise RunFailedError(f"{self.where}: the server is not idle: {error}") from error
 
     async def health(self) -> None:
-        # The processes that compute answer this request, even while they are paused.
+        # The server's computing processes answer this request, even while they are paused.
         await self._client.get("/server_info", timeout_s=self._health_s)
 
     async def _succeed(self, path: str, body: Mapping[str, object]) -> object:

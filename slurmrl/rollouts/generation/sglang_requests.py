@@ -276,8 +276,8 @@ class PiecewiseSampling:
         """Return the request for the missing tokens.
 
         If the last piece was aborted within a character that may be part of a stop string, sampling
-        begins again. A piece that a stop string ended within a character would end there again, so
-        the completion continues, and may miss a stop string with this character.
+        begins again. If a stop string ended the piece within a character, a repetition would end
+        there again. The completion then continues, and may miss a stop string with this character.
         """
         stops = self.sampling.options.stop_strings
         aborted = bool(self.pieces) and self.pieces[-1].finish == "aborted"

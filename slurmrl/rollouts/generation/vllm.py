@@ -138,7 +138,7 @@ def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
         "stop": list(options.stop_strings),
         "ignore_eos": True,  # the stop ids contain the end-of-text token if needed
         "seed": seed,
-        "logprobs": 0,  # of only the sampled tokens
+        "logprobs": 0,  # only of the sampled tokens
         "detokenize": bool(options.stop_strings),
         "skip_special_tokens": False,  # stop strings may contain special tokens
     }
@@ -264,11 +264,11 @@ class VllmDialect(HttpDialect):
 
     async def health(self) -> None:
         await self._client.get("/health", timeout_s=self._health_s)
-        # The process that computes answers this request.
+        # The server's computing process answers this request.
         await self._client.get("/is_paused", timeout_s=self._health_s)
 
     async def _call(self, method: str, **arguments: object) -> None:
-        """Call a method of the processes that compute."""
+        """Call a method of the server's computing processes."""
         await self._post("/collective_rpc", {"method": method, "kwargs": arguments}, None)
 
 

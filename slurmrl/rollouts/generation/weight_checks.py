@@ -31,8 +31,8 @@ from slurmrl.tensors.layout import Box, Index, TensorSpec
 logger = log.get(__name__)
 
 Digest: TypeAlias = Callable[[Tensor, torch.device], str | None]
-"""Function that computes a server's checksum of a parameter, on the given device if this is useful.
-It returns None for an unknown checksum."""
+"""Function that computes a server's checksum of a parameter, possibly on the given device. It
+returns None for an unknown checksum."""
 JOINED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -290,7 +290,7 @@ class WeightChecks:
     ) -> None:
         """Compare the parameters of the server ``where`` after it has loaded ``version``.
 
-        ``replaced`` are the previous parameters, if they were other weights. Raises RunFailedError
+        ``replaced`` are the previous parameters, if they had other weights. Raises RunFailedError
         if the server has other weights, and UsageError if the files lack the server's output layer.
         """
         if self.own and where not in self._comparable:

@@ -89,7 +89,7 @@ class ExportedWeights(Protocol):
         ...
 
     def read(self, name: str, box: Box) -> Array:
-        """Return a box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        """Return a box of a tensor as a contiguous array; bfloat16 as its bits (uint16)."""
         ...
 
 
@@ -107,7 +107,7 @@ class Precision:
         Its ``data`` raises CheckpointError for a finite value that overflows in that type.
         """
         stored = entry.spec.dtype
-        bare = entry.name.partition(".")[2]  # the name in files of a model without a head
+        bare = entry.name.partition(".")[2]  # name in files without a head
         default = None if entry.name.endswith(EXACT) else self.default
         wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or default
         if wanted is None or wanted == stored or stored not in FLOATS:

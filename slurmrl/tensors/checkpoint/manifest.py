@@ -155,7 +155,7 @@ def verify_share(directory: Path, rank: int, ranks: int) -> None:
 def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
     """Return the result of ``check``. Repeat the check while damage may be temporary.
 
-    After about a minute, raise the error of ``check``. An intact checkpoint must not be lost.
+    After about a minute, raise the error of ``check``.
     """
     for last in attempts(HIDDEN_PAUSES_S, sleep):
         try:

@@ -95,7 +95,7 @@ _HEADER_1: Fields = {
     "tensors": each(items(list_of(SIZE), one_of(*ITEM_BYTES))),
     "pieces": list_of(items(TEXT, list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))),
 }
-"""Header of a rank's file in version 1, where it had the rank's part of the layout."""
+"""Header of a rank's file in version 1, which contains the rank's part of the layout."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class RoleCheckpoint:
         box = box or Box.whole(spec.shape)
         target = np.empty(box.size, dtype=NUMPY_DTYPES[spec.dtype])
         for block, fill in self._blocks(name, box):
-            index: tuple[Any, ...] = (*block.inside(box), ...)  # makes a view even of a scalar
+            index: tuple[Any, ...] = (*block.inside(box), ...)  # a view even of a scalar
             fill(target[index])
         return target
 
@@ -319,7 +319,7 @@ class RankFiles:
         """Number of ranks and step that all files must have; None before they are known."""
         self._files: dict[int, TensorFile] = {}
         self._kinds: list[TensorFile] = []
-        """One file for each set of files with equal specs and offsets."""
+        """One file of each kind; files of a kind have equal specs and offsets."""
         self._open: OrderedDict[int, None] = OrderedDict()
         """Ranks whose files are open, from the least to the most recently used."""
 
@@ -366,7 +366,7 @@ class RankFiles:
                 f"{file.path} has (ranks, step) {origin}, but the checkpoint has {self.origin}"
             )
         self.origin = origin
-        # Files share equal specs, because thousands of files with thousands of arrays fill memory.
+        # Files share equal specs: thousands of files with thousands of arrays each fill memory.
         for other in self._kinds:
             if (other.specs, other.begins) == (file.specs, file.begins):
                 file.specs, file.begins = other.specs, other.begins

@@ -62,7 +62,7 @@ MAX_HEADER_BYTES = 100 * 10**6
 
 
 KIND: Final = "xxh3_128"
-"""Kind of new checksums."""
+"""Kind of the checksums that slurmrl writes."""
 BUFFER_BYTES = 2**18
 """Number of bytes that are read and hashed at a time. They fit into the cache of a core."""
 
@@ -156,7 +156,7 @@ class TensorFile:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._data = 8 + length
         self.specs: dict[str, TensorSpec] = {}
-        """Specs by name. Types that slurmrl does not support keep the name in safetensors, such as
+        """Specs by name. A type that slurmrl does not support has its name in safetensors, such as
         ``I8``."""
         self.begins: dict[str, int] = {}
         """Offset in bytes of each tensor from the end of the header."""
@@ -230,7 +230,7 @@ def _header(entries: list[TensorEntry], metadata: Mapping[str, str]) -> bytes:
 
 
 def _xxh3_128() -> Any:
-    import xxhash  # Commands that verify nothing do not need the module.
+    import xxhash  # Only commands that compute checksums need it.
 
     return xxhash.xxh3_128()
 
@@ -341,7 +341,7 @@ class TensorSlice:
         return (0,) * ndim if self.part is None else self.part.start
 
     def _order(self, ndim: int) -> list[int]:
-        """Return the parameter's dims: the dims of the tensor, then the dims that it lacks."""
+        """Return the parameter's dims: the tensor's dims, then the dims that the tensor lacks."""
         dims = self._dims(ndim)
         return [*dims, *(dim for dim in range(ndim) if dim not in dims)]
 

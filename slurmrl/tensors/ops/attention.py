@@ -100,7 +100,7 @@ def packed_attention(
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
     if not sizes:
-        return q + k.sum() + v.sum()  # gives every projection a zero gradient
+        return q + k.sum() + v.sum()  # Give every projection a zero gradient.
     # Split once, because the gradient of each slice would be a tensor of all T tokens.
     qs, ks, vs = (x.split_with_sizes(sizes) for x in (q, k, v))
     parts = zip(qs, ks, vs, packing.runs, strict=True)

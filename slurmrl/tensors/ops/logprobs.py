@@ -186,7 +186,7 @@ def gradients(
     wanted: tuple[bool, bool] = (True, True),
     masks: SamplingMasks | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden and weight, as far as they are ``wanted``.
+    """Return the gradients of hidden and weight that are ``wanted``.
 
     ``per_token`` has targets, normalizers and entropies of the whole vocabulary, and the gradients
     of log p(target) and of the entropy, each [T]. A target out of range belongs to another rank.

@@ -359,7 +359,7 @@ class Hop(NamedTuple):
     received: int
     """Number of received rows."""
     parts: tuple[KeyBlock, ...]
-    """Calls with the received keys."""
+    """Attention calls with the received keys."""
 
 
 @dataclass(frozen=True)

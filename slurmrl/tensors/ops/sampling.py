@@ -42,7 +42,7 @@ class Sampled(NamedTuple):
     None if they are not recorded."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
-        """Return a copy with every tensor changed."""
+        """Return a copy with ``change`` applied to every tensor."""
         masks = None if self.masks is None else change(self.masks)
         return Sampled(change(self.tokens), change(self.logprobs), masks)
 

@@ -26,7 +26,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Variable that fixes the order in which cuBLAS sums. Without it, torch's deterministic mode
 rejects matrix products."""
 COMPILER_DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC", "1"
-"""Variable for `torch.compile` in the user's code, if torch's compiler is not imported yet."""
+"""Variable for `torch.compile` in the user's code; torch's compiler reads it during import."""
 
 
 logger = log.get(__name__)

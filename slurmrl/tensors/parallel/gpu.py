@@ -173,8 +173,8 @@ def processes_on(gpu: str) -> list[str]:
 class GpuFault:
     words: str
     certain: bool = True
-    """Whether only hardware or driver can cause the fault. Otherwise, a bug in a kernel may cause
-    it on every host."""
+    """Whether only the hardware or the driver can cause the fault. Otherwise, a bug in a kernel may
+    cause it on every host."""
 
 
 _ECC: Final = GpuFault("uncorrectable ECC error")

@@ -27,7 +27,7 @@ from slurmrl.tensors.parallel.topology import (
 )
 
 OF_ONE: Final = ("dp", "shard")
-"""Axes for which groups of only one rank are also made."""
+"""Axes that have a group even if it contains only one rank."""
 COMBINED: Final = {
     "tp+cp": ("tp", "cp"),
     "tp+pp": ("tp", "pp"),
@@ -35,7 +35,7 @@ COMBINED: Final = {
     "all": ("pp", "dp", "cp", "tp"),
     "alone": (),
 }
-"""Axes of additional groups for engines with a separate grid of experts; made even for one rank."""
+"""Axes of additional groups, even of one rank, for engines with a separate grid of experts."""
 OF_EXPERTS: Final = {
     "ep": ("ep",),
     "etp": ("tp",),
@@ -156,7 +156,7 @@ class ParallelContext:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first rank with its samples and reports for the other ranks."""
+        """Whether this rank is the first with its samples, and reports for all ranks with them."""
         return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
 
     def group(self, axis: str) -> dist.ProcessGroup:

@@ -62,7 +62,7 @@ class ProcessTopology:
         return [self.rank(**{**coordinates, axis: position}) for position in range(self.size(axis))]
 
     def blocks(self, axes: Sequence[str]) -> list[list[int]]:
-        """Return the ranks of every group along some axes at once, in rank order.
+        """Return the ranks of every group that spans these axes, in rank order.
 
         Axes that the grid does not have are ignored. Each rank is in one group.
         """

@@ -88,8 +88,8 @@ class _Message:
     cargo: tuple[Cargo, ...]
     bytes: Tensor
     copies: list[Tensor] | None = None
-    """Other views of a box if one of its views receives the bytes directly; None if a buffer
-    receives the bytes."""
+    """The box's other views, if the bytes are received directly into one view. None if the bytes
+    are received into a buffer."""
 
 
 Arrived = dict[int, list[_Message]]
@@ -150,7 +150,7 @@ class Mover:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Execute the move. Collective over the ranks of the plan; a rank may return earlier."""
+        """Execute the move. Collective over the plan's ranks; some may return before others."""
         arrived: Arrived = {}
         slots = sorted({*self._sends, *self._receives})
         for slot in slots:
@@ -186,7 +186,7 @@ class Mover:
             if messages is None:
                 messages = [self._packed(cargo) for cargo in leg.segment.messages()]
             operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
-        operations.sort(key=lambda entry: entry[0].tag)  # the same order at both ends
+        operations.sort(key=lambda entry: entry[0].tag)  # Both ends need the same order.
         posted = [operation for operation, _ in operations]
         works = dist.batch_isend_irecv(posted)
         received = [messages for _, messages in operations]

@@ -26,8 +26,8 @@ from slurmrl.errors import LayoutError
 from slurmrl.tensors.layout import ITEM_BYTES, Box, Holders, Index, Layout, TensorSpec
 
 SEGMENTS_PER_BUDGET = 4
-"""Number of segments of maximum size that fit into the staging budget. As many chains can pass
-through a rank at once."""
+"""Number of segments of maximum size that fit into the staging budget. A rank can pass on this many
+chains at once."""
 LONGEST_CHAIN = 32
 """Maximum number of ranks on other hosts that one holder serves if there are other holders. The
 last rank of a chain waits this many slots."""
@@ -159,7 +159,7 @@ def plan_move(
     """Return the plan that fills every box of the target layout.
 
     ``hosts`` gives the host of each global rank, and ``budget`` the staging bytes of a rank. Raises
-    LayoutError as `regions`, and if the budget is smaller than one element.
+    LayoutError as `regions` does, and if the budget is smaller than one element.
     """
     local: dict[int, list[Cargo]] = defaultdict(list)
     streams: dict[Ranks, list[Cargo]] = defaultdict(list)
@@ -363,7 +363,7 @@ def _ranks(boxes: dict[Box, list[int]], numbers: Numbers) -> Numbers:
     return tuple(sorted({rank for number in numbers for rank in groups[number]}))
 
 
-@lru_cache(maxsize=1024)  # many layers have the same boxes
+@lru_cache(maxsize=1024)  # Many layers have the same boxes.
 def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers, Numbers], ...]:
     """Return disjoint boxes that cover all taken elements.
 

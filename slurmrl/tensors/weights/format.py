@@ -49,8 +49,8 @@ LEVEL = 1
 class VersionId:
     """The id of the weights after a training step of an incarnation.
 
-    All versions of a later incarnation are later. If an incarnation begins at an older commit, this
-    rolls back later versions of its predecessor.
+    All versions of a later incarnation are later. An incarnation that begins at an older commit
+    thereby rolls back later versions of its predecessor.
     """
 
     step: Annotated[int, INTEGER]

@@ -27,7 +27,7 @@ from slurmrl.tensors.ops.sampling import Sampled, sample, stream_uniform
 logger = log.get(__name__)
 
 LEAST_CELLS = 1024
-"""Minimum length in cells for which a graph is made. Other lengths are it times a power of 2."""
+"""Minimum length in cells of a graph. Other lengths are this length times a power of 2."""
 UNREAD = -1
 """Placeholder of a row's last token while the host has not read this token."""
 
