@@ -30,9 +30,9 @@ OUTAGE_S = (0.5, 15.0)
 READ_S = 60.0
 """Seconds that a starting process waits for files that it must read."""
 ABSENT_S = 10.0
-"""Seconds to wait for an input whose absence is certain."""
+"""Seconds to wait for an input that certainly does not exist."""
 REPLACED = (*NO_FILE, errno.ENOTDIR)
-"""Error numbers that mean that a path is no file or no folder. Only a user can correct this."""
+"""Error numbers for a path that is no file or no folder. Only a user can correct the path."""
 
 
 class Backoff:
@@ -73,7 +73,7 @@ class Backoff:
         self._sleep(self.next_s())
 
     def reset(self) -> None:
-        """Restart with the shortest pause. Call it after an event, because another may follow."""
+        """Restart with the shortest pause. After an event, the next event may follow soon."""
         self._pause_s = self.first_s
 
 
@@ -123,8 +123,8 @@ def retry(
     UnreadableInputError. ``pause`` waits between attempts; ``what`` names the action in log
     messages.
 
-    Raises OwnershipError at once, and the other two errors after ``timeout_s``. The wait takes at
-    most `ABSENT_S` for an input whose absence is certain, and at most `READ_S` for `REPLACED`.
+    Raises OwnershipError at once, and the other two errors after ``timeout_s``. Retry for at most
+    `ABSENT_S` if an input certainly does not exist, and for at most `READ_S` after `REPLACED`.
     """
     backoff = Backoff(*OUTAGE_S)
     began = since = time.monotonic()

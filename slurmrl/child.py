@@ -55,7 +55,7 @@ def run(
     kept_bytes: int = 0,
     sent: bytes = b"",
 ) -> ChildEnd:
-    """Run a command with ``sent`` as its input, which other users cannot read.
+    """Run a command with the input ``sent``, which other users cannot read.
 
     Keep the first ``kept_bytes`` of its standard output. With ``shown``, its standard error goes to
     the standard error of this process. Kill the command after ``limit_s`` seconds.

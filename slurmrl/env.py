@@ -62,7 +62,7 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 USER, SITE, SLURM, SLURMRL = "user", "the site", "Slurm", "slurmrl"
-"""The party that sets a variable."""
+"""Sources of the value of a variable."""
 
 ROOT: Variable[str] = Variable(
     "SLURMRL_ROOT", str, "", USER, "Directory of all runs, used without `--root`."

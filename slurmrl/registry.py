@@ -32,7 +32,7 @@ def import_own(what: str, reference: str) -> Any:
         UnreadableInputError: The module cannot be imported.
     """
     module_name, _, name = reference.partition(":")
-    importlib.invalidate_caches()  # a listing may have been cached while the folder was unreadable
+    importlib.invalidate_caches()  # Cached listings of an unreadable folder are empty.
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -139,7 +139,7 @@ class Registry:
     def find(self, name: str) -> Any:
         """Return the implementation of a name, or the user's own ``module:attribute``.
 
-        Raises UnknownNameError, and as `import_own` does.
+        Raises UnknownNameError and the errors of `import_own`.
         """
         return import_own(self.kind, name) if ":" in name else self.load(name)
 

@@ -92,7 +92,7 @@ def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[s
     for place, word in enumerate(words[1:], 1):
         try:
             chosen.append(trials.find(root, word))
-        except (UsageError, UnknownNameError):  # the word names no trial: metrics begin here
+        except (UsageError, UnknownNameError):  # The word names no trial: metrics begin here.
             return chosen, words[place:]
     return chosen, ()
 

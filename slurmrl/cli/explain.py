@@ -209,7 +209,7 @@ def _algorithms() -> str:
 
 
 def _lines(entry: Explanation, whole: bool) -> Iterator[str]:
-    """Yield the lines about one entry; ``whole`` says that it is the section of an algorithm."""
+    """Yield the lines about an entry; ``whole`` means that it is an algorithm's whole section."""
     from slurmrl.config.key_facts import (
         OF_KEYS,
         facts_of,

@@ -107,7 +107,7 @@ def follow(
             try:
                 seen, problem = look(), None
             except OwnershipError:
-                raise  # waiting does not change the owner of the directory
+                raise  # Waiting does not change the owner of the directory.
             except EnvironmentFailure as error:
                 problem = str(error)
                 if problem != before:
@@ -147,12 +147,12 @@ def has_ended(paths: RunPaths) -> bool:
 
 
 def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
-    """Return a query for every read of the directory; it may repeat a shared scheduler's answer."""
+    """Return a query to call at any rate. For a shared scheduler, it may repeat the last answer."""
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
 
 
 class PolledScheduler:
-    """A scheduler whose requests are limited if a command reads run directories often."""
+    """A scheduler for commands that often read run directories (see `polled_query`)."""
 
     def __init__(self, kind: str) -> None:
         from slurmrl.scheduler import make
@@ -249,7 +249,7 @@ def exit_code(status: dict[str, Any]) -> int:
 
 
 class View(AbstractContextManager["View"]):
-    """Base class of views. It shows nothing, as ``--json`` requires."""
+    """Base class of views. This class shows nothing, as ``--json`` requires."""
 
     def update(self, status: status_text.Status) -> None:
         """Show a new status."""

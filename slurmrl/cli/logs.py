@@ -322,8 +322,8 @@ def _nothing(events: Sequence[dict[str, Any]]) -> str:
 def lines(event: dict[str, Any], columns: int, terminal: int | None) -> list[str]:
     """Return the lines of ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``.
 
-    They have the local time, the kind in ``columns`` columns, all other nonempty values, and the
-    writer. ``terminal`` is the width of the terminal; None turns wrapping off.
+    The lines have the local time, the kind in ``columns`` columns, all other nonempty values, and
+    the writer. ``terminal`` is the width of the terminal; None turns wrapping off.
     """
     rest = {key: value for key, value in event.items() if key not in COMMON_KEYS}
     shown = {key: text for key, value in rest.items() if (text := _shown(value))}

@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class FiniteRange(click.FloatRange):
-    """Numbers of a range, without NaN, which click's comparisons accept."""
+    """Finite numbers of a range. Click's comparisons would accept NaN."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -94,12 +94,12 @@ UNFINISHED: Mapping[str, Mapping[str, str]] = {
         "unsorted -a completions": 'unsorted "${suffix[@]}" -a completions',
     },
 }
-"""Replacements in Click's scripts, by shell: they add no space after a key that ends with ``.`` or
-``=``. fish needs no replacement."""
+"""Replacements in Click's scripts, by shell, so that completion adds no space after ``.`` or ``=``.
+fish needs no replacement."""
 SEPARATOR = "="
 NOT_CURVES = {"step", "time"}
 STEPS = 200
-"""Number of newest steps whose metrics are offered."""
+"""Number of newest steps whose metrics completion offers."""
 COMMIT = re.compile(r"step-([0-9]+)\.[0-9]+")
 
 

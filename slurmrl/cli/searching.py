@@ -251,7 +251,8 @@ class _Searched(NamedTuple):
 def _write(path: Path, text: str, found: _Searched, answer: Answer) -> None:
     """Write a configuration after checking that it loads with the settings of the answer.
 
-    Reason: relative paths on the command line start at another folder; aliases change two sections.
+    Without the check, relative paths of the command line could be wrong in the file, and an alias
+    could change two sections.
     """
     from slurmrl.errors import ConfigError, UsageError
 

@@ -40,7 +40,7 @@ COLUMNS = {
 LIVES = ("PENDING", "RUNNING")
 SHOWN_HOSTS = 3
 MOST_TASKS = 8
-"""Maximum number of tasks with separate lines; of more tasks, hosts in one state share a line."""
+"""Maximum number of tasks with a line each. In larger groups, hosts in one state share a line."""
 
 
 def number(value: Any) -> str:

@@ -102,9 +102,9 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of CONFIG's model in a separate trial; training may continue.
 
-    CONFIG is the configuration that trains the model, or one with `algorithm.name: evaluate`. In
-    the first case, the command uses the `evaluation` section and all rows of its dataset. Overrides
-    use the keys of an `evaluate` configuration: rollout.n=16, dataset.path=FILE, trial=NAME. Repeat
+    CONFIG is the configuration that trains the model, or has `algorithm.name: evaluate`. In the
+    first case, the command uses the `evaluation` section and all rows of its dataset. Overrides use
+    the keys of an `evaluate` configuration: rollout.n=16, dataset.path=FILE, trial=NAME. Repeat
     experiment=NAME if the training was submitted with this override.
 
     The trial is EXPERIMENT-eval/CHECKPOINT. With suites, each suite has the trial
@@ -205,7 +205,7 @@ def _interrupts(watch: bool) -> AbstractContextManager[Interrupts | None]:
     """Return a context that counts Ctrl-C if the trial is watched."""
     if not watch:
         return nullcontext()
-    from slurmrl.cli.following import Interrupts  # the import loads all modules that read a trial
+    from slurmrl.cli.following import Interrupts  # The import loads all modules that read a trial.
 
     return Interrupts()
 

@@ -94,7 +94,7 @@ def make_bundle(
     source = load(config, overrides)
     elsewhere = _elsewhere(source)
     stand_ins = [f"{dotted(key)}={OF_CLUSTER[key]}" for key in elsewhere]
-    stand_ins += ["root=."] if source.writes("root") else []  # may name the cluster's variables
+    stand_ins += ["root=."] if source.writes("root") else []  # The path may need cluster variables.
     settings = load_settings(config, [*overrides, *stand_ins], root=trials.chosen_root(root))
     code = trial_code.find_own_code(settings)
     contents = collect_contents(settings, code, elsewhere)
@@ -153,7 +153,7 @@ def collect_contents(
     for key, text in paths_in(config):
         written = value_at(values, key)
         if key[0] == "code" or not isinstance(written, str) or not written:
-            continue  # the path is a default or empty
+            continue  # The path is a default or empty.
         if written.startswith(TRIAL_PREFIX):
             problems.append(source.problem(key, _of_trial(written)))
         elif key in LEFT_ALONE:
@@ -277,7 +277,7 @@ def _add_file(archive: tarfile.TarFile, name: str, path: Path) -> Member:
         with path.open("rb") as file:
             return _add(archive, name, file, os.fstat(file.fileno()).st_size, path)
     except OSError as error:
-        if error.filename is None:  # writing the archive failed
+        if error.filename is None:  # Writing the archive failed.
             raise
         raise explain(error, "read", path) from error
 
@@ -333,7 +333,7 @@ def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str
     constraints.write_text("".join(f"{line}\n" for line in installed(torch)))
     wanted = requirements(torch, extras)
     _pip(download_command(folder, constraints, wanted, python=python, torch=torch))
-    copied = folder.with_name("source")  # a build writes into its sources
+    copied = folder.with_name("source")  # A build writes into its sources.
     shutil.copytree(source, copied, ignore=shutil.ignore_patterns(*NOT_BUILT))
     _pip(["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copied)])
     if torch == OMITTED:
@@ -387,7 +387,7 @@ def installed(torch: str) -> list[str]:
     return [
         f"{name}=={version}{build if name == 'torch' else ''}"
         for name, version in sorted(found.items())
-        if not name.startswith(("nvidia-", "triton"))  # each build of torch requires other versions
+        if not name.startswith(("nvidia-", "triton"))  # Builds of torch require other versions.
     ]
 
 

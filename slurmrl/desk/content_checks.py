@@ -46,7 +46,7 @@ def changed_data(config: Config) -> Iterator[Finding]:
     try:
         committed = read_state(paths.checkpoints / state.last_commit.directory).get("dataset") or {}
     except (DamagedCheckpointError, EnvironmentFailure):
-        return  # the job waits for the file system, or resumes from an earlier commit
+        return  # The job waits for the file system, or resumes from an earlier commit.
     known: dict[str, Any] = committed.get("sources") or {}
     step = state.last_commit.step
     for name, part in config.dataset.parts.items():

@@ -131,7 +131,7 @@ def _below(
 
 def copy_package(target: Path) -> None:
     """Copy this package into a new folder, durably. Raises EnvironmentFailure."""
-    if (FOLDER / ARCHIVE).exists():  # this process runs a trial's copy
+    if (FOLDER / ARCHIVE).exists():  # This process runs a trial's copy.
         copy(FOLDER, target)
         return
     contents = _contents(FOLDER)

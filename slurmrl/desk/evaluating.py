@@ -113,7 +113,7 @@ def _name_of(trial: str, step: int | str) -> str:
 
 
 def _as_name(text: str) -> str:
-    """Return a valid name. A digest replaces the start of a long one, so different texts differ."""
+    """Return a valid name. In a long name, a digest replaces the start, so that names differ."""
     name = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", text).strip(".-_")
     if len(name) > LONGEST_NAME:
         name = f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{name[9 - LONGEST_NAME :]}"
@@ -163,12 +163,12 @@ def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Der
 
     def derive(source: Source) -> None:
         if not isinstance(algorithm := source.values.get("algorithm"), dict):
-            return  # the check of the values will report this
+            return  # The check of the values will report this.
         folder = root or Path(_root_of(source))
         model = find_checkpoint(checkpoint, folder.absolute())
         if suite != WHOLE or algorithm.get("name") != EVALUATE:
             _from_evaluation(source, algorithm, suite)
-        if "experiment" in source.values:  # another check reports a missing name
+        if "experiment" in source.values:  # Another check reports a missing name.
             source.values["experiment"] = f"{source.spelling(('experiment',))}{EVALUATED}"
         source.values["trial"] = _as_name(f"{model.name}-{suite}") if suite else model.name
         actor = source.values.setdefault("actor", {})
@@ -188,7 +188,7 @@ def _root_of(source: Source) -> str:
 
 
 class _Derived:
-    """The values of an evaluation, copied from a source with their marks."""
+    """The values of an evaluation, copied from a source with their places in the file."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -198,7 +198,7 @@ class _Derived:
     def take(self, old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
         value, section = value_at(self.source.values, old), value_at(self.values, new[:-1])
         if value is None or not isinstance(section, dict):
-            return  # the check of the values will report that this is no section
+            return  # The check of the values will report that this is no section.
         if isinstance(value, dict):
             value = {key: each for key, each in value.items() if key not in without}
         section[str(new[-1])] = value

@@ -175,8 +175,8 @@ class InputChecks:
     def _adapters(self) -> Iterator[Finding]:
         """Compare the adapters of checkpoints with their base models.
 
-        An export would compare them, but these checkpoints are evaluated without an export. This is
-        the last check, because it reads whole models.
+        An export would compare them, but these checkpoints are evaluated without an export. This
+        check is the last, because it reads whole models.
         """
         models = {use.role: self.config.model(use.role).path for use in self.roles}
         roles = {path: role for role, path in models.items() if path is not None}
@@ -489,7 +489,7 @@ def _of_call(call: Call) -> Iterator[str]:
     if getattr(interface, method) is getattr(Interface, method):
         yield f"{what} does not define {method}()"
         return
-    resolve(call.interface)()  # ranks call the constructor in this way; let it raise now
+    resolve(call.interface)()  # Ranks make the same call: let it fail here already.
 
 
 def _is_class_of(kind: object, base: type) -> bool:

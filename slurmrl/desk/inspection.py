@@ -127,7 +127,7 @@ class DataReport:
             yield line
             return
         for where, key, message in line["problems"]:
-            if not where:  # the problem concerns a setting, not a row
+            if not where:  # The problem concerns a setting, not a row.
                 key = f"{line['source']}.{key}" if key else line["source"]
                 where = self._settings.source.where(tuple(key.split(".")))
             self._problems.append(Problem(where, key, message))
@@ -350,7 +350,7 @@ def _of_file(rows: FoundRows, path: Path, count: int | None) -> list[Item]:
     Files in ``samples/`` of a run have this form. Without ids, the first completion belongs to the
     first row, the second to the second row, and so on.
     """
-    reader = RecordReader(path, "")  # an id may occur more than once
+    reader = RecordReader(path, "")  # An id may occur more than once.
     given = [(record.number, record.row) for record in islice(reader, count)]
     reader.finish()
     named = rows.named({str(row["id"]) for _, row in given if "id" in row})

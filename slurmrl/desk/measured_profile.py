@@ -400,7 +400,7 @@ def profile(what: Profiling, say: Say) -> Path:
     gpus = group.gpus_per_worker
     name = what.name or _name(cluster, gpus)
     if name is not None:
-        _output(what, name)  # reject an invalid name or folder before the job
+        _output(what, name)  # Reject an invalid name or folder before the job.
     if name is not None and (name == CPU) == bool(gpus):
         seen = "GPUs" if gpus else "no GPUs"
         raise UsageError(f"--name {name}: the ranks have {seen}; '{CPU}' means no GPUs")

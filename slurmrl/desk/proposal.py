@@ -150,7 +150,7 @@ def propose(
     Raises ConfigError with all problems.
     """
     if inputs.is_archive(config):
-        from slurmrl.desk.unpacking import unpack  # only bundles need this module
+        from slurmrl.desk.unpacking import unpack  # Only bundles need this module.
 
         config = unpack(config, trials.root_folder(root))
     chosen = trials.chosen_root(root)
@@ -260,7 +260,7 @@ def _planned(
     *,
     update_code: bool = False,
 ) -> Proposal:
-    """Plan a trial. The resolved configuration then names the chosen scheduler."""
+    """Plan a trial. Put the chosen scheduler into the resolved configuration."""
     for note in settings.notes:
         logger.warning("%s: %s", settings.source.path, note)
     config = settings.config

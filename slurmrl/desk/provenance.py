@@ -272,8 +272,8 @@ def installed_packages() -> dict[str, str]:
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        known = distribution.metadata  # each access to `metadata` parses the file
-        if known["Name"]:  # missing after a killed installation
+        known = distribution.metadata  # Each access to `metadata` parses the file.
+        if known["Name"]:  # A killed installation leaves no name.
             versions.setdefault(known["Name"], known["Version"])
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 

@@ -165,7 +165,7 @@ def _by_accounting(slurm: Slurm, client: SlurmClient) -> Iterator[tuple[str, Wei
         accounts = client.accounts(user_name()).names if slurm.account is not None else ()
         limits = client.qos_limits() if slurm.qos is not None else {}
     except SchedulerError:
-        return  # there is no accounting, or ordinary users cannot read it
+        return  # There is no accounting, or ordinary users cannot read it.
     if slurm.account is not None and accounts and slurm.account not in accounts:
         message = f"Slurm's accounting has no account '{slurm.account}' of {user_name()}"
         yield "account", Weight.WARNING, f"{message}; {near(slurm.account, list(accounts))}"

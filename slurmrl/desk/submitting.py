@@ -169,13 +169,13 @@ def _outlook(proposal: Proposal) -> Outlook:
     Raises UsageError for a trial with jobs, another configuration or another version of slurmrl.
     """
     check_owner(proposal.paths)
-    newest = newest_submitted(proposal.paths)  # first, to notice a later submission
+    newest = newest_submitted(proposal.paths)  # Read this first to detect a later submission.
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     settings = proposal.settings
     before, changed = _changes(settings)
     if changed and state.last_commit is not None:
-        _check_code(proposal)  # another version may have other defaults
+        _check_code(proposal)  # Another version may have other defaults.
         raise UsageError(_other_configuration(before, settings, changed))
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left, submission=newest)
@@ -247,7 +247,7 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 
 def _check_code(proposal: Proposal) -> None:
-    """Raise UsageError if the trial runs another slurmrl: it may not read files of this version."""
+    """Raise UsageError if the trial's slurmrl has another version, which may not read our files."""
     code = trial_code.current_code(proposal.paths)
     if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial
@@ -384,6 +384,6 @@ def undo_submission(paths: RunPaths, number: int, before: Before | None) -> None
     for path, content in before.files.items():
         atomic.replace(path, content)
     if before.end is not None:
-        with suppress(TrialEndedError):  # the user has cancelled the trial since then
+        with suppress(TrialEndedError):  # The user has cancelled the trial since then.
             end(History(paths.history), before.end.kind, before.end.data)
     shutil.rmtree(paths.submission(number), ignore_errors=True)

@@ -96,7 +96,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Code:
-    """The code that the run can import: an existing snapshot, or the paths of a future one."""
+    """The code that the run can import: an existing snapshot, or paths to put into a snapshot."""
 
     snapshot: Path | None = None
     paths: Sequence[Path] = ()
@@ -227,7 +227,7 @@ def asking_inspector(
         folder = Path(name)
         config = folder / "config.yaml"
         config.write_text(dump(settings.config), encoding="utf-8")
-        place = folder / "empty"  # like a job, the child does not run in the command's directory
+        place = folder / "empty"  # Like a job, the child does not run in the command's directory.
         place.mkdir()
         yield ChildRequest(
             INSPECTOR,
@@ -430,7 +430,7 @@ def _of_servers(engine: str, module: str, python: str | None) -> Iterator[tuple[
 def _is_here(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that contains the module is missing
+    except ModuleNotFoundError:  # A package that contains the module is missing.
         return False
 
 

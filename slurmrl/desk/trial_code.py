@@ -60,7 +60,7 @@ def take_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> None:
         return
     copy = _build(paths, code, record)
     try:
-        os.rename(copy, paths.code)  # replaces the trial's empty folder
+        os.rename(copy, paths.code)  # This replaces the trial's empty folder.
     except OSError:
         shutil.rmtree(copy)
         if _is_empty(paths.code):
@@ -79,7 +79,7 @@ def add_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> int:
             if not paths.snapshot(number).exists():
                 shutil.rmtree(copy, ignore_errors=True)
                 raise
-            number += 1  # another process took this number
+            number += 1  # Another process took this number.
             continue
         atomic.sync_directory(paths.run)
         return number
@@ -109,7 +109,7 @@ def next_snapshot(paths: RunPaths) -> int:
 
 
 def is_this_code(folder: Path) -> bool:
-    """Return whether the slurmrl in a snapshot equals the running one byte for byte.
+    """Return whether the slurmrl in a snapshot equals the running slurmrl byte for byte.
 
     Return True for a snapshot without slurmrl.
     """
@@ -138,7 +138,7 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
             changed = _changed(before, sources)
             if not isinstance(error, EnvironmentFailure) or not changed:
                 raise
-            continue  # a file vanished while it was copied
+            continue  # A file vanished while it was copied.
         changed = _changed(before, sources)
         if not changed:
             return copy
@@ -234,7 +234,7 @@ def undefined(settings: Settings) -> Iterator[str]:
         place = _locate(module.partition(".")[0], settings.folders)
         last = module.rpartition(".")[2]
         files = [] if place is None or _installed(place) else [*_files(place, module)]
-        for file in files[-1:]:  # earlier files are the __init__ files of its packages
+        for file in files[-1:]:  # Earlier files are __init__ files.
             if last not in (file.stem, file.parent.name) or file.suffix != ".py":
                 continue
             try:
@@ -326,7 +326,7 @@ def _locate(name: str, folders: Sequence[Path]) -> Path | None:
     """Return the file or folder of a top-level module; None if it is built-in or missing."""
     spec = PathFinder.find_spec(name, [*map(str, folders), *sys.path])
     try:
-        spec = spec or find_spec(name)  # an import hook may provide the package
+        spec = spec or find_spec(name)  # An import hook may provide the package.
     except ValueError:
         return None
     if spec is None:
@@ -386,7 +386,7 @@ def _files(top: Path, name: str) -> Iterator[Path]:
     parts = name.split(".")[1:]
     yield from _python(folder / "__init__.py")
     if not parts and not (folder / "__init__.py").is_file():
-        yield from sorted(folder.glob("*.py"))  # without __init__, any module may be used
+        yield from sorted(folder.glob("*.py"))  # Without __init__, any module may be used.
     for part in parts:
         yield from _python(folder / f"{part}.py")
         folder = folder / part

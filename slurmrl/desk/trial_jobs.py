@@ -117,7 +117,7 @@ def cancel(paths: RunPaths) -> Kind:
     jobs = newest_jobs(paths)
     if jobs is not None:
         jobs.scheduler.cancel(jobs.ids)
-    from slurmrl.watch.overview import keep_overview  # submissions do not need this module
+    from slurmrl.watch.overview import keep_overview  # Submissions do not need this module.
 
     keep_overview(paths)
     return kind
@@ -135,7 +135,7 @@ def stop(paths: RunPaths) -> Jobs:
     jobs = newest_jobs(paths)
     if jobs is None or not jobs.active():
         raise UsageError(f"{name} has no jobs to stop; to continue it: slurmrl resume {name}")
-    request_stop(paths, jobs.number, user_name())  # comes first: a link that starts now exits
+    request_stop(paths, jobs.number, user_name())  # First: a link that starts now must exit.
     try:
         jobs.scheduler.interrupt(jobs.ids)
         if not jobs.trainers_run():

@@ -88,12 +88,12 @@ def unpack(path: Path, root: Path) -> Path:
             _extract(archive, members, manifest, part, path)
             _publish(part, folder)
         except (OSError, EnvironmentFailure):
-            if not folder.exists():  # else another process has unpacked it
+            if not folder.exists():  # Another process may have made the folder.
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
         _check_unpacked(folder, manifest)
-    for left in bundles.glob(f".part-{digest}-*"):  # leftovers of killed processes
+    for left in bundles.glob(f".part-{digest}-*"):  # Killed processes left these.
         shutil.rmtree(left, ignore_errors=True)
     logger.info("unpacked %s into %s", path, folder)
     return folder / CONFIG

@@ -213,7 +213,7 @@ def known_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str] | No
 
 
 def is_absent(path: Path, *, calls: SystemCalls = REAL) -> bool:
-    """Return whether a path certainly does not exist: `known_names` of its directory lack it."""
+    """Return whether a path is certainly missing from the `known_names` of its directory."""
     names = known_names(path.parent, calls=calls)
     return names is not None and path.name not in names
 
@@ -255,7 +255,7 @@ def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCal
 
 
 def _make_one(path: Path, calls: SystemCalls) -> None:
-    """Make one directory. Raises FileNotFoundError if its parent is missing, EnvironmentFailure."""
+    """Make one directory. Raises FileNotFoundError without its parent, else EnvironmentFailure."""
     try:
         calls.mkdir(path, DIRECTORY_MODE)
         mode = S_IMODE(calls.stat(path).st_mode)
@@ -308,7 +308,7 @@ def probe_link(directory: Path, *, calls: SystemCalls = REAL) -> None:
 
 
 def _attempts(calls: SystemCalls) -> Iterator[bool]:
-    """Yield, for each attempt at an operation that may fail briefly, whether it is the last."""
+    """Yield once per attempt at an operation that may fail briefly: True for the last attempt."""
     return attempts(UNCLEAR_PAUSES_S, lambda pause_s: calls.sleep(pause_s))
 
 

@@ -177,7 +177,7 @@ def parse(
     *,
     remedy: str = REMEDY,
 ) -> dict[str, Any]:
-    """Return the JSON object in ``text``, with checked ``fields``; ``required`` ones must exist.
+    """Return the JSON object in ``text`` with checked ``fields``, of which ``required`` must exist.
 
     Raises CorruptFileError that names ``where``.
     """
@@ -309,7 +309,7 @@ def _plain(value: Any) -> Any:
     """Return a value with dataclasses converted to JSON objects."""
     if is_dataclass(value) and not isinstance(value, type):
         return to_json(value)
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):  # All items have its type.
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):  # All have one type.
         return [_plain(item) for item in value]
     return value
 
@@ -341,7 +341,7 @@ def _form(hint: Any) -> _Form:
     if origin is tuple and arguments[-1] is Ellipsis:
         item = _form(arguments[0])
         return _Form(list_of(item.accepted), lambda values: tuple(map(item.read, values)))
-    if origin is tuple:  # a fixed number of scalars
+    if origin is tuple:  # The tuple has a fixed number of scalars.
         return _Form(items(*(_form(argument).accepted for argument in arguments)), tuple)
     if origin is Mapping:
         content = _form(arguments[1])

@@ -29,7 +29,7 @@ PolicyGradientName: TypeAlias = Literal[
     "lite_ppo",
     "m2po",
 ]
-"""Names of one algorithm with different defaults."""
+"""Names of variants of one algorithm, which differ in their defaults."""
 POLICY_GRADIENTS: Final[tuple[PolicyGradientName, ...]] = get_args(PolicyGradientName)
 ALGORITHMS = Registry(
     "algorithm",

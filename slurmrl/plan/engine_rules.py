@@ -127,7 +127,7 @@ EXPERTS_NEED: Final[Mapping[str, object]] = {
     "speculative_algorithm": None,
 }
 """Settings that SGLang must have to report experts. With other values, SGLang fills or moves
-KV-cache entries without their expert records, or skips layers. It would then report experts of
+KV-cache entries without their expert records, or skips layers. SGLang would then report experts of
 other tokens."""
 ENGINES: Final = {
     **dict.fromkeys(FSDP, EngineRules("dtc", DECODER)),
@@ -249,7 +249,7 @@ class ServerRules:
     to_sleep: tuple[str, ...] = ()
     """Import statements of modules that the server needs to free GPU memory."""
     least_temperature: float
-    """Minimum temperature. Below it, the server silently samples at another temperature."""
+    """Minimum temperature. For lower values, the server silently samples at another temperature."""
     conflicts: Mapping[str, str]
     """Reasons why ``rollout.server_args`` must not have a flag, by flag."""
     experts_conflicts: Mapping[str, str] = field(default_factory=dict)

@@ -103,12 +103,12 @@ def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
 
 
 def _with_pass_score(config: Config) -> Config:
-    """Return the configuration with the pass scores of evaluations, if the rewards define them."""
+    """Return the configuration with each evaluation's `pass_score`, if its reward defines one."""
     evaluation = config.evaluation
     if evaluation is None or evaluation.pass_score is not None:
         return config
     update: dict[str, Any] = {"pass_score": config.default_pass_score}
-    if evaluation.suites:  # Each suite has its own pass score, because its reward may differ.
+    if evaluation.suites:  # Each suite has its own value, because its reward may differ.
         evaluations = config.evaluations
         update = {
             "suites": {

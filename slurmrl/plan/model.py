@@ -45,7 +45,7 @@ class GroupPlan(_PlanPart):
     spares: int = Field(default=0, ge=0, le=MOST_COUNT)
     """Number of additional hosts in the group's job, which replace lost hosts."""
     tasks_per_host: int = Field(default=0, ge=0, le=MOST_COUNT)
-    """Number of rollout tasks on each host of the trainers' job. They use the GPUs after the
+    """Number of rollout tasks on each host of the trainers' job. The tasks use the GPUs after the
     trainers' GPUs."""
     slots_per_task: int = Field(default=1, ge=1, le=MOST_COUNT)
     """Number of GPUs of a rollout task, as a multiple of a worker's GPUs."""

@@ -55,7 +55,7 @@ def is_own(name: object) -> bool:
 
 
 def own_name(text: str, folder: Path) -> OwnName | None:
-    """Return the name in one of these two forms; None for another string.
+    """Return the name in ``FILE.py:NAME`` or ``MODULE:NAME``; None for another string.
 
     A relative file starts at ``folder``. Raises UsageError if the file does not exist, or if Python
     cannot import it by its name.

@@ -167,7 +167,7 @@ def load_settings(
         root: Folder of all runs in place of the configuration's value.
         scheduler: Scheduler in place of the configuration's value.
         planning: Collect absent files and engines in ``missing`` instead of raising ConfigError.
-        folders: Folders with the user's own code. Defaults: the file's folder and the current one.
+        folders: Folders with the user's own code. Default: the file's and the current folder.
         resumed: The file belongs to a trial. Accept unused sections, and ignore the site profile.
         data: Fetch datasets of the hub even with ``planning``.
         derive: Function that changes the values of the file before the overrides apply.

@@ -95,7 +95,7 @@ class EventWriter:
         event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
         try:
             self._append(json.dumps(event).encode() + b"\n")
-        except EnvironmentFailure as error:  # the run continues without the line
+        except EnvironmentFailure as error:  # The run continues without the line.
             logger.warning("event %s was not written: %s", kind, error)
 
     def _append(self, line: bytes) -> None:

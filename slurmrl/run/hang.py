@@ -14,7 +14,7 @@ from slurmrl.run.reports import TRAINERS
 COMPILING = "compiling the operators of slurmrl, once for this cache"
 """The phase of a rank that compiles the operators, or waits while another process does so."""
 MOST_GROUPS = 50
-"""Maximum number of groups in a report. It shows the groups with the lowest ranks."""
+"""Maximum number of groups in a report. The report shows the groups with the lowest ranks."""
 _PATTERN = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
 SPANS = FieldType(
     "ranks such as 0-2,5",

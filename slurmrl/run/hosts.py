@@ -11,7 +11,7 @@ missing. A batch script tries its interpreter before it becomes the supervisor; 
 does the same before it becomes an agent. The supervisor runs the same shell code when its agents
 could not start. The code records the failure and excludes the host from the queued jobs of the
 trial. It then waits (longer after each failed start in a row) and requeues the job, so that no link
-is used up. After MOST_FAILED failures in a row, the job ends instead.
+is used up. After more than MOST_FAILED failures in a row, the job ends.
 
 The shell code first treats a failing line of ``cluster.slurm.setup`` like any other failed start.
 The line itself is at fault if it has never worked for this submission and fails in the same way on
@@ -170,7 +170,7 @@ FIRST_S = 5
 LONGEST_S = 300
 """Pause in seconds after the first failed start, and the maximum pause after later starts."""
 MOST_FAILED = 20
-"""Maximum number of failed starts in a row (since the history last grew) for another requeue."""
+"""Maximum number of failed starts in a row, since the history grew, that requeue the job."""
 SEVERAL_HOSTS = 3
 """Number of hosts on which the same set-up line must fail before the line counts as wrong."""
 TRY_S = 300
@@ -181,8 +181,8 @@ shopt -s execfail
 trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_ended $? "${BASH_COMMAND:-}"' EXIT
 slurmrl_setup=yes"""
-"""Shell code before the set-up lines. It keeps a script that ends early, even with 0, from using up
-its link. Without execfail, a failing exec would skip the trap."""
+"""Shell code before the set-up lines. It keeps a script that ends early, even with exit code 0,
+from using up its link. Without execfail, a failing exec would skip the trap."""
 AFTER_SETUP = """\
 slurmrl_setup=
 unset IFS
@@ -236,9 +236,9 @@ def shorten_script(script: str) -> str:
 
 
 def guard_command(run: Path, python: str, module: str) -> list[str]:
-    """Return the words before the command with which each host of a job runs a module.
+    """Return a prefix for the command with which each host of a job runs a module.
 
-    They first test whether the module can run, and record a failure with the host's name.
+    The prefix first tests whether the module can run, and records a failure with the host's name.
     """
     functions = leave_functions(run, Path("/dev/null"), "", "")
     text = f"trap '' USR1 USR2\n{functions}\n{try_module(python, module)}"
@@ -246,6 +246,6 @@ def guard_command(run: Path, python: str, module: str) -> list[str]:
 
 
 def try_module(python: str, module: str) -> str:
-    """Return a command that fails if a module cannot run. ``slurmrl_said`` then has the reason."""
+    """Return a command that fails, with the reason in ``slurmrl_said``, if a module cannot run."""
     tried = shlex.join([python, "-P", "-c", f"import {module}.__main__"])
     return f"slurmrl_said=$(timeout {TRY_S} {tried} 2>&1)"

@@ -7,7 +7,7 @@ ATTEMPTS = "attempt"
 
 
 def attempt(group: str, task: int, number: int) -> str:
-    """Return the key of the claim of one start of a task. The value names job, host and process."""
+    """Return the key that claims one start of a task. Its value names job, host and process."""
     return f"attempt/{group}/{task}/{number}"
 
 
@@ -26,7 +26,7 @@ def attempt_failures(group: str) -> str:
 
 
 def attempt_failure(group: str, task: int, number: int) -> str:
-    """Return the key of the failure of one start of a rollout task. The value is JSON."""
+    """Return the key for the failure of one start of a rollout task. Its value is JSON."""
     return f"{attempt_failures(group)}/{task}.{number}"
 
 
@@ -50,8 +50,8 @@ def warned(incarnation: int) -> str:
 def leader_locks() -> str:
     """Return the root of the leader locks.
 
-    They name the jobs that took over the trial, in order. Never change this name: jobs of an older
-    slurmrl and jobs resumed with ``--update-code`` use it to exclude each other.
+    The locks name the jobs that took over the trial, in order. Never change this name: jobs of an
+    older slurmrl and jobs resumed with ``--update-code`` use it to exclude each other.
     """
     return "baton"
 

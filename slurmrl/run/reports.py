@@ -22,11 +22,11 @@ from slurmrl.display.terminal import exit_words, first_line, plain
 from slurmrl.fsio.documents import COUNT, FILE_NAME, NUMBER, SECONDS, SIZE
 
 TRAINERS: Final = "trainer"
-"""The group of the trainers, and the name of their world. When it ends, the incarnation ends."""
+"""The group of the trainers, and the name of their world. The incarnation ends with this world."""
 
 MASTER: Final = "master"
-"""Name of the master's output files, as if it were a group. Its log has the number of the agent
-that starts it: the trainers' first agent."""
+"""Name of the master's output files, in place of a group's name. The number in the name of its log
+is the number of the trainers' first agent, which starts the master."""
 
 
 def group_of(world: str) -> str:

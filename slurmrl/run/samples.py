@@ -60,7 +60,7 @@ class KeptSampleWriter:
         self._files: dict[str, documents.LineWriter] = {}
 
     def begin(self) -> None:
-        """Create the index. It replaces earlier incarnations' samples from step ``first`` on."""
+        """Create the index, which replaces earlier incarnations' samples from step ``first`` on."""
         self._append(self._index, b"")
 
     def write(self, step: int, rows: bytes, *, evaluation: bool) -> None:

@@ -19,11 +19,11 @@ from slurmrl.run.paths import RunPaths
 SHORTEST_S = {"local": 0.5}
 """Seconds between two queries while states change, by scheduler."""
 SHARED_SHORTEST_S = 10.0
-"""Seconds between two queries, while states change, of a scheduler that has other users."""
+"""Seconds between two queries while states change, for a scheduler shared with other users."""
 LONGEST_S = {"local": 2.0}
 """Maximum seconds between two queries, by scheduler."""
 SHARED_LONGEST_S = 120.0
-"""Maximum seconds between two queries of a scheduler that has other users."""
+"""Maximum seconds between two queries of a scheduler shared with other users."""
 GROWTH = 1.5
 """Factor of the interval after a query that found no change."""
 
@@ -290,9 +290,9 @@ LOCAL_EXPORTED = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 and the temporary folder."""
 
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Variable that forbids Python to write bytecode into a code snapshot. (Its files must not change.)
-A snapshot already has the bytecode of this package, so a process compiles only the user's own
-modules at its start."""
+"""Variable that keeps Python from writing bytecode into a code snapshot, whose files must not
+change. A snapshot already has the bytecode of this package, so a process compiles only the user's
+own modules at its start."""
 
 OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
 """Prefixes of variables that set options of Slurm's commands or describe the job of this process.

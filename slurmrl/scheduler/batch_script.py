@@ -178,7 +178,7 @@ def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str
         "array": _array(group),
         "chdir": str(request.run.run),
         "cpus-per-task": str(group.workers_per_host * group.cpus_per_worker),
-        "export": "ALL",  # all of the few variables that SlurmClient gives sbatch
+        "export": "ALL",  # SlurmClient gives sbatch few variables.
         "job-name": request.job_name(group.name),
         "nodes": "1" if group.elastic else str(group.hosts + spares),
         "ntasks-per-node": "1",

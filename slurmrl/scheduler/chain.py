@@ -138,7 +138,7 @@ def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> lis
 def continues(chain: Chain) -> Continue:
     """Return the way in which the trial continues after a link, from the submission's request.
 
-    Requests of older versions do not name a way. They mean a chain.
+    Requests of older versions do not name a way, which means a chain.
     """
     fields = {"continue": one_of(*Continue)}
     path = chain.run.submission_request(chain.submission)
@@ -373,7 +373,7 @@ class Upkeep:
             try:
                 if stop_requested_by(link.run, link.submission):
                     return
-                remove_orphaned(link.run, name)  # no orphans: the trainers run in this job
+                remove_orphaned(link.run, name)  # The trainers run here, so they are not missing.
                 change = group.keep(wanted_tasks(link.run, name, planned))
             except SlurmrlError as error:
                 logger.info("group %s is unchanged: %s", name, error)

@@ -23,13 +23,13 @@ FORGOTTEN = "Invalid job id specified"
 """Slurm's message for a single job that it no longer knows."""
 
 TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
-"""Parts of errors of sbatch and `parse.job_id` after which Slurm may have the job."""
+"""Parts of errors of sbatch and `parse.job_id` after which Slurm may still have queued the job."""
 
 NO_WORDS = "no message"
 """Words in the error for a command that printed no message."""
 
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
-"""Parts of the messages by which sacct, or its absence, shows that there is no accounting."""
+"""Parts of messages that mean that Slurm has no accounting, or that sacct is missing."""
 
 NO_TEST = "--test-only"
 """Part of the message of an sbatch that lacks the option ``--test-only``."""
@@ -247,7 +247,7 @@ class SlurmClient:
         self._scancel(whom, f"--signal={name}", *elements)
 
     def _scancel(self, *arguments: str) -> None:
-        """Run scancel. It fails without a message for a job that has just ended; ignore that."""
+        """Run scancel. Ignore the failure without a message for a job that has just ended."""
         try:
             self._run("scancel", "--quiet", *arguments)
         except SchedulerError as error:

@@ -103,7 +103,7 @@ def read(run: RunPaths, number: int, group: str) -> list[Extension]:
 
 
 def take(run: RunPaths, number: int, group: str, claim: Claim) -> bool:
-    """Claim an extension. Return False if another process has claimed it."""
+    """Claim an extension. Return False if another process has claimed this extension."""
     path = run.extension_claim(number, group, claim.index)
     values = asdict(claim)
     values |= values.pop("claimant")
@@ -311,7 +311,7 @@ class Extender:
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
     """Return whether the claimant can no longer submit a job.
 
-    This is true for the element ``by`` before its requeue, an ended element and an ended process.
+    This holds for an earlier start of the element ``by``, an ended element and an ended process.
     """
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active

@@ -1,4 +1,4 @@
-"""The Slurm scheduler. It has one job array per group; its elements are the trial's links.
+"""The Slurm scheduler. Each group is one job array, whose elements are the trial's links.
 
 The array of an elastic group has a throttle (``%P``) and more elements than run at once. Slurm
 itself therefore starts a queued task when a task ends. If Slurm's commands work on the host that

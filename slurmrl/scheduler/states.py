@@ -131,7 +131,7 @@ class QueueRow:
 
 
 _QUEUED = re.compile(r"\d+\|")
-"""Beginning of a row. A row with another number of fields than requested is an error."""
+"""Beginning of a row. A row must have as many fields as requested."""
 
 
 def queue(text: str) -> list[QueueRow]:

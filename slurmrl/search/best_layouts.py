@@ -394,7 +394,7 @@ def _answer(
     models = {one.name: one.model for one in chosen if one.name != ROLLOUTS}
     actor = models["actor"]
     for use in uses_of(config, checked.algorithm):
-        if uses_base(config, use.role):  # an actor without adapters: copy the actor's layout
+        if uses_base(config, use.role):  # The role is the actor without adapters.
             same = {name: getattr(actor, name) for name in OWN}
             models[use.role] = config.model(use.role).model_copy(update=same)
     config = config.with_models(models)

@@ -15,7 +15,7 @@ from slurmrl.workers.supervisor.watcher import ASK_S
 
 @dataclass(frozen=True)
 class HostLosses:
-    """Loss and detection of hosts (docs/slurm.md, section on spare hosts)."""
+    """Losses of hosts and their detection (docs/slurm.md, section on spare hosts)."""
 
     hosts: int
     spares: int

@@ -114,7 +114,7 @@ class CommitAdvice:
     seconds: float
     steps: int
     lost: float
-    """Share of the time in jobs for commits, repeated work and restarts with this interval."""
+    """Share of job time that commits, repeated work and restarts take with this interval."""
     between_failures_s: float
 
 
@@ -170,7 +170,7 @@ class SimulationAnswers:
     commit: CommitAdvice | None
     tasks_needed: int | None
     step_source: tuple[str, ...]
-    """Lines that name the source and the error of the seconds of a step."""
+    """Lines about the source of the seconds of a step, and about their error."""
 
     @property
     def best(self) -> Runs:

@@ -158,7 +158,7 @@ class TaskPool:
         records: Iterable[Record],
         record: LedgerRecord | None,
     ) -> None:
-        """Start a master with the ledger of the last commit. It reads later results again."""
+        """Start a master with the last commit's ledger. The master reads later results again."""
         self.advance(now)
         lineage = Lineage.of(records)
         self._incarnation = incarnation
@@ -266,7 +266,7 @@ class TaskPool:
         if kind == "begin":
             self._begin(task)
         elif kind == "orphans":
-            if self._orphaned_at <= self._now:  # Otherwise a job of the trainers runs again.
+            if self._orphaned_at <= self._now:  # If not, a job of the trainers runs again.
                 self._end_all()
         elif kind == "host":
             self._lose_host(task.number)
@@ -408,7 +408,7 @@ class TaskPool:
         return self.costs.token_s(len(task.items) * self._groups / self._stands_for)
 
     def _plan(self, task: SimulatedTask) -> None:
-        """Plan the event for the next finished group. It replaces the task's earlier plan."""
+        """Plan the event for the task's next finished group, in place of the earlier plan."""
         task.plan += 1
         if (left := task.first_end()) is not None:
             at = self._now + left * self._token_s(task)

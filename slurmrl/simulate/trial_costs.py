@@ -1,4 +1,4 @@
-"""Seconds and sizes of a trial's parts. They are predicted, measured or assumed."""
+"""Seconds and sizes of a trial's parts. The numbers are predicted, measured or assumed."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ DELTA: Final = 0.05
 """Size of a delta divided by the size of a full weight version, as measured with a learning rate
 of 1e-5 (docs/benchmarks.md)."""
 SIGNAL_EARLY_S: Final = 30.0
-"""Maximum seconds by which Slurm signals a job too early. This is the interval at which it checks
-time limits. Slurm's documentation allows twice as much (`workers.agent.agent_host.LATE_S`)."""
+"""Maximum seconds by which Slurm signals a job too early: the interval at which Slurm checks time
+limits. Slurm's documentation allows twice as much (`workers.agent.agent_host.LATE_S`)."""
 POINTS: Final = 256
-"""Number of lengths for computing the mean of the longest completion."""
+"""Number of lengths from which the mean of the longest completion is computed."""
 
 
 @dataclass(frozen=True)

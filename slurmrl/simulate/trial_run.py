@@ -54,7 +54,7 @@ MOST_WITHOUT_COMMIT: Final = 100
 LONGEST_WAIT_S: Final = 10 * DAY_S
 """Maximum wait for the groups of one step."""
 KILLED: Final = "killed"
-"""Reason of an end by Slurm, at the time limit or a preemption. It is not a failure."""
+"""Reason of an end by Slurm, at the time limit or a preemption. Such an end is not a failure."""
 
 
 class MemoryNames(NameStore):
@@ -102,7 +102,7 @@ class TrialOutcome:
 
     @property
     def useful(self) -> float:
-        """Share of the time in jobs that went into training steps that no failure undid."""
+        """Share of job time spent on training steps that no failure undid."""
         held = self.seconds - self.parts.get(QUEUE, 0.0)
         return self.parts.get(TRAINING, 0.0) / held if held > 0 else 0.0
 
@@ -207,7 +207,7 @@ class TrialRun:
             queued, links, restart = queued - 1, links + 1, 0
         if self._pool is not None:
             self._pool.finish(self._now)
-            if not self._pool.costs.inside:  # else `costs.gpus` counts these GPUs
+            if not self._pool.costs.inside:  # `costs.gpus` counts GPUs in the trainers' job.
                 gpu_s += self._pool.gpu_s
             dropped = self._pool.dropped.items()
             self._events.update({f"dropped groups ({why})": count for why, count in dropped})
@@ -242,7 +242,7 @@ class TrialRun:
         self._now += wait_s
 
     def _job(self, start: str) -> str:
-        """Run one job. Return the way in which it ended."""
+        """Run one job. Return how the job ended."""
         costs, rates = self._costs, self._conditions.disturbances
         limit_s = self._conditions.time_limit_s
         self._kill_at = self._now + limit_s

@@ -340,7 +340,7 @@ def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) ->
     if warned.cause not in GUESSED or task is None:
         return None
     if (task.ending or task.state) is JobState.FAILED and task.signal is None:
-        return None  # slurmrl itself exited with this code after the warning
+        return None  # slurmrl itself exited with this code after the warning.
     end = _by_scheduler(traces, tasks)
     return end if end is not None and end[0] != warned.cause else None
 

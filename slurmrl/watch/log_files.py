@@ -48,7 +48,7 @@ HEAD_BYTES = 64 * 1024
 before the head.)"""
 LEVELS = logging.getLevelNamesMapping()
 SEARCHED = 1000
-"""Maximum number of lines before the wanted lines in which the start of their entry is searched."""
+"""Maximum number of lines to search backward for the start of the first wanted entry."""
 _ENTRY = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \[(?P<process>[^]]+)\] (?P<level>[A-Z]+) ?"
     r"(?P<text>.*)",
@@ -191,7 +191,7 @@ class LogLine(NamedTuple):
 class Wanted:
     """The entries to print.
 
-    None and 0 do not restrict. Only ``process`` and ``level`` exclude lines before a file's first
+    None and 0 select everything. Only ``process`` and ``level`` exclude lines before a file's first
     entry.
     """
 

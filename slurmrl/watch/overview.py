@@ -3,8 +3,8 @@
 `collect` reads each run directory once, queries each scheduler once, and waits once for all
 heartbeats.
 
-``overview.json`` only saves work. It has the fields of a finished trial that a list shows. It also
-has the number of history records and the size of the metrics at the time of writing. Records are
+``overview.json`` only saves work. The file has the fields of a finished trial that a list shows,
+the number of history records, and the size of the metrics when the file was written. Records are
 never removed, so the file is current if both are unchanged. Otherwise, or without the file, a
 reader reads the whole trial.
 """
@@ -280,7 +280,7 @@ def keep_overview(paths: RunPaths) -> None:
     try:
         if recent(paths.history, exports=False).end is None or read_overview(paths) is not None:
             return
-        made_from = _made_from(paths)  # before `read`, so that a newer record makes the file stale
+        made_from = _made_from(paths)  # Count first: newer records make the file stale.
         trial = read(paths)
         if trial.state.end is not None:
             status = assemble(trial, [])

@@ -118,7 +118,7 @@ def _age_s(start: str, now: float) -> float | None:
 
 def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, Any] | None:
     waiting = [task for task in tasks if task.state is JobState.PENDING]
-    if not waiting:  # sbatch has not queued the job yet
+    if not waiting:  # sbatch has not queued the job yet.
         return None
     task = min(waiting, key=lambda one: one.element)
     submission = snapshot.submission
@@ -138,7 +138,7 @@ def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] |
     after = len(kinds) - kinds[::-1].index("commit") if "commit" in kinds else 0
     failed = [event for event in newest.master[after:] if event["kind"] == "checkpoint_failed"]
     said = snapshot.said.get("checkpoint_failed")
-    failed = failed or ([said] if said else [])  # a full disk may have prevented the events
+    failed = failed or ([said] if said else [])  # A full disk may have prevented the events.
     if not failed:
         return None
     commits = [one.begun.commit for one in snapshot.incarnations if one.begun.commit]

@@ -146,7 +146,7 @@ class TrialSnapshot:
         return next((group for group in self.groups if group.name == TRAINERS), None)
 
     def lease(self) -> Path | None:
-        """Return the lease of the trainers' first agent. It shows whether the master is alive."""
+        """Return the lease of the trainers' first agent, which shows if the master is alive."""
         attempt = self.attempts.get((TRAINERS, 0))
         return self.paths.lease(TRAINERS, 0, attempt.attempt) if attempt is not None else None
 
@@ -198,7 +198,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
 def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
     """Return whether the detailed status may count steps before these lines.
 
-    It counts the steps after the last commit, and steps in a row without an update.
+    The status counts the steps after the last commit, and steps in a row without an update.
     """
     if len(lines) < LINES:
         return False
@@ -327,7 +327,7 @@ def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
 
 
 def _attempt(names: NameStore, group: str, task: int, number: int) -> Identity:
-    """Return a claim. If a stale cache hides the content of its key, host and job are empty."""
+    """Return a claim, with empty host and job if a stale cache hides the content of its key."""
     hidden = Identity(group, task, number, host="", job="", job_id="")
     return published.attempt(names, group, task, number) or hidden
 

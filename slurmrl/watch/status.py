@@ -66,7 +66,7 @@ This object is a contract. New versions may add fields, but never change or remo
                  | null,                      null unless PENDING; the start that the scheduler
                                               expects, in its local time: "2026-01-31T09:30:00"
       "checkpoint_failures": {"count": 2, "step": 30, "reason": "…", "last_commit_s": 2400.0}
-                             | null,          commits that failed since the last one
+                             | null,          commits that failed since the last success
       "skipped": {"steps": 12, "model": "actor"} | null,   newest steps in a row that skipped all
                                               updates of a model ("" for SFT), because gradients
                                               were not finite; null for fewer than 3 steps
@@ -76,9 +76,9 @@ This object is a contract. New versions may add fields, but never change or remo
         "step_s": 12.3,                       mean of the newest steps; null before the first
         "left_s": 240.0,                      time to the last step at this pace
         "start_s": 14.0,                      time from the incarnation's begin to the first step
-        "commit_s": 1.2, "commit_stall_s": 0.1,   longest recent commit, longest wait for one
+        "commit_s": 1.2, "commit_stall_s": 0.1,   longest recent commit and wait for it
         "signal_lead_s": 120.0,               time between Slurm's warning and the time limit
-        "effective_ratio": 0.93               time of the steps that count / time since the first;
+        "effective_ratio": 0.93               time of the counted steps / time since the first;
       },                                      null in lists of trials. null: unknown
       "submission": 1,                        the newest; null for a trial that never was submitted
       "submitting": "on login1, process 123" | null,   process that now submits the trial

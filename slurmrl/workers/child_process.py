@@ -70,8 +70,8 @@ def adopt_orphans() -> None:
 def ignore_signals() -> None:
     """Ignore the signals that Slurm sends to whole steps; the agent handles them.
 
-    Children inherit this setting. They call this function again, because a container runtime such
-    as Apptainer resets the setting.
+    Children inherit this setting. Children call this function again, because a container runtime
+    such as Apptainer resets the setting.
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -273,7 +273,7 @@ def spawn_with_pipe(
 class _Forgiving(io.FileIO):
     """File that drops output during errors (full disk, unreachable server).
 
-    It notes the number of dropped bytes as soon as it accepts output again.
+    Once the file accepts output again, it notes the number of dropped bytes.
     """
 
     _dropped = 0

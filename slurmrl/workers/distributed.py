@@ -44,7 +44,7 @@ from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.messages import Start
 
 SHORTEST_TIMEOUT = timedelta(minutes=30)
-"""Minimum time-out. Ranks may load models for longer than a call may last."""
+"""Minimum time-out. Loading models may take longer than the longest call."""
 MARGIN = timedelta(minutes=5)
 T = TypeVar("T")
 SHORTEST_POLL_S = 0.02
@@ -57,7 +57,7 @@ Reject = Callable[[str, int], str | None]
 def collective_timeout(step_timeout_s: float) -> timedelta:
     """Return the time-out of one collective.
 
-    Ranks may wait for each other as long as a call may last. The time-out is longer than
+    Ranks may wait for each other during the longest call. The time-out is longer than
     ``step_timeout_s``, so that the master's deadline comes first and reports the wait.
     """
     return max(SHORTEST_TIMEOUT, timedelta(seconds=step_timeout_s) + MARGIN)

@@ -86,8 +86,8 @@ def _chain(shown: traceback.TracebackException | None) -> Iterator[traceback.Tra
 def _is_users(file: str) -> bool:
     """Return whether a source file belongs to the user: it is below an entry of PYTHONPATH.
 
-    The first entry contains the trial's copy of the code. Installed packages do not count, even
-    editable ones.
+    The first entry contains the trial's copy of the code. Installed packages do not count, even if
+    they are editable.
     """
     # Compare with the file name of a code object, because tracebacks contain that name.
     path, ours = Path(file), Path(failure_of.__code__.co_filename).parents[1]

@@ -1,7 +1,7 @@
 """The messages between master, agents and workers, by channel.
 
-A message is a JSON object with a ``type``. `MessageSet` makes and checks messages. It ignores
-unknown fields and rejects unknown types, because the processes of an incarnation run the same code.
+A message is a JSON object with a ``type``. `MessageSet` makes and checks messages. Readers ignore
+unknown fields and reject unknown types, because the processes of an incarnation run the same code.
 """
 
 from __future__ import annotations

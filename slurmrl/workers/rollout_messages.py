@@ -28,8 +28,8 @@ class Confirm:
     """
 
     leases: tuple[LeasedItems, ...] = ()
-    """The valid leases, with the items for which the master has no result. These may be requests of
-    an earlier incarnation that the task has not read."""
+    """The valid leases, with the items for which the master has no result. Some leases may come
+    from requests of an earlier incarnation that the task has not read."""
     wakeups: WakeupAddress | None = None
     """Address to which the task sends a wake-up when it has recorded results."""
 
@@ -94,7 +94,7 @@ class Holds:
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """The task cannot read a published version. It tries again after the next publication."""
+    """The task cannot read a published version. The task tries again after the next publication."""
 
     version: Annotated[str, VERSION]
     reason: str

@@ -1,7 +1,7 @@
 """Checks whether this cluster can run trials, on the login node and inside a short job.
 
-A check measures something and gives advice. To add one, write a function that returns a `Check` and
-name it in `examine` (the login node) or in `probe.check_host` (a host of the job).
+A check measures something and gives advice. To add a check, write a function that returns a
+`Check`, and call it in `examine` (login node) or in `probe.check_host` (host of the job).
 """
 
 from __future__ import annotations

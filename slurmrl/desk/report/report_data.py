@@ -188,7 +188,7 @@ def smoothed(values: Iterable[float | None], factor: float) -> list[float | None
     for value in values:
         if value is not None:
             weight = factor * weight + (1 - factor)
-            mean += (value - mean) * ((1 - factor) / weight)  # no drift for constants
+            mean += (value - mean) * ((1 - factor) / weight)  # A constant must not drift.
         found.append(None if value is None else mean)
     return found
 

@@ -57,7 +57,7 @@ def images(draft: Draft) -> Iterator[Problem]:
 
 
 def pillow(draft: Draft) -> Iterator[Problem]:
-    """Check that Pillow is installed. It reads images and the frames of videos."""
+    """Check that Pillow is installed. Pillow reads images and the frames of videos."""
     for where, dataset in draft.config.datasets().items():
         for medium, key in dataset.media_keys.items():
             if find_spec("PIL") is None:

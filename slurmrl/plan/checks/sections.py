@@ -161,7 +161,7 @@ def unused_tools(draft: Draft) -> Iterator[Problem]:
 def unused_roles(draft: Draft) -> Iterator[Problem]:
     """Check that a call uses each model that has a section."""
     used = {role for role, _ in draft.models()}
-    for own in draft.config.evaluations.values():  # includes evaluations in separate trials
+    for own in draft.config.evaluations.values():  # This includes separate trials.
         used |= {call.role for call in draft.algorithm.evaluation_calls(own) if call.role}
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:

@@ -58,7 +58,7 @@ def _adapted(model: Model, lora: Lora) -> list[tuple[int, int]]:
 
 
 def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float, float]]:
-    """Return the number of layers and both sides of each kind of weight with an adapter.
+    """Return, for each kind of weight with an adapter, its number of layers and its two sides.
 
     Only layers with this kind of weight count. Tensor ranks split the second side, so the result
     has a rank's part of it.

@@ -42,7 +42,7 @@ SOURCES: Final[Mapping[str, str]] = {
 }
 """Description of the origin of the numbers, by section of a profile."""
 _Share: TypeAlias = Annotated[float, Field(gt=0, le=1.5)]
-"""A share of a rate. It may exceed 1, because processors boost their clocks."""
+"""A share of a rate. The share may exceed 1, because processors boost their clocks."""
 
 
 class Numbers(Section):
@@ -227,7 +227,7 @@ class Gpu:
     network: float
     """Bytes per second that a GPU sends to other hosts: its share of the network adapters."""
     asynchronous: bool = True
-    """Whether the host only launches operations. It is false for ranks without a GPU."""
+    """Whether the host only launches operations. False for ranks without a GPU."""
 
 
 @dataclass(frozen=True)

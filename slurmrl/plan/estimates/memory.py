@@ -351,8 +351,8 @@ def _head_backward(job: MemoryDemand, tokens: int) -> float:
 def _layer_backward(job: MemoryDemand, tokens: int) -> float:
     """Return the bytes of the backward pass of one layer.
 
-    It needs recomputed tensors and gradients of the layer's activations. A sharded engine also
-    needs gathered weights and the gradient during its reduction.
+    The pass needs recomputed tensors and gradients of the layer's activations. A sharded engine
+    also needs gathered weights and the gradient during its reduction.
     """
     width = BYTES[job.model.dtype]
     elements = 4 * _inner(job) + 2 * job.shape.hidden

@@ -119,7 +119,7 @@ def _passes(job: PassJob, machine: Machine, *, trained: bool) -> dict[str, float
 
 
 def _whole(job: PassJob, machine: Machine, *, trained: bool) -> float:
-    """Return the seconds to gather all weights at once and reduce their gradients, unoverlapped."""
+    """Return the seconds to gather all weights at once and reduce gradients, without overlap."""
     units = 2 if trained and not job.frozen else 1
     sent = 1 + (FLOAT32 / job.width if units > 1 else 0.0)
     weights = parameters(job.shape, job.allocation, job.head)

@@ -122,7 +122,7 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
 
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
-"""The built-in decoder's table of families. It has the defaults of missing fields."""
+"""The built-in decoder's table of families. The table has the defaults of missing fields."""
 WHOLE_ATTENTION: Final = "slurmrl.models.hf_config:WHOLE_ATTENTION"
 TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
 RANK_ELEMENTS: Final = "slurmrl.models.hf_tensor:rank_elements"
@@ -314,7 +314,7 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
 
 
 def _counted(shape: ModelShape, tp: int, head: Head) -> Any:
-    """Return the `RankElements` of a tensor rank; None if the sizes determine the numbers."""
+    """Return the `RankElements` of a tensor rank; None if they follow from the sizes."""
     return resolve(RANK_ELEMENTS)(shape.counted, head, tp) if shape.counted and tp > 1 else None
 
 
@@ -330,7 +330,7 @@ def expert_tp(allocation: Allocation) -> int:
 
 
 def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
-    """Return the role's setting; by default Megatron uses it with tensor parallelism."""
+    """Return the role's setting, which is by default true for Megatron with tensor parallelism."""
     setting = model.model.sequence_parallel if model.model else None
     if setting is None:
         return allocation.backend == "megatron" and allocation.sizes["tp"] > 1

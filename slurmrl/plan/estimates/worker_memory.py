@@ -297,8 +297,8 @@ def least(memory: Memory, gpu_bytes: int) -> int:
 def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
     """Return the bytes of each GPU that a server uses if no other process uses the GPU.
 
-    Such a server needs no room for arriving weights. It uses all memory except a margin, or the
-    share that the user's arguments set.
+    Such a server needs no room for arriving weights. The server uses all memory except a margin, or
+    the share that the user's arguments set.
     """
     own = own_share(arguments)
     return gpu_bytes - margin(0) if own is None else round(own * gpu_bytes)

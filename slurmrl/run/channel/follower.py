@@ -1,8 +1,8 @@
 """Followers of growing logs.
 
 On a local file system, inotify reports changes. Elsewhere, or if the kernel has no watches left,
-followers poll the logs, and writers announce messages by wake-ups. Both are only hints, so
-followers also poll occasionally with inotify.
+followers poll the logs, and writers announce messages by wake-ups. Notifications and wake-ups are
+only hints, so followers also poll occasionally with inotify.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAFETY_S = 1.0
 """Maximum pause in seconds between polls while the kernel reports every change."""
 _EVENT_BYTES = 65536
 _IN_MODIFY = 0x2
-_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # the values of IN_NONBLOCK and IN_CLOEXEC
+_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # These are the values of IN_NONBLOCK and IN_CLOEXEC.
 
 
 class _Polls:
@@ -196,7 +196,7 @@ class Follower:
     def _receive(self, wakeups: WakeupSocket) -> None:
         received = wakeups.receive()
         heard = [self._sources[source] for source in received.sources if source in self._sources]
-        if received.overflowed:  # the dropped wake-ups may be from any writer
+        if received.overflowed:  # The dropped wake-ups may be from any writer.
             heard += self._sources.values()
         self._announced.update(one for one in heard if one.spare > 0)
         self.woken = bool(self._announced)

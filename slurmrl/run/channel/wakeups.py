@@ -1,7 +1,7 @@
 """Wake-ups: datagrams that say that the sender's log has grown, and the addresses of their sockets.
 
-A wake-up is only a hint, sent once and never answered. Readers also poll the logs, and only the
-files count. A wake-up contains the receiver's secret token. The sender's address shows which log
+A wake-up is only a hint, sent once and never answered. Readers also poll the logs, which contain
+all messages. A wake-up contains the receiver's secret token. The sender's address shows which log
 has grown. The master, the agents and the rollout tasks each have a socket at their host's address
 on the network between the hosts.
 """
@@ -37,7 +37,7 @@ RECEIVE_BUFFER_BYTES = 1 << 20
 """Requested size of the buffer for wake-ups that arrive while logs are read. The kernel may grant
 less."""
 LOOK_S = 0.02
-"""Minimum number of seconds between two reads of files because of wake-ups."""
+"""Minimum number of seconds between two reads of files that wake-ups cause."""
 SEND_S = 0.01
 """Maximum number of seconds that a call of `wake` waits for room in the kernel's buffer."""
 _SO_MEMINFO = 55

@@ -36,13 +36,13 @@ END_OF_DATASET: Final = "the end of the dataset"
 
 class Kind(StrEnum):
     BEGIN = "begin"
-    """An incarnation begins. ``base`` is the directory of the commit that it resumes from, or null.
-    If ``base`` is absent, the newest commit counts."""
+    """An incarnation begins. It resumes from the commit in the directory ``base``; null means from
+    the beginning. If ``base`` is absent, the newest commit counts."""
     COMMIT = "commit"
-    """A checkpoint counts from now on. Fields: ``step``, ``directory``."""
+    """A checkpoint becomes valid. Fields: ``step``, ``directory``."""
     DELETE = "delete"
-    """A commit is deleted, and its files may be removed. Fields: ``step``, ``directory``, and the
-    ``reason`` if it was damaged."""
+    """A commit becomes invalid, and its files may be removed. Fields: ``step``, ``directory``, and
+    the ``reason`` if it was damaged."""
     EXPORT = "export"
     """A model was exported. Fields: ``step``, ``directory``."""
     FINISHED = "finished"

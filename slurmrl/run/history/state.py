@@ -380,7 +380,7 @@ def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
 
 
 def resume(history: History, data: dict[str, Any]) -> Record:
-    """Lift the end of a trial. Raises UsageError if the trial has not ended."""
+    """Let an ended trial continue. Raises UsageError if the trial has not ended."""
 
     def current(state: TrialState) -> int:
         if state.end is None:
@@ -400,7 +400,7 @@ def _append(
 def _win(
     history: History, decide: Callable[[list[Record]], tuple[Kind, int, dict[str, Any]]]
 ) -> Record:
-    """Append the record (kind, incarnation, data) that ``decide`` returns for all records."""
+    """Append the record (kind, incarnation, data) that ``decide`` derives from earlier records."""
     known = 0
     for _ in range(TRIES):
         records = history.read(at_least=known)

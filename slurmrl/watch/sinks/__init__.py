@@ -64,9 +64,9 @@ def make_feeders(
 class MetricsRecorder:
     """Records the metrics of one incarnation, which continues after ``last_step``.
 
-    It drops lines of later steps, which an earlier incarnation wrote but did not commit; -1 drops
-    all lines. It adds the ``time`` of writing to each line. Sinks get the committed lines as long
-    as ``incarnation`` is the newest; None means a trial without incarnations.
+    The recorder drops lines of later steps, which an earlier incarnation wrote but did not commit;
+    -1 drops all lines. Each new line gets the ``time`` of writing. Sinks get the committed lines as
+    long as ``incarnation`` is the newest; None means a trial without incarnations.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
 def _wanted(
     paths: RunPaths, logging: Logging
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[int], Sink]]]:
-    """Yield name, import of the library, and function that opens it for each configured sink."""
+    """Yield name, function that imports the library, and function that opens it, of each sink."""
     from slurmrl.watch.sinks import mlflow, tensorboard, wandb
 
     if logging.tensorboard:

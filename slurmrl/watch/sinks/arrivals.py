@@ -177,7 +177,7 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
         if newest != waited_for:
             waited_for, waited_s = newest, 0.0
         if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
-            signal.alarm(held_s)  # before the file exists: if suspended, this holder must end
+            signal.alarm(held_s)  # Set this before the file exists: a suspended holder must end.
             if _created(folder, newest + 1):
                 return newest + 1
             signal.alarm(0)

@@ -74,8 +74,8 @@ def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None
 def held_by(directory: Path, run: str, project: str, after: int) -> int:
     """Return the last step of a run in the local files of a project.
 
-    ``after`` is the last step that the files certainly had. They may have been sent and removed
-    since then. In files of another project, the step is unknown.
+    ``after`` is the last step that the files certainly had. The files may have been sent and
+    removed since then. In files of another project, the step is unknown.
     """
     folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
     files = [file for folder in folders for file in folder.glob("*.wandb")]
@@ -136,7 +136,7 @@ def records(data: bytes) -> Iterator[bytes]:
     """
     at, whole = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):
-        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # no header fits into the block
+        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # No header fits into the block.
             at += BLOCK_BYTES - at % BLOCK_BYTES
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)

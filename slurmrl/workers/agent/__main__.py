@@ -165,7 +165,7 @@ class Agent:
         return None
 
     def _look(self) -> tuple[bool, Failure | None]:
-        """Return whether another job has begun an incarnation, and the failure of the last one."""
+        """Return whether another job began an incarnation, and the last incarnation's failure."""
         superseded = self.host.superseded(self._served)
         return superseded, published.failure(self.host.names, self._served)
 

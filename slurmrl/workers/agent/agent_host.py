@@ -314,7 +314,7 @@ class Warnings:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the supervisor
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # The supervisor blocked these signals.
 
     @property
     def received(self) -> bool:

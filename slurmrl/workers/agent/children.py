@@ -51,7 +51,7 @@ RELEASE_S = 90.0
 """Seconds that a killed worker may take to exit. The GPU driver must unpin the worker's host memory
 (a minute for 40 GiB) and free its GPU memory, and the kernel may wait for a file system."""
 REPORT_S = 3.0
-"""Seconds that the fork server may take to report exits. It is more than `LEFTOVERS_S`."""
+"""Seconds that the fork server may take to report exits. This limit is more than `LEFTOVERS_S`."""
 MISSED_PULSES = 3
 """Number of missed pulses after which `slurmrl status` shows a rank as silent. The agent kills the
 rank only after `silence_s`."""
@@ -168,7 +168,7 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """Fork one worker for each entry of ``devices``, which is its CUDA_VISIBLE_DEVICES.
+        """Fork one worker for each entry of ``devices``; the entry is its CUDA_VISIBLE_DEVICES.
 
         Start the fork server, which outlives its workers, if there is none. Raises
         EnvironmentFailure if its command cannot be executed.
@@ -243,7 +243,7 @@ class Children:
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
-            if self._selector.get_map().get(key.fd) is key:  # a handler may remove others
+            if self._selector.get_map().get(key.fd) is key:  # A handler may remove other keys.
                 handler()
         return self._news
 

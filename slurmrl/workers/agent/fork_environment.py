@@ -64,7 +64,7 @@ def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
 def of_fork_server(
     group: GroupPlan, devices: Sequence[str], environ: Mapping[str, str], more: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a fork server. It sees the ``devices`` of all its ranks.
+    """Return the environment of a fork server. The server sees the ``devices`` of all its ranks.
 
     ``environ`` is the agent's environment. ``more`` are the variables from `defaults`.
     """

@@ -4,7 +4,8 @@ Every wait calls `turn`, which also renews the lease, receives the children's me
 children that have ended or hang. Therefore the agent misses no event on its host while it waits.
 
 The master acts only when it has the answers of all ranks. To save file operations, the agent holds
-answers back until all workers of its host have answered. It then sends all answers in one write.
+answers back until all workers of its host have answered. The agent then sends all answers in one
+write.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Incarnation:
         return self.host.begun(self.after)
 
     def _join(self, number: int) -> None:
-        """Join incarnation ``number``. From now on, a newer incarnation ends it."""
+        """Join incarnation ``number``. A newer incarnation then ends this one."""
         self.number = self.host.serving = number
         logger.info("this host joins incarnation %d", number)
         gpus = {"gpus": self.host.devices()} if self.host.group.gpus_per_worker else {}
@@ -403,7 +404,7 @@ class Answers:
 
 
 class Replies:
-    """Writer of the agent's log in one incarnation. It sends the master a wake-up per write."""
+    """Writer of the agent's log in one incarnation. Each write also sends the master a wake-up."""
 
     def __init__(
         self, writer: LogWriter, workers: int, socket: wakeups.WakeupSocket | None = None

@@ -141,8 +141,8 @@ class Symptoms:
 class OomKills:
     """Reads the kernel's count of out-of-memory kills from the most precise available counter.
 
-    This is the counter of this process's control group (version 2, else 1), else the counter of the
-    whole host. The group contains all children, even in containers.
+    The counter is of this process's control group (version 2, else 1), or else of the whole host.
+    The group contains all children, even in containers.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

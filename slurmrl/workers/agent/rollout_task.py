@@ -259,7 +259,7 @@ class RolloutTask:
     def fail(self, error: SlurmrlError) -> Failure:
         """Record a failure of this task, with the stacks of its workers after a hang.
 
-        Do not publish failures of retiring workers. They would have exited anyway.
+        Do not publish failures of retiring workers. Such workers would have exited anyway.
         """
         host, failure = self.host, self.host.describe(error)
         host.write_failure(host.serving, failure)

@@ -238,7 +238,7 @@ def begin_on_base(
 ) -> tuple[IncarnationWriter, list[Damage]]:
     """Begin an incarnation on the newest usable commit; also return newer, damaged commits.
 
-    Raises as `begin`, and EnvironmentFailure.
+    Raises EnvironmentFailure and the errors of `begin`.
     """
     damages: list[Damage] = []
 

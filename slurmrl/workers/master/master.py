@@ -429,7 +429,7 @@ class Master:
         self.recorder.committed(outcome.step)
         if self.rollouts is not None:
             self.rollouts.committed()
-        with suppress(EnvironmentFailure):  # retried at the next commit
+        with suppress(EnvironmentFailure):  # The next commit retries.
             self.scores.keep(outcome.step)
         self.events.write(
             "commit",

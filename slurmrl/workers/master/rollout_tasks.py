@@ -76,7 +76,7 @@ logger = log.get(__name__)
 LEAVE_S = 300.0
 """Seconds that a surplus task may take to finish its items."""
 POLL_GROWTH = 1.1
-"""Factor of each pause between two reads of an idle attempt's log, relative to the previous one."""
+"""Factor of growth of the pause between two reads of an idle attempt's log."""
 
 
 class RolloutTasks:
@@ -101,8 +101,8 @@ class RolloutTasks:
     ) -> None:
         """Begin with the ``ledger`` and ``record`` of one commit.
 
-        The master looks for new attempts every ``look_s``. It reads the log of an attempt with
-        items every ``poll_s``, and other logs at least every ``look_s``. The status omits an
+        The master looks for new attempts every ``look_s``. The master reads the log of an attempt
+        with items every ``poll_s``, and other logs at least every ``look_s``. The status omits an
         attempt that has not joined if its agent has sent no heartbeat for ``lease_ttl_s``. By
         default, one task must join before items are leased, and all tasks may remain (``numbers``).
         """
@@ -259,7 +259,7 @@ class RolloutTasks:
         return record
 
     def committed(self) -> None:
-        """Plan to remove files that the last `record` does not need. It is now committed."""
+        """Plan to remove files that the last `record`, which is now committed, does not need."""
         if self._snapshot is not None:
             self._sweep.plan(*self._snapshot)
             self._snapshot = None
@@ -366,7 +366,7 @@ class RolloutTasks:
                     self._take(attempt, result)
                 attempt.listened(now, self._pauses_s[1])
             except EnvironmentFailure as error:
-                attempt.silent_s = 0.0  # Perhaps the task cannot write either: do not blame it.
+                attempt.silent_s = 0.0  # The task may not be the cause.
                 logger.warning("%s; will retry", error)
             except CorruptFileError as error:
                 self._end(attempt, LOST, str(error))

@@ -134,8 +134,8 @@ class StepRunner:
     def _evaluate(self, step: int, suite: str, first: int) -> Executed:
         """Evaluate a suite.
 
-        ``first`` is the number of its first call among the calls of all suites. The part files of a
-        call have this number in their names.
+        ``first`` is the number of the suite's first call among the calls of all suites. The part
+        files of a call have this number in their names.
         """
         began = time.monotonic()
         items, calls = self._progress.evaluation_items(suite), self._plan.evaluation(suite)

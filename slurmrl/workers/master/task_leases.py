@@ -1,8 +1,8 @@
 """Leases of items to attempts of rollout tasks, and the samples that the attempts make.
 
-A lease gives items to an attempt. This module also takes items back. It checks samples, so that
-steps take only readable samples. It counts samples, and removes samples that no commit needs. See
-"Leases of samples" in docs/protocols.md.
+A lease gives items to an attempt. This module also takes items back, checks that the samples of a
+step are readable, counts samples, and removes samples that no commit needs. See "Leases of samples"
+in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -195,10 +195,11 @@ class TaskLeases:
 
 
 def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:
-    """Return the number of new items for each task; each item goes to the task with the fewest.
+    """Return the number of new items for each task; each item goes to the least loaded task.
 
     ``loads`` are the items that tasks already have. No task gets more than ``share`` items,
-    including its load. A task gets no item if items for all tasks have used up its room.
+    including its load. No task gets an item once the new items of all tasks together have reached
+    its entry in ``rooms``.
     """
     queue = [(load, name) for name, load in loads.items()]
     heapq.heapify(queue)
@@ -270,7 +271,7 @@ class SampleChecks:
         try:
             read_once(folder, check.sample, calls=self._calls)
         except SampleFileError as error:
-            cached = self._calls.caches(self._paths.rollouts)  # not `folder`: it may be missing
+            cached = self._calls.caches(self._paths.rollouts)  # `folder` may be missing.
             pauses_s = HIDDEN_PAUSES_S if cached else ()
             if check.failed >= len(pauses_s):
                 return check.sample, str(error)

@@ -60,8 +60,8 @@ class _Writing:
 class VersionPublisher:
     """Publishes one version at a time in ``folder``; each of ``ranks`` writes a part.
 
-    ``permit`` raises if this incarnation is not the newest one. A version is full, not a delta, if
-    it is the first version of an incarnation, or follows a failure or an unreadable version
+    ``permit`` raises if this incarnation is not the newest. A version is full, not a delta, if it
+    is the first version of an incarnation, or follows a failure or an unreadable version
     (`distrust`). In these cases, the ranks lack a usable base for a delta in their memory.
     """
 
@@ -110,7 +110,7 @@ class VersionPublisher:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether there is no newest version that tasks can read, and ranks are not writing one.
+        """Whether tasks lack a readable newest version, and ranks are not writing a version.
 
         The publication has failed, tasks cannot read the version, or it was removed. Raises
         EnvironmentFailure.
@@ -160,7 +160,7 @@ class VersionPublisher:
     def wait(self) -> Publication | None:
         """Wait until the current publication ends; return None without a publication.
 
-        Raises WaitTimeoutError, and as `poll`.
+        Raises WaitTimeoutError and the errors of `poll`.
         """
         writing = self._writing
         if writing is None:
@@ -204,7 +204,7 @@ class VersionPublisher:
         """After a new full version, remove versions that no reader needs."""
         try:
             prune(self._folder, self._settings.keep_whole)
-        except EnvironmentFailure as error:  # retried at the next full version
+        except EnvironmentFailure as error:  # The next full version retries.
             logger.warning("cannot remove old weight versions: %s", error)
 
     def _give_up(self, writing: _Writing, reason: str) -> Publication:
@@ -212,7 +212,7 @@ class VersionPublisher:
         logger.warning("cannot publish weight version %s: %s", writing.version, reason)
         try:
             remove(self._folder, writing.version)
-        except EnvironmentFailure as error:  # retried in the next incarnation
+        except EnvironmentFailure as error:  # The next incarnation retries.
             logger.warning("cannot remove weight version %s: %s", writing.version, error)
         self._last = self._newest = None
         return self._outcome(writing, reason)

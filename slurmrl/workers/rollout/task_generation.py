@@ -1,4 +1,4 @@
-"""Generation of an item's samples. They equal the results of the trainers' generate call.
+"""Generation of an item's samples. The samples equal the results of the trainers' generate call.
 
 `TaskRows` reads the row of an item, `Generation` runs its episodes, and `Scoring` scores the
 episodes in processes while the task generates other items.
@@ -275,7 +275,7 @@ class Scoring:
 def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | None:
     """Return the scorer of a task's groups, or None if the task does not score them.
 
-    The task does not score if there is no reward function, if one needs the trainers' reward model,
+    The task does not score if there is no reward, if the reward needs the trainers' reward model,
     or if only evaluations are scored. ``call`` is the context of a generate call.
     """
     config = call.settings.config

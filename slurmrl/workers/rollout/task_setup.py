@@ -292,7 +292,7 @@ def decoder_config(model: Model) -> ModelConfig:
 def _cores(trainers: GroupPlan) -> int:
     """Return the number of CPU cores for the rewards of a task.
 
-    In the trainers' job, that is the task's share of the cores. Otherwise it is all cores.
+    In the trainers' job, the task gets a share of the cores, otherwise all cores.
     """
     cores = len(os.sched_getaffinity(0))
     if not trainers.tasks_per_host:

@@ -1,9 +1,9 @@
 """The weights of a rollout task: a model folder for each version that its engine serves.
 
-If versions consist of adapters, the task merges them with the frozen weights like the trainers. It
-reads the frozen weights once, from ``actor.path``, and keeps them in its host's memory, rounded
-like the trainers' weights. It merges only if its fingerprint of the frozen weights equals the
-fingerprint in the version.
+If versions consist of adapters, the task merges them with the frozen weights like the trainers. The
+task reads the frozen weights once, from ``actor.path``, and keeps them in its host's memory,
+rounded like the trainers' weights. The task merges only if its fingerprint of the frozen weights
+equals the fingerprint in the version.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TaskWeights:
         return self._folder / "models"
 
     def _published(self) -> Iterator[tuple[VersionId, Stamp]]:
-        """Yield versions that are newer than the current one, the newest first.
+        """Yield versions that are newer than the current version, the newest first.
 
         Omit rejected versions that were not published again.
         """

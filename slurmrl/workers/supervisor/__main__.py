@@ -82,7 +82,7 @@ def main() -> int:
             overview.keep_overview(paths)
             announce(paths)
             write_report(paths)
-            hand_over_results(paths)  # last, because it may take minutes
+            hand_over_results(paths)  # Do this last: it may take minutes.
         watchers.end()
 
 
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
     if reason is not None:
         logger.info("nothing to do: %s", reason)
         if in_chain:
-            end_chain(link)  # again: the process that ended the trial may have died before this
+            end_chain(link)  # The process that ended the trial may have died earlier.
         return 0
     if options.failed is not None:
         cannot_begin(link, UsageError(options.failed), in_chain=in_chain)

@@ -161,7 +161,7 @@ class CheckpointEvaluations:
         """Return the command that submits the evaluation of a suite.
 
         The evaluation has as many rows as an evaluation during training, rounded up to whole
-        batches. It uses the trial's copy of the code.
+        batches. The command uses the trial's copy of the code.
         """
         folder = str(self._paths.checkpoint_to_evaluate(commit.directory))
         root = str(self._paths.run.parents[2])
@@ -267,7 +267,7 @@ def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
             wanted: Collection[str] = () if given_up else suites
             if _submitted(paths, commit, wanted) and not _in_use(paths, commit, len(wanted)):
                 folder = paths.checkpoint_to_evaluate(commit.directory)
-                atomic.remove(folder / ORIGIN)  # first: nobody may use a half-removed folder
+                atomic.remove(folder / ORIGIN)  # First: nobody may use a half-removed folder.
                 shutil.rmtree(folder, ignore_errors=True)
     except (SlurmrlError, OSError) as error:
         logger.info("cannot remove evaluated checkpoints yet: %s", error)

@@ -87,7 +87,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
 
 
 def _claim(paths: RunPaths, end: Record) -> bool:
-    """Claim the notification. Return whether this process must post it, as the first claimant."""
+    """Claim the notification. Return whether this process is the first and must post it."""
     claim = {"time": time.time(), "nonce": uuid.uuid4().hex}
     return atomic.exclusive_create(paths.notice(end.slot), json.dumps(claim).encode() + b"\n")
 
@@ -141,7 +141,7 @@ def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
 
 
 def _wanted(paths: RunPaths) -> bool:
-    """Return whether the report is on. Read only this setting, to ignore errors in others."""
+    """Return whether the report is enabled. Read only this setting, to ignore errors in others."""
     section = source.read(paths.config).values.get("logging")
     return not (isinstance(section, dict) and section.get("report") is False)
 

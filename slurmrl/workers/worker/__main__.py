@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def new_activity() -> Activity:
-    """Return the activity of this rank. It will also show when the rank compiles operators."""
+    """Return the activity of this rank. It also shows when the rank compiles operators."""
     from slurmrl.tensors.parallel.groups import Activity
 
     activity = Activity()

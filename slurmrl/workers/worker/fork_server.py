@@ -2,8 +2,8 @@
 
 The agent starts one fork server. In each incarnation, the agent sends one ``fork`` per rank, with
 the worker's end of a new pipe, the file for its stacks and the rank's devices. The fork server
-reports the end of each worker as ``ended``. It uses no GPU and starts no thread, so a forked worker
-computes the same as a process that was started in the usual way.
+reports the end of each worker as ``ended``. The fork server uses no GPU and starts no thread, so a
+forked worker computes the same as a process that was started in the usual way.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _ForkServer:
             self._ended.remove((ended, latest))
             self._agent.send(FROM_FORK_SERVER.to_json(ended))
         if due:
-            remove_unused()  # after the reports, because this may take seconds
+            remove_unused()  # Report first: this may take seconds.
 
     def _signal(self, worker: _Worker, request: Kill | WriteStacks) -> None:
         os.kill(
@@ -167,7 +167,7 @@ class _ForkServer:
         )
 
     def _fork(self, request: Fork) -> Forked | None:
-        """Fork a worker. Return its rank and pipe in the worker, and None in this process."""
+        """Fork a worker. In the worker, return its rank and pipe; in this process, return None."""
         pipe, stacks_fd = self._agent.take_fd(), self._agent.take_fd()
         assert pipe is not None
         assert stacks_fd is not None

@@ -295,7 +295,7 @@ class Shares:
         return call.name in self._waiting and self._known is None
 
     def use_lengths(self, lengths: Sequence[int]) -> None:
-        """Set the lengths of all items, completions included. They are equal on every rank."""
+        """Set the lengths of all items, completions included. All ranks must set equal lengths."""
         self._known = tuple(lengths)
 
     def use_spread(self, call: CallPlan, spread: Spread) -> None:
