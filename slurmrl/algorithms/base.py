@@ -65,9 +65,8 @@ class CallContext:
 class CallResult:
     """The result of a call.
 
-    ``stats`` of generate and inference are this rank's (sum, count), which the master adds up over
-    the data-parallel ranks. ``stats`` of train_step are global means as (mean, 1), equal on all
-    ranks.
+    In ``stats``, generate and inference report this rank's (sum, count), which the master adds up
+    over the data-parallel ranks. train_step reports global means as (mean, 1), equal on all ranks.
     """
 
     sample: SequenceSample | None = None

@@ -69,7 +69,7 @@ class PolicyScalars(ScalarController):
 
     def update(self, stats: Mapping[str, float]) -> None:
         kl = self.algorithm.kl
-        # No call measures the KL at 0, and no step without a scored completion.
+        # The KL is not measured if its coefficient is 0, or in a step without scored completions.
         if kl.kind != "fixed" and "kl_sequence" in stats:
             self._kl_coef *= adaptation(
                 stats["kl_sequence"], round(stats["completions"]), kl.target, kl.horizon

@@ -182,7 +182,7 @@ def _default(one: FieldInfo, null_means: str) -> str:
 
 
 def _example(one: FieldInfo, values: Sequence[str]) -> str:
-    """Return the default if it is informative, else the first of few allowed values."""
+    """Return the default if it is informative, else the first allowed value, if any are known."""
     default = None if one.is_required() else one.get_default(call_default_factory=True)
     if default not in (None, "", (), {}) and not isinstance(default, BaseModel):
         return json.dumps(default)

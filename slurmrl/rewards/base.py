@@ -153,7 +153,7 @@ def shown(value: Any) -> str:
 
 
 def _values(reward: str, returned: Any, count: int) -> list[Any]:
-    shape = getattr(returned, "shape", None)  # only tensors and arrays have one
+    shape = getattr(returned, "shape", None)  # Only tensors and arrays have a shape.
     if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | set):
         if shape is None:
             return list(returned)

@@ -31,7 +31,7 @@ FENCE: Final = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """Pattern of a Markdown code block. Other words may follow the language: ```` ```python
-title="a.py" ````. A fence in a docstring, after four spaces, does not end it."""
+title="a.py" ````. A fence after four spaces, as in a docstring, does not end the block."""
 PYTHON: Final = re.compile(r"py3?|python(3(\.\d+)*)?", re.IGNORECASE)
 """Pattern of the languages of blocks with Python code."""
 BEGIN: Final = re.compile(r"^[ \t]*\[(?:BEGIN|PYTHON)\][ \t]*\n?", re.MULTILINE)
@@ -58,7 +58,7 @@ class Case:
     arguments: Sequence[Any] = ()
     check: str = ""
     calls: str = ""
-    """Code after ``check`` that calls the tests in it."""
+    """Code after ``check`` that calls the tests in ``check``."""
     expected: Any = field(default=None)
     """The output of a script, or the result of a call."""
 

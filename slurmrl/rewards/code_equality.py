@@ -17,7 +17,7 @@ CONTAINERS = (list, tuple, dict, deque)
 BASES: tuple[Any, ...] = (int, float, complex, str, bytes, set, frozenset, *CONTAINERS)
 COMPARES = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 DIFFERENT: tuple[tuple[Any, ...], ...] = (
-    (1, 2, 10**9),  # numbers with a tolerance and residue classes do not equal all of these
+    (1, 2, 10**9),  # No number equals all of these, not even with a tolerance or a modulus.
     (0.5, 2.5, 1e9),
     (True, False),
     ("", "a", "b 1"),
@@ -70,7 +70,7 @@ def _operand(node: ast.expr) -> ast.expr:
 
 
 def plain(value: Any, mocks: bool = False) -> Any:
-    """Return a value. Replace each object in it that equals different values.
+    """Return a value in which objects that equal different values are replaced.
 
     The replacement is a copy of a builtin type, or else an object that equals only itself.
 
@@ -107,7 +107,7 @@ def _plain(value: Any, mocks: bool) -> Any:
 
 
 def _is_trusted(kind: Any, mocks: bool) -> bool:
-    """Return whether objects of a type equal only themselves, or the type is of the tests."""
+    """Return whether objects of a type equal only themselves, or the tests define the type."""
     equals, module = kind.__eq__, str(kind.__module__)
     if equals is object.__eq__ and type(kind) is type:
         return True

@@ -88,13 +88,13 @@ class Sandbox:
     # -- isolation ---------------------------------------------------------------------------
 
     def _enter_namespaces(self) -> None:
-        """Enter namespaces. Return in the new process table's first process; its parent waits."""
+        """Enter namespaces. Return only in the first process of a new table; its parent waits."""
         wanted = NEW_MOUNTS | NEW_PIDS | NEW_NET | NEW_IPC
         if _works_in_child(lambda: _enter_own_users(wanted)):
             _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # again, because new credentials reset it
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # New credentials have reset this.
         child = os.fork()
         if child:
             os.close(0)
@@ -334,7 +334,7 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
         return 0
     names = dict(vars(builtins))
     _execute_text(program, "main.py", space)
-    vars(builtins).update(names)  # the program may have replaced some, such as AssertionError
+    vars(builtins).update(names)  # The program may have replaced names.
     if kind == "check":
         _run_tests(case["check"], module)
         answer = None

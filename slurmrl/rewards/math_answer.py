@@ -70,7 +70,7 @@ RESIDUE = re.compile(
     r"(?:[A-Za-z]\s*\\equiv\s*|(?<![\w.]))(-?\d+)\s*"
     r"(?:\\pmod\s*(?:\{\s*(\d+)\s*\}|(\d+))|\(\s*(?:\\[bp]?mod|\\text\s*\{\s*mod\s*\}|mod)\s*(\d+)\s*\))"
 )
-"""``x \\equiv 2 \\pmod 5`` or ``2 (mod 5)``."""
+"""Pattern of ``x \\equiv 2 \\pmod 5`` or ``2 (mod 5)``."""
 WORDS = r"\\(?:text\w*|mathrm|mbox)\s*\{"
 NEGATIVE = re.compile(
     rf"(?:(?<=[={{:#(] )|(?<=[={{:(])|(?<=\bis )|(?<=\b[Ii]t's )|\A)"
@@ -137,7 +137,7 @@ SCIENTIFIC = (
     rf"(?:(?P<digits>{DECIMAL})[eE]|(?:(?P<digit>\d(?:\.\d+)?)\s*(?:\\times|\\cdot|[x×*·⋅])\s*)?"
     r"10\s*(?:\^|\*\*)\s*\{?)(?P<power>[-+]?\d{1,3})\}?"
 )
-"""``1e-8``, ``6.02 \\times 10^{23}`` or ``10^3``."""
+"""Pattern of ``1e-8``, ``6.02 \\times 10^{23}`` or ``10^3``."""
 LITERAL = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<plain>[1-9]\d{{0,2}}(?:[ ,]\d{{3}})+(?:\.\d+)?|{DECIMAL})"
     rf"|(?P<comma>{EUROPEAN}|\d+,\d+)"

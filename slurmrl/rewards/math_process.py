@@ -149,7 +149,7 @@ LETTERS = {"k": 3, "K": 3, "M": 6, "B": 9}
 IN_SHORT = re.compile(rf"({CURRENCY}\s*)?{AMOUNT}(k|(?(1)[KMB]|(?!)))(?![\w^\\])")
 """Pattern of ``5k`` or ``$5M``."""
 Reading = list[Any]
-"""Expressions that math-verify has read, and their source string."""
+"""Expressions that math-verify has read from a string, and the string itself."""
 
 
 def main() -> None:
@@ -273,7 +273,7 @@ def _same(one: str, other: str) -> bool:
 
 @lru_cache(maxsize=64)  # all completions of a prompt have one reference
 def read(text: str, *, plain: bool = False) -> Reading:
-    """Parse an answer by math-verify. With ``plain``, the reference is a plain number."""
+    """Parse an answer with math-verify. With ``plain``, the reference is a plain number."""
     from math_verify import parse
 
     prepared = prepare(text, plain=plain)
@@ -286,7 +286,7 @@ def read(text: str, *, plain: bool = False) -> Reading:
 def targets() -> list[Any]:
     """Return math-verify's settings for extracting formulas and numbers.
 
-    Do not let it remove units, because it mistakes most letters and pairs such as ``bc`` for units.
+    math-verify must not remove units, because it mistakes most letters, and ``bc``, for units.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
@@ -296,7 +296,7 @@ def targets() -> list[Any]:
 
 
 def read_stated(text: str) -> Reading:
-    """Parse the number that a string states by math-verify."""
+    """Parse, with math-verify, the number that a string states."""
     from math_verify import ExprExtractionConfig, parse
 
     numbers = [ExprExtractionConfig()]

@@ -78,7 +78,7 @@ class Estimates:
     kl: Tensor | None
     """log(p/p_ref) of the sampled token; None without a reference model."""
     old_values: Tensor
-    """The critic's value of the state before the token, when it was sampled; 0 without a critic."""
+    """Value of the state before the token, by the critic before the updates; 0 without a critic."""
     advantages: Tensor
     returns: Tensor
     """With a critic, the advantage plus the old value; otherwise, the return from which the

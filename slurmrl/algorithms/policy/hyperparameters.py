@@ -29,8 +29,8 @@ class Updates(Section):
     depend on the number of ranks."""
     shuffle_minibatches: bool = False
     """Select the minibatches of each epoch at random, whatever the number of ranks. `false` uses
-    consecutive parts of the batch. The ranks' shares of a part then have about equal numbers of
-    tokens; with `true`, only on average."""
+    consecutive parts of the batch, of which all ranks get about equal numbers of tokens. With
+    `true`, the numbers are equal only on average."""
     n_epochs: PositiveInt = 1
     """Passes over each batch."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
@@ -134,7 +134,7 @@ class Value(Section):
     """Decay of the `exponential` moments per step."""
     critic_warmup_steps: NonNegativeInt = 0
     """Steps at the start of the run in which only the critic is trained. The schedule of the
-    actor's learning rate begins after them and ends with the run. Example: `10`"""
+    actor's learning rate begins after these steps and ends with the run. Example: `10`"""
 
     @model_validator(mode="after")
     def _value_norm_uses_its_settings(self) -> Value:
@@ -349,8 +349,9 @@ class Filters(Section):
     prompts whose completions are all truncated. Failed episodes do not count. Requires `rollout.n`
     of at least 2. Example: `drop`"""
     max_truncated: Fraction | None = None
-    """Maximum share of a prompt's completions without stop token or stop string; prompts above it
-    are dropped. Failed episodes do not count. `null` keeps all prompts. Example: `0.5`"""
+    """Maximum share of a prompt's completions without stop token or stop string. Prompts with a
+    larger share are dropped. Failed episodes do not count. `null` keeps all prompts. Example:
+    `0.5`"""
     mask_truncated: bool = False
     """Leave the tokens of completions without a stop token or stop string out of the losses. Their
     rewards still count in the baselines and standard deviations of other completions."""

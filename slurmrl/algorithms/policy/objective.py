@@ -171,7 +171,7 @@ def policy_loss(
     - ``clip_fraction``: tokens on which a bound acts;
     - ``importance_ratio`` and ``entropy``;
     - ``approx_kl_k1``: log(old / new), an estimate of KL(old || new);
-    - ``approx_kl``: the always positive estimate k3, ratio - 1 - log(ratio).
+    - ``approx_kl``: the nonnegative estimate k3, ratio - 1 - log(ratio).
 
     Depending on the batch, there are also ``kl_loss`` (the estimate of the KL),
     ``correction_weight``, ``correction_masked`` and ``m2_masked``. ``actor/loss``, ``actor_loss``

@@ -90,7 +90,7 @@ class Allocation:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks. Experts use the ranks of the other axes."""
+        """Number of ranks. Experts share the ranks of the other layers."""
         return self.sizes["dp"] * self.sizes["tp"] * self.sizes["pp"] * self.sizes["cp"]
 
     @property

@@ -145,7 +145,7 @@ def _name(scanner: Scanner) -> str:
 
 
 def _dimensions(scanner: Scanner, owner: str, allowed: str, *, strict: bool = False) -> Dimensions:
-    """Read dimensions; with ``strict``, reject letters that are not ``allowed`` even at size 1."""
+    """Read dimensions; with ``strict``, only ``allowed`` letters may occur, even at size 1."""
     dimensions = Dimensions()
     listed = ", ".join(allowed)
     while scanner.character not in ENDS and scanner.character != ")":

@@ -332,8 +332,8 @@ class Rollout(Section):
     `top_k`. Example: `0.95`"""
     top_k: PositiveInt | None = None
     """Sample from this many of the most probable tokens; `null` uses all. Training records these
-    tokens at each position and computes log-probabilities over them. Training allows at most 1024
-    tokens, and no generation by `vllm`. Example: `50`"""
+    tokens at each position and computes log-probabilities over them. For training, the maximum is
+    1024, and generation by `vllm` is not supported. Example: `50`"""
     replay_experts: bool = False
     """Train the actor with the experts that generation has chosen for each token, instead of the
     experts that its routers would choose now. Requires a model with experts, and generation by
