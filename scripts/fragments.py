@@ -67,8 +67,8 @@ def _problems(line: str, root: Path) -> list[str]:
 def with_release(changelog: str, version: str, date: str, changes: list[Fragment]) -> str:
     """Return the changelog with ``changes`` in the section of a release.
 
-    The section is new, or is there already with text that was written for this release; entries of
-    a category come after the ones there.
+    If the section exists already, with text for this release, the entries of a category follow its
+    existing entries.
     """
     head, *sections = SECTION.split(changelog)
     mine = next((one for one in sections if re.match(rf"{re.escape(version)}[ \n]", one)), None)

@@ -36,9 +36,9 @@ SHOWN: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Columns of the tables, with the checks that each of them needs."""
 OF_IMAGES: Final = 6
-"""Columns of the table of families that read images: the first ones."""
+"""Number of leading columns that the table of families with images has."""
 CORE: Final = 5
-"""Columns that need no further engine or setting: the first ones."""
+"""Number of leading columns that need no further engine or setting."""
 
 
 def page(text: str) -> str:

@@ -17,7 +17,7 @@ COLUMNS = 64
 LETTER, LINE, MARGIN, BAR = 7.3, 17, 14, 30
 REPORT_SIZE = (1100, 780)
 SHARED = "/shared/runs"
-"""Shown instead of the root of the runs."""
+"""Path that the pictures show instead of the root of the runs."""
 STYLE = """\
 text { font: 12px ui-monospace, "DejaVu Sans Mono", Consolas, monospace; fill: #1b1f24;
   white-space: pre; }

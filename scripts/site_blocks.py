@@ -14,7 +14,7 @@ CALL_OUT = re.compile(
     r"^> \[!(?P<kind>NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]\n(?P<text>(?:^>.*\n?)+)", re.MULTILINE
 )
 KINDS = {"IMPORTANT": "info", "CAUTION": "danger"}
-"""Names that Material has for kinds of call-outs, where they differ."""
+"""Material's names of kinds of call-outs, if they differ."""
 TABS = re.compile(r"^<!-- tabs -->\n(?P<tabs>.*?)^<!-- end of tabs -->$", re.MULTILINE | re.DOTALL)
 TAB = re.compile(r"^\*\*(?P<name>[^*\n]+)\*\*$", re.MULTILINE)
 INDENT = " " * 4

@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
-"""What ``pymdownx.arithmatex`` makes of a formula."""
+"""Pattern of a formula in the output of ``pymdownx.arithmatex``."""
 
 
 def mathml(latex: str, display: str) -> str:

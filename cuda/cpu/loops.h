@@ -31,9 +31,9 @@ struct Paged {
     const float* sinks;  // [heads]: a further score of each head, without a value; or null
 };
 
-// The same if the queries, key and value of a token are adjacent in memory. The key is rotated by
-// the token's angles and written with the value into the token's cell. Then the rotated queries
-// attend.
+// The attention of `Paged`, for queries, key and value that are adjacent in memory. The key is
+// rotated by the token's angles and written with the value into the token's cell. Then the rotated
+// queries attend.
 struct Decode {
     Paged paged;          // without q
     const float* heads;   // [T, heads + 2 kv_heads, D]

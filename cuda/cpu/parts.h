@@ -1,4 +1,4 @@
-// Shares of the work with about as many elements each.
+// Division of work into parts with about equal numbers of elements.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace slurmrl::cpu {
 
-// With fewer elements than this, another thread does not help.
+// Minimum number of elements for which another thread saves time.
 constexpr int64_t elements_per_part = 1 << 15;
 // With several parts per thread, threads of different speed finish at about the same time.
 constexpr int64_t parts_per_thread = 4;

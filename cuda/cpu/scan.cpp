@@ -75,8 +75,8 @@ SLURMRL_EACH_CPU void discount(double* sums, int64_t length, double factor) {
     discount_as(sums, length, factor);
 }
 
-// The same with a factor per token: factors[t] is the product of the factors of its terms. If it is
-// 0, later values do not count, even if they are infinite.
+// Discounted sums with a factor per token: factors[t] is the product of the factors of its terms. If
+// this product is 0, later values do not count, even if they are infinite.
 template <typename T>
 [[gnu::always_inline]] inline void discount_as(T* sums, T* factors, int64_t length) {
     for (int64_t span = 1; span < length; span *= 2) {

@@ -20,7 +20,7 @@ struct Affine {
     __device__ __forceinline__ W operator()(W y) const {
         return factor == W(0) ? value : value + factor * y;
     }
-    // This map after `inner`.
+    // Returns the composition that applies `inner` first.
     __device__ __forceinline__ Affine after(const Affine& inner) const {
         return {factor * inner.factor, (*this)(inner.value)};
     }

@@ -10,8 +10,8 @@
 
 namespace slurmrl::gpu {
 
-// Returns if the current device can run the operators: the driver is new enough, and the library
-// contains code for the GPU.
+// Returns cudaSuccess if the current device can run the operators: the driver must be new enough,
+// and the library must contain code for the GPU.
 cudaError_t probe();
 
 // Bytes of scratch memory that `gae` and `scan` need, aligned to 16 bytes.

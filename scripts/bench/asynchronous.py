@@ -9,7 +9,7 @@ wrong or all right are generated but not trained on.
 - published: the same, with a weight version of each step;
 - asynchronous: one trainer rank and one rollout task, so the same number of processes compute;
 - undisturbed: one trainer rank and two rollout tasks;
-- killed: the same, but every so many seconds one of the tasks is killed, in turn.
+- killed: the same, but the script kills a task at regular intervals, each task in turn.
 
 A ratio compares the seconds per trained token of two trials of a round. Times are the master's step
 times (`time/total`, monotonic) without the first steps, so the start of a trial does not count.
@@ -41,7 +41,7 @@ from slurmrl.run import events
 from tests.support.trials import REPOSITORY, Site, processes, sft_config
 
 WARM_UP = 3
-"""Steps that do not count."""
+"""Number of first steps that do not count."""
 POLL_S = 0.005
 BATCH, GROUP = 8, 8
 MODEL = {
@@ -103,7 +103,7 @@ class Run:
         return self.wall_s / float(sum(line["tokens"] for line in self.lines))
 
     def share(self, metric: str) -> float:
-        """Return the share of the wall time."""
+        """Return the share of the wall time that a metric in seconds has."""
         return float(sum(line[metric] for line in self.lines)) / self.wall_s
 
     @property

@@ -11,8 +11,8 @@ slurmrl runs as a trial of the local scheduler with one rank. Its batch process,
 master, fork server and worker all count. In each round, each side makes a separate run, one after
 the other.
 
-As a program, this is one of the other sides: grpo.py trl|transformers TASK OUTPUT, where TASK is
-the JSON text of a `Task`. TRL's side runs in TRL's environment.
+Run as a program, this file is one of the other sides: grpo.py trl|transformers TASK OUTPUT. TASK is
+a `Task` in JSON. TRL's side runs in TRL's environment.
 """
 
 from __future__ import annotations

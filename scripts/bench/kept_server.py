@@ -25,7 +25,7 @@ class BenchServer:
     def __init__(
         self, engine: str, python: str, model: ModelConfig, *, arguments: tuple[str, ...] = ()
     ) -> None:
-        """``python``: of the engine's environment; ``arguments``: further ones of the server."""
+        """``python`` belongs to the engine's environment; ``arguments`` are additional."""
         self._logs = tempfile.TemporaryDirectory(prefix="slurmrl-bench-")
         serving = Serving(
             python=python,

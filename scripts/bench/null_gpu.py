@@ -8,10 +8,10 @@ parameters. Prints tables in Markdown. --save keeps the figures as JSON. --befor
 next to the new figures. --only selects the cases whose name contains TEXT. --operators also prints
 the time of each operator.
 
-traffic: what operations read and write in the GPU's memory, as they are dispatched; roofline: the
-time that this and their products need at the rates in tests/null_gpu/roofline.py; MFU: the model's
-products (slurmrl/models/architecture.py) at the H100's peak, over that time. Collectives take no
-time.
+Traffic is the number of bytes that the dispatched operations read and write in the GPU's memory.
+Roofline is the time of the traffic and the matrix products at the rates in
+tests/null_gpu/roofline.py, without collectives. MFU is the time of the model's products
+(slurmrl/models/architecture.py) at the H100's peak rate, divided by the roofline.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """Measure the operators: GAE in ns per token on a CPU, bandwidths on a GPU.
 
 scripts/bench/ops.py [--rounds 15] [--device cpu|cuda]
-                                            with numba for the loop it is compared with
-(numba is not a dependency: pip install numba into an environment of your own beside slurmrl's)
 
-CPU: 512 sequences of 1,000 to 8,000 tokens in float32, each form in turn, round by round; printed
-are ns per token of process CPU time and wall time, each as median (least to most), on one thread
-with the ratios of the CPU medians to the loop of numba and to a copy of as many float32 numbers.
+Results are medians, with the minimum and the maximum in brackets.
 
-GPU: GAE at three shapes, gather and scatter over intervals of four sizes, and attention over pages
-of keys and values at three shapes, as shares of the bandwidth of a device-to-device copy in the
-same run, as median (least to most); and the time of GAE with one thread per sequence (written here,
-compiled by nvcc at run time) over ours. Times are of the device alone.
+CPU: the forms of GAE take turns on 512 sequences of 1,000 to 8,000 tokens in float32, on one
+thread. The script prints ns per token of CPU time and of wall time. It also divides the CPU medians
+by those of a numba loop and of a copy of as many numbers. (Install numba yourself, into a separate
+environment.)
+
+GPU: the script measures GAE at three shapes, gather and scatter over intervals of four sizes, and
+attention over pages at three shapes. It prints shares of the bandwidth of a device-to-device copy.
+It also prints how much longer GAE takes with one thread per sequence, in a kernel that nvcc
+compiles at run time. Times exclude the host.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def seconds(calls: list[Callable[[], object]], rounds: int) -> Spread:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # keep outputs, so that each uses other memory
+        kept = [call() for call in calls]  # Each output keeps its memory.
     found = []
     for _ in range(rounds + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -2,9 +2,9 @@
 
 The trial is PPO with a mixture-of-experts actor and critic on 512 GPUs each and a reference on all
 1,024. From a configuration file, the script makes layouts, checks, plan, rank tables, process
-groups and estimates. Prints one JSON object with seconds, each as [median, minimum, maximum]: for
-reading and checking, planning, the report, and all three in a warm process; and for the whole
-command ``slurmrl plan`` and for bare Python.
+groups and estimates. It prints one JSON object with seconds, each as [median, minimum, maximum].
+The first four are the times of reading and checking, of planning, of the report and of all three in
+a warm process. The others are the times of the command ``slurmrl plan`` and of bare Python.
 """
 
 from __future__ import annotations

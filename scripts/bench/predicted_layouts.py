@@ -4,7 +4,7 @@
 scripts/bench/predicted_layouts.py PROFILE [--rounds N] [--held-out]
 
 PROFILE is a hardware profile of this machine, as `slurmrl profile-cluster --scheduler local` writes
-it. For each model, layout and call it prints the least CPU seconds of a rank and the predicted
+it. For each model, layout and call it prints the minimum CPU seconds of a rank and the predicted
 seconds. gloo on one host copies with the processors, so CPU seconds include most of its work.
 
 CPU seconds omit waits, which are long on a machine with other programs; wall seconds include them.

@@ -149,8 +149,9 @@ class Predicted(Protocol):
 
 
 def ordered_pairs(rows: Sequence[Predicted], apart: float = 1.2) -> tuple[int, int]:
-    """Return the number of pairs that differ by more than a factor, and how many have the right
-    order.
+    """Return how many pairs are predicted in the right order, and the number of pairs.
+
+    Only pairs whose measured values differ by more than the factor ``apart`` count.
     """
     pairs = [
         (one, other)

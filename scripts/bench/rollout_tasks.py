@@ -63,7 +63,7 @@ from tests.support.sample_groups import small_group
 
 ITEMS_PER_TASK, AT_A_TIME, ITEM_S = 2, 2, 30.0
 TRAIN_S, TRAIN_LOOK_S = 45.0, 1.0
-"""Seconds that the ranks train, and interval at which the master looks in this time."""
+"""Seconds of training in a step, and seconds between the master's checks in this time."""
 LOSS_EVERY_S, GONE_S = 20.0, 30.0
 COMMIT_EVERY = 2
 WARM_UP_STEPS = 2

@@ -174,7 +174,7 @@ class Losses:
         used = {node_of(pid) for pid in processes(run)["agent"]} or names
         self.down.add(name)
         kill_node(self.bed, run, name)
-        if name in used:  # else the host was a spare
+        if name in used:  # Other hosts are spares.
             self.times.append(time.time())
         self.repairs.append(threading.Thread(target=self._repair, args=(name,)))
         self.repairs[-1].start()
@@ -207,7 +207,7 @@ class Parts(NamedTuple):
     """Seconds from a kill to the next step, without another kill in between; None without a
     kill."""
     wait: float | None
-    """From the end of a job to the start of the next one; None with one job."""
+    """Seconds from the end of a job to the start of the next job; None with one job."""
 
     def options(self) -> list[str]:
         found = {
@@ -235,7 +235,7 @@ def parts_of(running: Running, kills: list[float]) -> Parts:
     commits = [one.time for one in trial.witness.records if one.kind is Kind.COMMIT]
 
     def to_ready(times: list[float]) -> list[float]:
-        """Seconds to the next step from each time that no later one precedes."""
+        """Return the seconds from each time to the next step, unless another time comes first."""
         spans = pairwise([*times, math.inf])
         first = (
             (one, next((at for at in ready if one < at < other), None)) for one, other in spans
@@ -243,7 +243,7 @@ def parts_of(running: Running, kills: list[float]) -> Parts:
         return [at - one for one, at in first if at is not None]
 
     def ended(start: float, following: float) -> float | None:
-        """When a job ended: with its commit after a warning, otherwise with its supervisor."""
+        """Return the end of a job: its commit after a warning, or else the supervisor's end."""
         told = next((at for at in warned if start < at < following), math.inf)
         last = [at for at in commits if told < at < following]
         last = last or [at for at in ends if start < at < following]

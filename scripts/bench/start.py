@@ -1,8 +1,8 @@
 """Measure how long a trial takes to start: scripts/bench/start.py [--ranks 8] [--rounds 3]
 
-SFT of a tiny decoder on one host, submitted to the local scheduler. Reported are seconds from the
-start of `slurmrl submit` and from the start of the agent to the end of the first step, and the CPU
-seconds of all processes of the trial, which trains for this one step.
+The trial is one step of SFT of a tiny decoder on one host, submitted to the local scheduler. The
+script prints the seconds from the start of `slurmrl submit`, and from the start of the agent, to
+the end of this step. It also prints the CPU seconds of all processes of the trial.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 
 scripts/bench/store.py [--directory DIR ...] [--clients 1 4 16 64] [--operations 200] [--rounds 5]
 
-Every client is a process; all start together. Printed: microseconds per operation of one client
-(median over the clients, then over the rounds, in which the stores take turns), and the ratio to
-TCPStore's with as many clients in the same round: median, least and most. The file store's add is
-durable (two fsyncs), which none of the others is.
+Every client is a process, and all clients start together. The stores take turns in each round. The
+script prints microseconds per operation of one client: the median over the rounds of the median
+over the clients. It also prints the median, minimum and maximum ratio to TCPStore in the same
+round. Only the name store's add is durable (two fsyncs).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Client:
-    """The exclusive add of a store, which returns its outcome, and its get."""
+    """The functions of a store: ``add`` adds a key exclusively, ``get`` returns a value."""
 
     def __init__(self, add: Callable[[str, str], object], get: Callable[[str], object]) -> None:
         self.add = add

@@ -4,31 +4,30 @@ and TRL.
 
 scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread 0.4] [--shares]
     [--gpu] [--grpo [--rounds 5] [--words 64] [--limit 128] [--model FOLDER]]
-(TRL is not a dependency: python -m venv /tmp/trl; /tmp/trl/bin/pip install trl, then
---trl-python /tmp/trl/bin/python; without the option its line is left out)
+(TRL needs a separate environment: python -m venv /tmp/trl; /tmp/trl/bin/pip install trl. Pass its
+Python as --trl-python /tmp/trl/bin/python. Without the option, the script does not measure TRL.)
 
-All start from the same small model (files), see the same sequences in the same batches and use
-AdamW with the same settings, float32, no gradient checkpointing, one thread. Each runs in a process
-of its own; they take turns step by step, so that all see the same machine. Printed are tokens (real
-ones, padding does not count) per second of process CPU time and of wall time in the steps after the
-first two, each as median (least to most); how many times slurmrl's time all these steps took; and
-how far the losses of the steps are from slurmrl's, relatively.
+The programs train the same small model on the same batches with AdamW, in float32, on one thread
+and without gradient checkpointing. Each program runs in a separate process. They take turns step by
+step, so that the load of the machine affects all of them. For the steps after the first two, the
+script prints tokens without padding per second of CPU time and of wall time, as median (minimum to
+maximum). It also prints each program's time divided by slurmrl's time, and the relative difference
+of its losses from slurmrl's losses.
 
-With --grpo, a slurmrl trial and TRL's GRPOTrainer make whole GRPO steps (see grpo.py); without
---trl-python the second side is a trial of the same model with ``implementation: hf``. Printed are
-CPU seconds (user and system) of all processes of a run per 1,000 completion tokens, in the steps
-after the first two, as median (least to most) over the rounds, and the second side's over slurmrl's
-of the same round. A token ends a completion with a probability of about 1 / ``--words``: lengths
-vary with 64 words, while with 4096 almost all completions have ``--limit`` tokens.
-With ``--model``, the sides train a pretrained chat model with a reference model, and a plain loop
-around transformers takes part.
+With --grpo, a slurmrl trial and TRL's GRPOTrainer make whole GRPO steps (see grpo.py). Without
+--trl-python, the second side is a trial of the same model with ``implementation: hf``. For the
+steps after the first two, the script prints the CPU seconds of all processes of a run per 1,000
+completion tokens, and the ratio of the second side to slurmrl in the same round. A token ends a
+completion with a probability of about 1 / ``--words``. Lengths therefore vary with 64 words; with
+4096 words, almost all completions have ``--limit`` tokens. With ``--model``, the sides train a
+pretrained chat model with a reference model, and a plain loop around transformers takes part.
 
-With --gpu, slurmrl and transformers train a larger model on a GPU in bfloat16 instead; wall time is
-what counts then.
+With --gpu, slurmrl and transformers train a larger model on a GPU in bfloat16 instead. Then only
+wall time is compared.
 
-slurmrl trains through its fsdp engine in a process set up as its workers are. transformers and TRL
-pad each batch to its longest sequence. ``--shares`` runs slurmrl alone under torch's profiler and
-prints how its CPU time divides among kinds of operators, for each step.
+slurmrl trains through its fsdp engine, in a process that is set up like a worker. transformers and
+TRL pad each batch to its longest sequence. ``--shares`` runs only slurmrl, under torch's profiler,
+and prints the CPU time of a step by kinds of operators.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ KINDS = {
 """Kinds of operators, by patterns of their names."""
 Sequences = list[list[int]]
 Step = Callable[[Sequences], float]
-"""One optimizer step on a batch; its loss per token."""
+"""Function that makes an optimizer step on a batch and returns its loss per token."""
 
 
 def lengths(spread: float, count: int) -> list[int]:
@@ -117,7 +116,7 @@ def prepare(folder: Path, spread: float, count: int, gpu: bool) -> Sequences:
     return sequences
 
 
-# -- the contestants, each in a process of its own ----------------------------------------------
+# -- the programs, each in a separate process ----------------------------------------------------
 
 
 def slurmrl_steps(folder: Path, gpu: bool) -> Step:
@@ -288,7 +287,7 @@ def contest(name: str, folder: Path, batch: int, gpu: bool) -> None:
         turn(step(one))
 
 
-# -- the one that lets them take turns ----------------------------------------------------------
+# -- the process that gives turns to the programs -------------------------------------------------
 
 
 class Contestant:

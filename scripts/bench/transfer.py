@@ -3,16 +3,16 @@
 
 scripts/bench/transfer.py [--rounds 3] [--ranks 128 1024] [--execute 9]
 
-A 70B-like dense decoder (80 layers, bfloat16) moves from ``megatron:d4t8p4`` to tensor ranks with
-whole layers, d16t8, on the same 128 ranks, and from d32t8p4 to d128t8 on 1,024, 8 ranks to a host.
-Printed are the seconds (median, smallest and largest of the rounds) that the two layouts and the
-plan take, and what the plan costs: bytes received over bytes lacking, bytes sent by the busiest
-rank and by all on average, bytes between hosts, segments, slots, staging.
+A dense decoder of about 70B parameters (80 layers, bfloat16) moves from ``megatron:d4t8p4`` to
+``d16t8`` on 128 ranks, and from d32t8p4 to d128t8 on 1,024 ranks, with 8 ranks on each host. The
+script prints the seconds that the two layouts and the plan take. It also prints the costs of the
+plan: bytes received divided by bytes missing, bytes sent by the busiest rank and on average, bytes
+between hosts, segments, slots and staging.
 
-With ``--execute N`` four gloo ranks then execute moves of a model of 0.3 billion parameters N
-times, in turn with an all-to-all of the same bytes, and with megatron-core's own move between
-the same layouts. Printed are seconds and how many times as fast the move is (medians, smallest
-and largest of the rounds), and the same for the CPU seconds of all ranks.
+With ``--execute N``, four gloo ranks then execute moves of a model of 0.3 billion parameters N
+times. They take turns with an all-to-all of the same bytes, and with megatron-core's own move. The
+script prints wall seconds and CPU seconds of all ranks, and the speedup of the move. All times are
+the median, minimum and maximum of the rounds.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 
 scripts/bench/wakeups.py [--agents 8] [--workers 2] [--steps 4] [--pace 100 --pace 1000 ...]
 
-Agents are forked processes around the log reader, the log and the socket of a real agent; a worker
-is a process that sleeps for the duration of a call. The master is the one of a trial
-(`WorkerChannel`). Nothing uses inotify; polls have the intervals of a trial on ``--pace`` hosts.
-The loss of a step is the time that it takes beyond the time that its slowest worker spends in
-calls. The table has the median loss, with the least and the most in brackets. A look of the master
-is a read of one agent's log: three file operations.
+Agents are forked processes with the log reader, the log and the socket of a real agent. A worker is
+a process that sleeps for the duration of a call. The master is the real `WorkerChannel`. No process
+uses inotify; polls have the intervals of a trial on ``--pace`` hosts. The loss of a step is its
+duration minus the time that its slowest worker spends in calls. The table has the median loss, with
+the minimum and the maximum in brackets. A look of the master is one read of an agent's log, which
+takes three file operations.
 
 The program also measures how long the master takes to wake 1,000 agents.
 """

@@ -4,16 +4,16 @@ them.
 
 scripts/bench/weights.py [--directory DIR ...] [--mib 256] [--rounds 5] [--steps 8]
 
-A small decoder in float32 takes steps of AdamW on random tokens: some at 1e-3, then --steps each at
-1e-6 and 1e-5. After each of these its weights are published in bfloat16. Printed are the share of
-elements that changed and the bytes of the difference over those of the weights (median, smallest
-and largest of the steps).
+A small decoder in float32 takes steps of AdamW on random tokens: some at a learning rate of 1e-3,
+then --steps each at 1e-6 and 1e-5. After each of the later steps, its weights are published in
+bfloat16. The script prints the share of changed elements, and the size of the delta divided by the
+size of the weights.
 
-Then --mib of random weights are published, whole and as a difference in which elements change like
-after those steps, and a host's copy is brought to each: beside writing and syncing the same bytes,
-and beside reading such bytes and writing them. All take turns. Printed are MB of weights per second
-and the medians of the rounds' ratios of seconds and of CPU seconds, with the smallest and the
-largest.
+Then the script publishes --mib of random weights, as a full version and as a delta with similar
+changes. It updates a host's copy to each version. Both are compared with plain input and output of
+the same bytes: writing and syncing, and reading and writing. All of them take turns. The script
+prints MB of weights per second, and ratios of wall seconds and of CPU seconds. All results are the
+median, minimum and maximum of steps or rounds.
 """
 
 from __future__ import annotations

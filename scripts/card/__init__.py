@@ -1,1 +1,1 @@
-"""What scripts/test-gpu is made of. Standard library only: it runs before anything is installed."""
+"""Parts of scripts/test-gpu, which import only the standard library: nothing is installed yet."""

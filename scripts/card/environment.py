@@ -1,7 +1,7 @@
-"""A Python that has torch for CUDA and all else that the sections of scripts/test-gpu import.
+"""Find or make a Python with torch for CUDA and all modules that scripts/test-gpu imports.
 
-Nothing is downloaded. A virtual environment sees the packages of the Python that it was made from
-and gets the rest from a folder of wheels (scripts/make-wheels).
+Nothing is downloaded. A new virtual environment sees the packages of an existing Python, and gets
+the other packages from a folder of wheels (scripts/make-wheels).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ print(json.dumps(facts))
 
 
 class CannotRunError(Exception):
-    """The machine lacks what the command cannot do without."""
+    """The machine lacks a requirement of the command."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Environment:
 
     python: Path
     torch: dict[str, Any]
-    """What `PROBE` prints."""
+    """The output of `PROBE`."""
     missing: list[str] = field(default_factory=list)
     """Requirements that neither the machine nor the wheels have."""
 
 
 def requirements() -> list[str]:
-    """What setup.cfg asks for, without torch, and what the tests import."""
+    """Return the requirements in setup.cfg except torch, and the requirements of the tests."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     lines = parser["options"]["install_requires"].split()
@@ -69,8 +69,9 @@ def requirements() -> list[str]:
 
 
 def probe(python: Path) -> dict[str, Any]:
-    """What this Python and its torch are. ``reason``, where there is one, says why no GPU can be
-    used.
+    """Return facts about a Python and its torch.
+
+    If no GPU can be used, ``reason`` says why.
     """
     try:
         done = subprocess.run(
@@ -90,8 +91,9 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def find_torch(named: Path | None) -> tuple[Path, dict[str, Any]]:
-    """The first Python whose torch uses a GPU: the one that is named, else the project's virtual
-    environment, the one that runs this, and python3. Raises CannotRunError.
+    """Return the ``named`` Python or, by default, the first Python whose torch uses a GPU.
+
+    Try the project's virtual environment, this Python and python3. Raises CannotRunError.
     """
     on_path = shutil.which("python3")
     usual = [ROOT / ".venv/bin/python", Path(sys.executable), *([Path(on_path)] if on_path else [])]
@@ -110,8 +112,9 @@ def find_torch(named: Path | None) -> tuple[Path, dict[str, Any]]:
 
 
 def prepare(python: Path, torch: dict[str, Any], wheels: Path, folder: Path) -> Environment:
-    """The project's own virtual environment as it is, or a new one in ``folder``. Raises
-    CannotRunError.
+    """Return the project's virtual environment, unchanged, or make another in ``folder``.
+
+    Raises CannotRunError.
     """
     if python.parent == ROOT / ".venv/bin":
         return Environment(python, torch)
@@ -120,8 +123,9 @@ def prepare(python: Path, torch: dict[str, Any], wheels: Path, folder: Path) -> 
 
 
 def make_venv(python: Path, paths: list[str], folder: Path) -> Path:
-    """A virtual environment that sees the packages in ``paths``, those of ``python``. The option
-    --system-site-packages alone would not do where that Python is in an environment itself.
+    """Make a virtual environment that sees the packages of ``python``, which are in ``paths``.
+
+    --system-site-packages alone would not be enough if ``python`` is in an environment itself.
     """
     _run([python, "-m", "venv", "--clear", "--without-pip", "--system-site-packages", folder])
     made = folder / "bin" / "python"
@@ -132,8 +136,9 @@ def make_venv(python: Path, paths: list[str], folder: Path) -> Path:
 
 
 def install(python: Path, needed: list[str], wheels: Path) -> list[str]:
-    """Install what is needed and not there yet; return what cannot be had. Raises CannotRunError
-    where pip is missing.
+    """Install missing packages; return the ``needed`` packages that are not available.
+
+    Raises CannotRunError if pip is missing.
     """
     carried = sorted(wheels.glob("pip-*.whl"))
     pip = [python, f"{carried[-1]}/pip"] if carried else [python, "-m", "pip"]

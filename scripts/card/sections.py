@@ -1,4 +1,4 @@
-"""Sections of the report: programs with a time limit each, of which none can stop the next."""
+"""Sections of the report: programs with time limits. No section can prevent the next section."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 6_000, 40_000
-"""Of a section's output that the report keeps."""
+"""Number of characters at the start and end of a section's output that the report keeps."""
 ENDING = ((signal.SIGINT, 12.0), (signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0))
-"""What a section that takes too long gets, and seconds to end after each: KeyboardInterrupt lets it
-clean up, SIGABRT has faulthandler print all stacks."""
+"""Signals for a section that takes too long, with the seconds to wait after each. After SIGINT, the
+section can clean up. SIGABRT makes faulthandler print all stacks."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -25,12 +25,12 @@ PR_SET_CHILD_SUBREAPER = 36
 class Section:
     name: str
     about: str
-    """One line for the report."""
+    """Line about the section in the report."""
     command: tuple[str, ...]
     seconds: float
-    """Which it may take in any case; what earlier ones leave comes on top."""
+    """Minimum time limit. Time that earlier sections do not need is added."""
     skip: str = ""
-    """Why it cannot run here."""
+    """Reason why the section cannot run here; "" if it can."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Result:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all that a section leaves behind, so that `end_children` finds it."""
+    """Adopt the processes that a section leaves behind, so that `end_children` finds them."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def limit_s(sections: list[Section], left_s: float) -> float:
-    """Seconds for the first of ``sections`` when ``left_s`` are left for all."""
+    """Return the time limit of the first section if ``left_s`` seconds are left for all."""
     later = sum(section.seconds for section in sections[1:])
     share = min(1.0, left_s / (later + sections[0].seconds))
     return left_s - share * later
 
 
 def run(section: Section, limit: float, folder: Path, environ: Mapping[str, str]) -> Result:
-    """Run a section in ``folder`` for at most ``limit`` seconds, and end all that it started."""
+    """Run a section in ``folder`` for at most ``limit`` seconds, and kill all its processes."""
     if section.skip:
         return Result(section, f"skipped: {section.skip}")
     began = time.monotonic()
@@ -105,7 +105,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def end_children(limit: float = 10.0) -> None:
-    """End every process that this one is the parent of, and those that become its own thereby."""
+    """Kill all children of this process, and the orphans that it adopts from them."""
     deadline = time.monotonic() + limit
     while (pids := _children()) and time.monotonic() < deadline:
         for pid in pids:
