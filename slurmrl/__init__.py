@@ -29,7 +29,7 @@ def submit(
 ) -> Trial:
     """Check a configuration, submit its trial and return the trial without waiting for it.
 
-    The call is equal to ``slurmrl submit --detach``. An existing trial that was interrupted,
+    The call does the same as ``slurmrl submit --detach``. An existing trial that was interrupted,
     failed or cancelled continues from its last commit if its configuration is the same.
 
     Args:

@@ -159,7 +159,7 @@ SLURM_END_TIME: Variable[float | None] = Variable(
     float,
     None,
     SLURM,
-    "Time limit of this job, in seconds since the epoch (newer versions of Slurm).",
+    "End of this job by its time limit, in seconds since the epoch (newer versions of Slurm).",
 )
 NODE_LIST: Variable[str] = Variable("SLURM_JOB_NODELIST", str, "", SLURM, "Hosts of this job.")
 NODE_ID: Variable[int] = Variable(
@@ -179,21 +179,21 @@ SLURM_CONF: Variable[str] = Variable(
     "SLURM_CONF", str, "", SITE, "Slurm's configuration file, if it is not in its usual place."
 )
 ROUND: Variable[int] = Variable(
-    "SLURMRL_ROUND", int, 0, SLURMRL, "Number of restarts of the agents in this start of a job."
+    "SLURMRL_ROUND", int, 0, SLURMRL, "Number of agent restarts since this job started."
 )
 JOB_END: Variable[float | None] = Variable(
     "SLURMRL_JOB_END",
     float,
     None,
     SLURMRL,
-    "Time limit of this job by the clock of its first host, in seconds since the epoch.",
+    "End of this job by the clock of its first host, in seconds since the epoch.",
 )
 COMPLETE: Variable[str] = Variable(
     "_SLURMRL_COMPLETE",
     str,
     "",
     SLURMRL,
-    "Request of a shell that completes a command line. The script of `slurmrl completion` sets it.",
+    "Completion request from the shell. The script of `slurmrl completion` sets it.",
 )
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(

@@ -42,7 +42,7 @@ def names(folder: str) -> list[str]:
 
 def program(name: str) -> Path:
     """Return the path of one of `PROGRAMS`."""
-    assert name in PROGRAMS, f"{name} is not a plain file in a trial"
+    assert name in PROGRAMS, f"{name} is not in PROGRAMS"
     return FOLDER / name
 
 

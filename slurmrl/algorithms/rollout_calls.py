@@ -185,7 +185,7 @@ class StoredInterface(Interface):
         Raises SampleFileError, EnvironmentFailure.
         """
         read = context.stored
-        assert read is not None, "the master names the samples of such a batch"
+        assert read is not None, "the master names stored samples for this call"
         groups = [read(name) for name in sample.ids]
         episode = context.settings.config.rollout.episode
         turns, tools = episode.has_turns, bool(episode.tools)

@@ -173,7 +173,7 @@ def _with_turns(
     for score, more, place in zip(scores, earned, places, strict=True):
         sums.append(None if score is None else score + more)
         if score is not None:
-            check_sum(score + more, place, f"{score:g} + {more:g} (its turns)")
+            check_sum(score + more, place, f"{score:g} + {more:g} (rewards of turns)")
     return sums
 
 

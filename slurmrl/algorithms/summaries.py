@@ -181,7 +181,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     conservative.
     """
     if count < 1 or not 0.0 <= mean <= 1.0:
-        raise ValueError(f"a mean of {mean} from {count} values is not the mean of a proportion")
+        raise ValueError(f"no interval for mean {mean} of {count} values: not from 0 to 1")
     square = Z_95 * Z_95
     scale = 1.0 + square / count
     center = (mean + square / (2.0 * count)) / scale

@@ -127,7 +127,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
     code = trial_code.current_code(paths)
     if trial_code.is_this_code(code):
         return
-    click.echo(f"using the slurmrl of the trial, {code}; --update-code uses this one", err=True)
+    click.echo(f"using the trial's slurmrl, {code}; --update-code uses the installed one", err=True)
     sys.stdout.flush()
     arguments = [sys.executable, "-P", "-c", OTHER, *click.get_current_context().obj.arguments]
     given = snapshot_environment(code)

@@ -160,7 +160,7 @@ def _unknown(schema: type[BaseModel], path: KeyPath, prefix: KeyPath) -> str:
             path = path[:length]
             break
         if facts.section is None:
-            return f"'{facts.key}' ({facts.brief}) has no keys that the reference lists"
+            return f"the reference lists no keys of '{facts.key}' ({facts.brief})"
     key = ".".join(map(str, (*prefix, *path)))
     return f"'{key}': {unknown_key(schema, path, prefix)}"
 

@@ -200,6 +200,6 @@ def export(
         click.echo(f"Warning: {exported.warning}", err=True)
     elif exported.types is not None and exported.types.kept is not None:
         types = exported.types
-        click.echo(f"{types.kept:.1%} of the update survives in {types.name}", err=True)
+        click.echo(f"{types.kept:.1%} of the update survives rounding to {types.name}", err=True)
     click.echo(str(exported.folder))
     return 0

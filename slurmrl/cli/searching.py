@@ -109,7 +109,7 @@ def _size_range(
     "--calibrate",
     metavar="EXPERIMENT/TRIAL",
     shell_complete=options.complete_trials,
-    help="Take the mean lengths from this trial, and compare its seconds with predicted ones.",
+    help="Take the mean lengths from this trial. Compare its measured seconds with predictions.",
 )
 @click.option(
     "--gpu-hours",
@@ -120,7 +120,7 @@ def _size_range(
 @click.option(
     "--allow",
     metavar="CHANGE,...",
-    help="Allow changes of the result of training: staleness, precision (docs/search.md). "
+    help="Allow settings that change the training result: staleness, precision (docs/search.md). "
     "Default: none.",
 )
 @click.option(
@@ -162,7 +162,7 @@ def search(
         raise click.UsageError("--gpus and --nodes exclude each other")
     if write is not None and write.absolute().parent != path.absolute().parent:
         raise click.UsageError(
-            f"--write {write}: must be in the folder of {path}, whose relative paths it keeps"
+            f"--write {write}: must be in the folder of {path}, so that relative paths stay valid"
         )
     if write is not None and write.exists() and path.exists() and write.samefile(path):
         raise click.UsageError(f"--write {write}: is CONFIG itself; choose another name")

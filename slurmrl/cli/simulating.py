@@ -272,8 +272,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise click.UsageError("--step-seconds includes the rewards: leave out --reward-seconds")
     if options["first_wait"] == SLURM and options["hosts"] is not None:
         raise click.UsageError(
-            "--first-wait slurm asks for the hosts of CONFIG: leave out --hosts, and change the "
-            "layouts"
+            "--first-wait slurm uses the hosts of CONFIG: leave out --hosts; to simulate other "
+            "hosts, change the layouts in CONFIG"
         )
 
 

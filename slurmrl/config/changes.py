@@ -266,6 +266,6 @@ def moved_schedules(
             f"{role}: the {now.schedule} schedule of its learning rate ends after {moved} "
             f"optimizer steps, not {ends}: after step {step} the rate continues from "
             f"{rates[1]:.3g}, not {rates[0]:.3g}; "
-            f"set {dotted(role_key(role))}.optimizer.schedule_steps={ends} to keep it"
+            f"to keep {ends}, set {dotted(role_key(role))}.optimizer.schedule_steps={ends}"
         )
     return lines

@@ -65,12 +65,12 @@ REMOVED: Mapping[KeyPath, tuple[object, str]] = {
     ("*", "optimizer", "rho"): (0.9, "only adadelta used it, which is no longer supported"),
     ("rollout", "server_updates"): (
         "files",
-        "servers read new weights from files; remove it, and set rollout.server_weights to a "
-        "folder that they and the trainers see",
+        "servers read new weights from files; remove the key, and set rollout.server_weights to a "
+        "folder that servers and trainers see",
     ),
     ("logging", "csv"): (
         False,
-        "metrics.jsonl has every step; remove it, and read that file with pandas or slurmrl plot",
+        "remove the key; metrics.jsonl has every step: read it with pandas or slurmrl plot",
     ),
 }
 """Settings of earlier releases, with their default and advice for the user. A path that begins with

@@ -135,15 +135,15 @@ class LedgerRecord:
             problem = f"has 'settled' {self.settled} and 'next' {self.next}: expected at most"
             raise corrupt(where, f"{problem} {MOST_COUNT} items between them")
         if sum(count.items for count in self.dropped_before) > self.settled:
-            raise corrupt(where, f"has more dropped items than the {self.settled} settled ones")
+            raise corrupt(where, f"has more dropped items than its {self.settled} settled items")
         if len({one.lease for one in self.leased}) < len(self.leased):
-            raise corrupt(where, "has a lease twice")
+            raise corrupt(where, "lists a lease twice")
         if bare := [sample.item for sample in self.samples if not sample.task]:
             raise corrupt(where, f"has samples without a task attempt: {bare}")
         end = self.settled
         for first, stop in sorted(self._runs()):
             if not end <= first < stop <= self.next:
-                raise corrupt(where, f"has the items {first} to {stop - 1} twice, or out of place")
+                raise corrupt(where, f"lists items {first} to {stop - 1} twice, or out of place")
             end = stop
 
     def _runs(self) -> Iterator[tuple[int, int]]:
@@ -237,7 +237,7 @@ class Ledger:
         again = sorted(self._queued_again)[:count]
         end = self._next + count - len(again)
         if end - self._settled > MOST_COUNT:
-            raise ValueError(f"more than {MOST_COUNT} items since the first unfinished one")
+            raise ValueError(f"more than {MOST_COUNT} items follow the first unfinished item")
         self._queued_again.difference_update(again)
         first, self._next = self._next, end
         return [*again, *range(first, end)]
@@ -247,7 +247,7 @@ class Ledger:
         landed = list(items)
         if len(set(landed)) < len(landed) or not self._in_flight.keys() >= set(landed):
             wrong = sorted(item for item in landed if item not in self._in_flight) or landed
-            raise ValueError(f"must be in flight and named once: items {wrong}")
+            raise ValueError(f"items {wrong} must be in flight and occur once")
         for item in landed:
             del self._in_flight[item]
         return landed

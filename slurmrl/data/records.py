@@ -255,7 +255,7 @@ def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
             continue
         more = " or more" if len(problems) >= MOST_PROBLEMS else ""
         named = ", ".join(_short(other.where) for other in others[:FEW])
-        rows = f"in {len(others) + 1}{more} rows, the next ones {named}"
+        rows = f"in {len(others) + 1}{more} rows, also in {named}"
         found.append(Problem(first.where, first.key, f"{first.message} ({rows})"))
     return tuple(found)
 

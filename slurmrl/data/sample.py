@@ -27,7 +27,7 @@ class SequenceSample(SampleMeta):
     def __post_init__(self) -> None:
         super().__post_init__()
         if set(self.data) != set(self.lengths):
-            raise KeyError(f"data of {sorted(self.data)}, but lengths of {sorted(self.lengths)}")
+            raise KeyError(f"data has keys {sorted(self.data)}, lengths has {sorted(self.lengths)}")
         for key, tensor in self.data.items():
             total = sum(map(sum, self.lengths[key]))
             if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != total):

@@ -315,7 +315,7 @@ def _check_numbers(path: Path, files: Sequence[re.Match[str]]) -> None:
         if missing:
             lacks = f"{name}-{missing[0]:0{len(total)}d}-of-{total}.parquet"
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
-            message = f"{path} lacks {lacks}{more}; copy it, or rename the files to use only these"
+            message = f"{path} lacks {lacks}{more}; copy what is missing, or rename the other files"
             raise ConfigError((Problem("", "path", message),))
 
 
@@ -324,7 +324,7 @@ def _saved(folder: Path) -> Sequence[Path]:
     state = inputs.read_json(folder / SAVED)
     files = [str(each["filename"]) for each in state.get("_data_files") or []]
     if not files or state.get("_indices_data_files"):
-        message = f"'{folder}' is not allowed: it was not saved by datasets.save_to_disk as a whole"
+        message = f"'{folder}' has no data files, or selects some of their rows: save it again"
         raise ConfigError((Problem("", "path", message),))
     return [folder / Path(name).name for name in files]
 

@@ -305,7 +305,7 @@ def _measure(source: Source, evaluation: KeyPath, algorithm: Any) -> str:
     allowed = ", ".join(kind for kinds in measured.values() for kind in kinds)
     of_what = f" of a model of {algorithm}" if others else ""
     message = (
-        f"{kind!r} cannot be evaluated by a separate trial{of_what}; allowed: {allowed}. With "
-        "total_steps=0 a trial evaluates as in training"
+        f"{kind!r} cannot be evaluated by a separate trial{of_what}; allowed: {allowed}. To "
+        "evaluate as in training, submit a trial with total_steps=0"
     )
     raise ConfigError((source.problem((*evaluation, "dataset", "type"), message),))

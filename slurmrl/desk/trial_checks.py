@@ -296,7 +296,7 @@ def _understood(
         return [*findings, Finding(subject, Weight.WARNING, text)], subjects
     last = ended.last_line[:SHOWN] or "no output"
     if ended.code == -signal.SIGKILL:
-        text = f"the check was killed while {doing}, perhaps because of its memory; {later}"
+        text = f"the check was killed while {doing}, perhaps for using too much memory; {later}"
         return [*findings, Finding(subject, Weight.WARNING, text)], subjects
     text = f"{doing} ended the process with code {ended.code}: {last}"
     return [*findings, Finding(subject, Weight.FAILED, text)], subjects

@@ -157,7 +157,7 @@ def _manifest(
     Raises UsageError if names or sizes of members differ from the manifest.
     """
     if MANIFEST not in members:
-        raise _incomplete(path, f"it has no {MANIFEST}, its last file")
+        raise _incomplete(path, f"it has no {MANIFEST}, the last file of each bundle")
     if members[MANIFEST].size > MANIFEST_BYTES:
         size = members[MANIFEST].size
         raise UsageError(
@@ -220,7 +220,7 @@ def _verified(
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
     """Yield the content of a member. Raises tarfile.ReadError if the archive is incomplete."""
     file = archive.extractfile(member)
-    assert file is not None, "it is a regular file"
+    assert file is not None, "only regular files are read"
     while data := file.read(CHUNK_BYTES):
         yield data
 

@@ -278,7 +278,7 @@ def experts_of(sample: SequenceSample, model: ModelConfig | HFRouters) -> Tensor
     tokens = list(chain.from_iterable(sample.lengths[TOKENS]))
     sizes = list(chain.from_iterable(sample.lengths[EXPERTS]))
     if any(size not in (0, count * width) for size, count in zip(sizes, tokens, strict=True)):
-        raise UsageError(f"the samples' experts do not fit a model with {blocks} blocks of experts")
+        raise UsageError(f"experts of the samples do not fit a model with {blocks} expert layers")
     parts = torch.split(sample.tensor(EXPERTS), sizes)
     rows: list[Tensor] = [
         part if len(part) else part.new_full((count * width,), UNKNOWN)

@@ -159,7 +159,7 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\0]*)")
-_RULE = f"expected NAME=VALUE, NAME neither {', '.join(OWN_VARIABLES)} nor starting with SLURM"
+_RULE = f"expected NAME=VALUE; NAME must not be {', '.join(OWN_VARIABLES)} or begin with SLURM"
 
 
 def read_variables(path: Path) -> dict[str, str]:

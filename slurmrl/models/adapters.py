@@ -93,8 +93,8 @@ def refusal(config: ModelConfig, lora: Lora) -> str | None:
     """Return why a model cannot have these adapters; None if it can."""
     if config.family.files == OWN_FILES:
         return (
-            f"{config.model_type} stores queries, keys and values as one matrix, for which PEFT's "
-            "format has one adapter; train its weights, or another family"
+            f"{config.model_type} stores queries, keys and values as one matrix, so PEFT's format "
+            "has no separate adapters for them; leave out lora, or use another family"
         )
     modules = {name.split(".")[-2] for name in parameter_shapes(config, "lm")}
     able = [name for name in TARGETS if name in modules]

@@ -34,7 +34,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 REFUSED_ROPES: Mapping[str, str] = {
     "longrope": "its angles depend on the length of a sequence, so cached keys would have to be "
-    "rotated again while it grows",
+    "rotated again as the sequence grows",
 }
 
 REQUIRED = (

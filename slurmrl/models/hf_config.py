@@ -226,15 +226,15 @@ class LengthLimit(NamedTuple):
             return f"the model has positions for {self.tokens} tokens only"
         if self.kind == BY_COLUMN:
             return (
-                f"with {BY_COLUMN} the model scales queries by the column in the batch beyond "
-                f"{self.tokens} columns (below {SCALED_FROM}), so completions would depend on "
-                "padding; set lower limits of prompts and of rollout.max_new_tokens, or generate "
+                f"with {BY_COLUMN} the model scales queries by their column in the batch after "
+                f"{self.tokens} columns ({SCALED_FROM} - 1), so completions would depend on "
+                "padding; lower the limits of prompts and rollout.max_new_tokens, or generate "
                 "with a server (rollout.backend sglang:dN or vllm:dN)"
             )
         cause = KEPT if self.kind == KEPT else f"rope_type '{self.kind}'"
         return (
-            f"with {cause} log-probabilities depend on what else is in the batch "
-            f"once a sequence, prompt and completion, has more than {self.tokens} tokens"
+            f"with {cause} log-probabilities depend on other sequences of the batch "
+            f"once a sequence (prompt and completion) has more than {self.tokens} tokens"
         )
 
 
@@ -269,7 +269,7 @@ def tensor_refusal(values: Mapping[str, Any]) -> str:
     known = ", ".join(sorted(TENSOR_FAMILIES))
     return (
         f"'t' is not possible for {family} models with implementation hf, because transformers "
-        f"has no plan for them that slurmrl supports; allowed families: {known}"
+        f"has no tensor-parallel plan for them that slurmrl supports; allowed families: {known}"
     )
 
 

@@ -85,7 +85,7 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
     family = model.config.model_type
     fields = inner.config.get_text_config().to_dict()
     by_column = bool(fields.get(BY_COLUMN)) or compressing_field(fields) is not None
-    reason = "results depend on columns" if by_column else "they would affect each other if packed"
+    reason = "outputs depend on columns" if by_column else "packed sequences affect each other"
     try:
         apart = not by_column and _keeps_apart(model, inner)
     except Exception as error:  # noqa: BLE001 - the model's own code may raise anything

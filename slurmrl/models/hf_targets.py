@@ -104,7 +104,7 @@ def adapted_tensors(
         same = [name] if name in specs else ends.get(_of_layer(name), [])
         fitting = [each for each in same if specs[each].shape == tuple(shape)]
         if len(fitting) != 1:
-            problem = "in another form" if not fitting else f"as one of {', '.join(fitting)}"
+            problem = "in another form" if not fitting else f"ambiguously ({', '.join(fitting)})"
             raise UsageError(
                 f"{folder} stores {name} {problem}, so that its adapter cannot be merged; leave it "
                 "out of lora.targets"

@@ -483,6 +483,6 @@ def same_values(tensors: FolderTensors, one: str, other: str) -> bool:
 def not_tied(name: str, other: str) -> str:
     """Return the message that a tensor of files differs from the tensor to which it is tied."""
     return (
-        f"config.json ties the embeddings (tie_word_embeddings), but {name} of the files is not "
-        f"{other}: set tie_word_embeddings to false in config.json, or remove {name}"
+        f"config.json ties the embeddings (tie_word_embeddings), but {name} and {other} differ in "
+        f"the files: set tie_word_embeddings to false in config.json, or remove {name}"
     )

@@ -429,13 +429,13 @@ def _untrained(uses: Sequence[RoleUse], calls: Sequence[Call]) -> Iterator[str]:
 def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: bool) -> Iterator[str]:
     recording = [call.name for call in calls if call.method is Method.RECORD]
     if len(recording) > 1:
-        yield f"the calls {', '.join(recording)} record results; at most one call of a step may"
+        yield f"only one call of a step may record results, not {' and '.join(recording)}"
     for call in evaluation:
         if call.method is Method.RECORD:
-            yield f"call '{call.name}' of an evaluation records results; only calls of a step may"
+            yield f"only calls of a step may record results, not '{call.name}' of an evaluation"
     for place, call in enumerate(calls):
         if call.method is Method.FILTER and one_pass:
-            yield f"call '{call.name}' filters items, but with one_pass no step can replace items"
+            yield f"call '{call.name}' filters items, but with one_pass no step can replace them"
         for before in calls[:place] if call.method is Method.FILTER else ():
             if before.method is Method.RECORD:
                 yield f"call '{before.name}' records results before '{call.name}' filters items"
@@ -449,8 +449,8 @@ def _unread(algorithm: Algorithm, calls: Sequence[Call], config: Config) -> Iter
             trains = call.role == "actor" and call.method is Method.TRAIN_STEP
             if trains and (missing := [key for key in keys if key not in call.inputs]):
                 yield (
-                    f"replays what generation records, but with {setting} call '{call.name}' does "
-                    f"not read {' and '.join(missing)}"
+                    f"replays the records of generation, but with {setting} call '{call.name}' "
+                    f"does not read {' and '.join(missing)}"
                 )
 
 

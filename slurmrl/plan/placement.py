@@ -186,13 +186,13 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
         hosts, rest = divmod(total, min(given, total))  # A single host may have unused room.
     if not rest and hosts and workers % hosts == 0 and tasks % hosts == 0:
         return hosts, workers // hosts, tasks // hosts
-    of_actor = f"the number of workers of actor.backend '{placed['actor'].allocation}'"
+    of_actor = f"workers of actor.backend '{placed['actor'].allocation}'"
     if not tasks:
-        raise AllocationError(f"{given} is not allowed: must divide {workers}, {of_actor}")
+        raise AllocationError(f"{given} is not allowed: must divide the {workers} {of_actor}")
     value = f"'{config.rollout.gpus}'" if given is None else given
     raise AllocationError(
-        f"{value} is not allowed: hosts with {given or LARGEST_HOST} GPUs cannot divide equally "
-        f"{workers}, {of_actor}, and {tasks} rollout tasks (GPUs of each task: {size})"
+        f"{value} is not allowed: hosts with {given or LARGEST_HOST} GPUs cannot share equally "
+        f"the {workers} {of_actor} and the {tasks} rollout tasks (GPUs of each task: {size})"
     )
 
 

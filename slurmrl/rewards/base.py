@@ -197,13 +197,13 @@ def scores_problem(
 ) -> str | None:
     """Return why these numbers are not finite scores of ``count`` completions; None if they are."""
     if (len(scores), len(parts)) != (count, count):
-        return f"scores {len(scores)} completions of {count}"
+        return f"has {len(scores)} scores for {count} completions"
     numbers = [
         *(score for score in scores if score is not None),
         *(score for part in parts for score in part.values()),
         *(number for pair in stats.values() for number in pair),
     ]
-    return None if all(map(isfinite, numbers)) else "holds a number that is not finite"
+    return None if all(map(isfinite, numbers)) else "has a number that is not finite"
 
 
 def metrics(stats: Stats, parts: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, float]]:

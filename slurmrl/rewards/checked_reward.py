@@ -189,7 +189,7 @@ def _check_call(
         raise UsageError(f"{mismatch}: {error}; it may also request {known}") from error
     for taken, argument in zip(signature.parameters, ARGUMENTS, strict=False):
         if taken != argument and taken in ARGUMENTS:
-            raise UsageError(f"{mismatch}: '{taken}' would get the {argument}")
+            raise UsageError(f"{mismatch}: its '{taken}' would get the {argument}")
     return extras
 
 

@@ -238,7 +238,7 @@ def _check_parameters(node: Function, name: str, own: int) -> None:
     if needed:
         raise UsageError(
             f"nothing gives {name} its parameters: {', '.join(needed)}; tests are called without "
-            "any, and fixtures of pytest are not supported"
+            "arguments, and fixtures of pytest are not supported"
         )
 
 

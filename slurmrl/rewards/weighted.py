@@ -356,7 +356,7 @@ class PooledReward:
         score = "no score" if given is None else f"the score {given:g}"
         for index in failed[:MOST_LOGGED]:
             logger.warning(
-                "reward %s cannot score %s, completion %s: %s; it gets %s",
+                "reward %s cannot score %s, completion %s: %s; the completion gets %s",
                 self.name,
                 places[index],
                 shortened(completions[index]),

@@ -166,7 +166,7 @@ def read_once(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -
             raise SampleFileError(f"{path} cannot be read: {reason}") from error
         raise explain(error, "read", path) from error
     if len(data) < stored.length:
-        raise SampleFileError(f"{where} is cut")
+        raise SampleFileError(f"{where} is truncated")
     if str(Checksum(data)) != stored.checksum:
         raise SampleFileError(f"{where} has another checksum")
     try:
@@ -174,7 +174,7 @@ def read_once(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -
     except ValueError as error:
         raise SampleFileError(f"{where} is not a group of samples: {error}") from error
     if (group.item, group.lease, group.versions) != (stored.item, stored.lease, stored.versions):
-        raise SampleFileError(f"{where} has another item, lease or versions than its record")
+        raise SampleFileError(f"{where} differs from its record: another item, lease or versions")
     return group
 
 
@@ -343,7 +343,7 @@ class SampleGroup:
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
         if set(arrays) - {*MASKS, *ROUTES} != {*PER_TOKEN, *PER_COMPLETION}:
-            raise ValueError(f"has the arrays {sorted(arrays)}")
+            raise ValueError(f"has the wrong arrays: {sorted(arrays)}")
         masks = _read_masks([arrays.pop(name, None) for name in MASKS])
         return SampleGroup(
             item=own["item"],
@@ -363,7 +363,7 @@ class SampleGroup:
 
     def _problem(self) -> str | None:
         if not SIZE.accepts(self.item) or not LEASE.accepts(self.lease):
-            return f"item {self.item!r} of lease {self.lease!r}"
+            return f"item {self.item!r} or lease {self.lease!r} is invalid"
         if self.lengths.dtype != PER_COMPLETION["lengths"] or self.lengths.ndim != 1:
             return f"lengths are {self.lengths.dtype} {self.lengths.shape}"
         if not self.lengths.size or self.lengths.min() < 1:
@@ -411,7 +411,7 @@ class SampleGroup:
     def _wrong_masks(self, masks: SampledMasks) -> str | None:
         sizes, ids = np.array(masks.sizes, np.int32), np.array(masks.ids, np.int32)
         if sizes.shape != self.input_ids.shape or sizes.min() < 0 or sizes.sum() != ids.size:
-            return f"{sizes.size} sampling masks do not fit the tokens, or not their {ids.size} ids"
+            return f"{sizes.size} sizes of sampling masks do not fit the tokens or {ids.size} ids"
         if (ids < 0).any():
             return "a token id of a sampling mask is negative"
         if ((sizes > 0) & (self.drawn_by < 0)).any():

@@ -231,7 +231,7 @@ def shorten_script(script: str) -> str:
     if not found or begin < 0:
         return script
     count = before[begin:].count("\n") + text.count("\n")
-    note = f"# … {count} lines: how the job exits if nothing can start in it (--json shows them)"
+    note = f"# … {count} lines that end the job if nothing can start in it (--json shows them)"
     return f"{before[: begin + 1]}{note}{after}"
 
 

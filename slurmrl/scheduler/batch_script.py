@@ -233,7 +233,7 @@ def _memory(group: GroupRequest) -> dict[str, str | bool]:
         return {}
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", group.mem_per_worker, re.IGNORECASE)
     if not found:
-        raise UsageError(f"cluster.mem_per_worker={group.mem_per_worker!r} is no size such as 16G")
+        raise UsageError(f"cluster.mem_per_worker={group.mem_per_worker!r} must be like 16G")
     return {"mem": f"{int(found[1]) * group.workers_per_host}{found[2].upper()}"}
 
 

@@ -338,7 +338,7 @@ def _without_changes(best: Answer, searched: Searched) -> Iterator[Block]:
         seconds = searched.unchanged.step.total
         yield Lines(f"best with an unchanged result of training: {seconds:.3g} s")
     if searched.refused:
-        yield Lines("allowed changes without an answer:", searched.refused)
+        yield Lines("allowed changes that gave no answer:", searched.refused)
 
 
 def changes(answer: Answer) -> str:

@@ -271,9 +271,9 @@ class HeldBox:
     def from_json(values: list[Any]) -> HeldBox:
         ranks, start, size, storage, offset, strides = values
         if not len(start) == len(size) == len(strides):
-            raise ValueError(f"a box from {start} of size {size} with strides {strides}")
+            raise ValueError(f"a box from {start} of size {size} has the strides {strides}")
         if not ranks:
-            raise ValueError(f"a box from {start} of size {size} that no rank has")
+            raise ValueError(f"no rank has the box from {start} of size {size}")
         box = Box(tuple(start), tuple(size))
         return HeldBox(tuple(ranks), box, storage, offset, tuple(strides))
 

@@ -160,7 +160,7 @@ def _interrupted(status: Status) -> StatusFinding:
     if status["submission"] is None:
         return StatusFinding("not_submitted", "was never submitted: submit its configuration again")
     if left := ", ".join(_jobs_left(status)):
-        again += f", which replaces jobs that are left: {left}"
+        again += f", which replaces the remaining jobs: {left}"
     by = status.get("stopped_by")
     why = f"stopped by {plain(by)}" if by else "no links left"
     if not status["incarnations"]:

@@ -31,7 +31,7 @@ def test_edits_reach_a_run_only_with_update_code(tmp_path: Path) -> None:
     refused = site.slurmrl("submit", "ppo.yaml", "total_steps=8", "--scheduler", "local", code=2)
     assert "was submitted with another version of slurmrl" in refused.stderr
     kept = site.slurmrl("resume", "ppo/1", "total_steps=8", "--wait")
-    assert "using the slurmrl of the trial" in kept.stderr
+    assert "using the trial's slurmrl" in kept.stderr
     updated = site.slurmrl("resume", "ppo/1", "total_steps=10", "--update-code", "--wait")
     assert "runs the current code" in updated.stdout
     found = rewards(site.metrics("ppo/1"))

@@ -152,13 +152,13 @@ class Correction(Section):
     completions may be stale (`rollout.tasks.max_staleness`), and true if `actor.dtype` is bfloat16
     or differs from generation's precision."""
     correction: Literal["none", "weight", "truncate", "mask"] | None = None
-    """Importance weights of recomputed old probabilities over the probabilities of generation. The
-    weights multiply the losses of tokens.
+    """Importance weights of the losses of tokens. A weight is the recomputed old probability
+    divided by the probability at generation.
 
     - `none`: no weights.
-    - `weight`: without bounds (the decoupled objective).
-    - `truncate`: moved to the nearer bound.
-    - `mask`: 0 beyond the bounds.
+    - `weight`: weights without bounds (the decoupled objective).
+    - `truncate`: a weight beyond a bound becomes the bound.
+    - `mask`: a weight beyond a bound becomes 0.
 
     Default: `truncate` if old log-probabilities are recomputed and completions may be stale or have
     another precision than `actor.dtype`; else `none`. Example: `truncate`"""
@@ -188,8 +188,8 @@ class Correction(Section):
     """Value that must be within the bounds.
 
     - `token`: the value of each token. Only the token is left out.
-    - `mean`, `sum`, `max`: this statistic over a response. All its tokens are left out. For
-      `ratio`, mean and sum are of log r."""
+    - `mean`, `sum`, `max`: this statistic over a response. All its tokens are left out. With
+      `reject_by: ratio`, the mean and the sum use log r."""
     reject_upper: PositiveFloat | None = None
     """Largest value that is not rejected. `null` sets no bound. Example: `2.0`"""
     reject_lower: float | None = None
@@ -296,8 +296,8 @@ class Advantages(Section):
     `advantage: none`, it is the deviation from 0: the root of the mean square.
 
     - `none`: no division.
-    - `group`: of the returns of the prompt's completions.
-    - `batch`: of the returns of all completions."""
+    - `group`: the deviation of the returns of the prompt's completions.
+    - `batch`: the deviation of the returns of all completions."""
     std_unbiased: bool = True
     """Divide the sum of squares in `advantage_std` by the number of completions minus one. `false`
     divides by their number."""

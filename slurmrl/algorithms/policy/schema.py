@@ -177,7 +177,7 @@ class PolicyGradient(
         if role == "critic":
             return f"algorithm.advantage is {self.advantage}; only gae trains a critic"
         if role == "ref":
-            return "algorithm.kl.coef is 0, so there is no penalty that compares with a reference"
+            return "algorithm.kl.coef is 0, so no KL penalty needs a reference"
         return super().why_unused(role)
 
     def completed(self, config: Config) -> Self:

@@ -282,7 +282,7 @@ class Config(Section):
     def model(self, role: str) -> Model:
         """Return the section of a role that the algorithm uses."""
         section = self.find_model(role)
-        assert section is not None, f"no section of {role}"
+        assert section is not None, f"the configuration has no section for {role}"
         return section
 
     def with_models(self, models: Mapping[str, Model]) -> Config:

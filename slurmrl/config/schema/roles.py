@@ -232,10 +232,10 @@ VISION: Final = "slurmrl_vision"
 class Model(Section):
     """Weights, layout, precision and optimizer of one role.
 
-    A role except the actor inherits keys that it does not set from the actor: the weights (`path`
-    or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`, `dtype`, `fp8`,
-    `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`.
-    `teacher` and `reward_model` must set their weights. No role inherits `lora` and `optimizer`.
+    Other roles take these keys from the actor unless they set them: the weights (`path` or
+    `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`, `dtype`, `fp8`,
+    `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`. `teacher` and
+    `reward_model` must set their weights. No role takes `lora` or `optimizer` from the actor.
     Example: `{path: /models/Qwen2.5-0.5B-Instruct, backend: "fsdp:d4"}`
     """
 

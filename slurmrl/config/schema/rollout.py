@@ -127,8 +127,8 @@ class Tasks(Section):
         if self.stale_cache and not (self.interruptible and self.max_staleness):
             other = "max_staleness 0" if self.interruptible else "interruptible: false"
             raise ValueError(
-                f"stale_cache is not allowed with {other}: completions do not continue with new "
-                "weights"
+                f"stale_cache is not allowed with {other}, which lets no completion continue with "
+                "new weights"
             )
         return self
 

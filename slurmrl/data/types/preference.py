@@ -82,7 +82,7 @@ class Preferences(PromptAnswers):
         keys = [field.key_in(row) for field in self._both()]
         if len(chosen) != len(rejected):
             counts = f"has {len(chosen)} answers, but '{keys[1]}' has {len(rejected)}"
-            return keys[0], f"{counts}; each chosen answer needs a rejected one"
+            return keys[0], f"{counts}; each chosen answer needs a rejected answer"
         if self._takes_conversations:
             for pair in zip(chosen, rejected, strict=True):
                 if problem := self._wrong_conversations(row, *pair):

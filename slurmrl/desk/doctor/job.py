@@ -224,7 +224,7 @@ class ProbeJob(ShortJob):
 
     def run(self) -> list[Check]:
         """Run the job and return its checks; an error becomes a failed check."""
-        advice = "see whether 'sbatch' accepts a job by hand with the same options"
+        advice = "submit a job with the same options by hand, and read the message of sbatch"
         return guarded("job", advice, self._run)
 
     def _run(self) -> list[Check]:

@@ -194,15 +194,15 @@ def granted_gpus(expected: int, visible: str, seen: list[str] | None) -> Check:
     measured = f"{expected} requested, granted {names}; {there}"
     values = {"asked": float(expected), "given": float(len(given))}
     if len(given) < expected:
-        return failed("gpus", measured, f"the job got too few: {GPU_ADVICE}", **values)
+        return failed("gpus", measured, f"the job got too few GPUs: {GPU_ADVICE}", **values)
     unseen = [device.text for device in given if seen is not None and not _is_seen(device, seen)]
     if unseen:
         advice = "the driver does not show the granted GPUs: report the host and set slurm.exclude"
-        return failed("gpus", f"{measured}; not {', '.join(unseen)}", advice, **values)
+        return failed("gpus", f"{measured}, but not {', '.join(unseen)}", advice, **values)
     if seen is not None and expected and len(seen) > len(given):
         advice = (
-            "devices are not confined (ConstrainDevices): slurmrl keeps to its own, but other jobs "
-            "may use them"
+            "devices are not confined (ConstrainDevices): other jobs may use the GPUs of slurmrl's "
+            "jobs"
         )
         return warning("gpus", measured, advice, **values)
     return ok("gpus", measured, **values)

@@ -84,7 +84,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
         return
     copies = allocation.sizes["dp"]
     if settings.max is not None and copies not in (1, settings.max):
-        reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; set only one of both"
+        reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; leave out one"
         yield draft.reject((ROLLOUTS, "tasks", "max"), reason, settings.max)
     if settings.min > (most := settings.max or copies):
         reason = f": at most {most} tasks run (rollout.tasks.max)"
@@ -350,7 +350,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(key, reason, value)
         return
     if rollout.kv_cache_dtype is not None:
-        reason = " with rollout.quantization: random weights would set the cache's scale"
+        reason = " with rollout.quantization: the initial random weights would scale the cache"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The dtype is float32 by default only without GPUs, and another check rejects FP8 there.
     given, found = last_value(rollout.server_args, DTYPE) is not None, generating(draft.config)

@@ -42,7 +42,7 @@ def folder_of_runs(draft: Draft) -> Iterator[Problem]:
         )
         yield draft.reject(("root",), reason, root)
     if not is_text(root):
-        reason = ": its name is not UTF-8, and files of the run contain it; choose another folder"
+        reason = ": its name is not UTF-8, but files of the run contain it; choose another folder"
         yield draft.reject(("root",), reason, root)
 
 

@@ -46,8 +46,8 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         rules = (
             (self.max_new_tokens >= 1, "max_new_tokens must be at least 1"),
-            (0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens must be at most max"),
-            (self.temperature > 0, "temperature must be above 0 (use greedy for the most likely)"),
+            (0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens exceeds its maximum"),
+            (self.temperature > 0, "temperature must be above 0 (instead of 0, use greedy)"),
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (self.top_k is None or self.top_k >= 1, "top_k must be at least 1"),
             (all(self.stop_strings), "stop_strings must not contain empty strings"),

@@ -262,7 +262,7 @@ def digest_of(settings: object) -> Digest | str:
     """
     values: Mapping[str, object] = settings if isinstance(settings, dict) else {}
     if values.get("quantization") or values.get("torchao_config"):
-        return "it quantizes them"
+        return "it quantizes weights"
     if values.get("dp_size", 1) != 1:
         return "it is several servers behind one address (--dp-size)"
     if values.get("device") == "cuda":
@@ -270,7 +270,7 @@ def digest_of(settings: object) -> Digest | str:
     native = values.get("attention_backend") == "torch_native" and values.get("tp_size") == 1
     if values.get("device") == "cpu" and native:
         return on_cpu
-    return "it may store them in another form (--device, --attention-backend, --tp-size)"
+    return "it may store weights in another form (--device, --attention-backend, --tp-size)"
 
 
 def dtype_of(settings: object) -> object:

@@ -304,7 +304,7 @@ def digest_of(settings: object) -> Digest | str:
     ``settings`` is the server's ``/server_info``.
     """
     if _model_config(settings).get("quantization"):
-        return "it quantizes them"
+        return "it quantizes weights"
     return _sha256
 
 

@@ -323,7 +323,7 @@ class WeightChecks:
 
         The checksums are computed once for all servers. Concurrent callers wait.
         """
-        assert version.folder is not None, "a server loads it from there"
+        assert version.folder is not None, "servers load versions from folders"
         ended = threading.Event()
         async with self._lock:
             expected = self._expected.setdefault(version.name, {})
@@ -490,7 +490,7 @@ def _check_head(where: str, version: WeightVersion, held: Iterable[Held]) -> Non
     The layer would keep its initial values.
     """
     names = {name for each in held for name in each.checksums if name.endswith(LM_HEAD)}
-    assert version.folder is not None, "a server loads it from there"
+    assert version.folder is not None, "servers load versions from folders"
     if names and not names & open_folder(version.folder).specs().keys():
         raise UsageError(
             f"{where}: it needs the output layer as a separate tensor ({min(names)}), which the "

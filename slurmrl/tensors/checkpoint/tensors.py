@@ -151,7 +151,7 @@ class TensorFile:
     def _read_header(self) -> None:
         length = int.from_bytes(self._map[:8], "little")
         if length > min(MAX_HEADER_BYTES, self._size - 8):
-            raise ValueError(f"header of {length} bytes in a file of {self._size}")
+            raise ValueError(f"its header of {length} bytes exceeds its {self._size} bytes")
         header = documents.parse(self._map[8 : 8 + length], self.path)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._data = 8 + length
@@ -168,7 +168,7 @@ class TensorFile:
                 raise ValueError(f"tensor '{name}' has the invalid entry {shown(entry)}")
             size = spec.bytes if spec.dtype in ITEM_BYTES else end - begin
             if end - begin != size or self._data + end > self._size:
-                raise ValueError(f"tensor '{name}' has bytes {begin} to {end}")
+                raise ValueError(f"tensor '{name}' has the invalid bytes {begin} to {end}")
             self.specs[name] = spec
             self.begins[name] = begin
             last = max(last, end)

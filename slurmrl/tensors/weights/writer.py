@@ -105,7 +105,7 @@ class PartWriter:
         Raises EnvironmentFailure; the part is then abandoned.
         """
         spec = TensorSpec(tuple(shape), dtype)
-        assert dtype in CODES, f"{name} has the type {dtype}"
+        assert dtype in CODES, f"{name} has the unknown type {dtype}"
         assert bits.dtype == np.uint8, name
         assert bits.shape == (spec.bytes,), name
         assert name not in self._tensors, name

@@ -112,7 +112,7 @@ class Results:
                     count += 1
                     yield record
         if count != (items := self._progress.ledger.trained):
-            problem = f"hold {count} lines, expected one for each of {items} items"
+            problem = f"hold {count} lines, expected {items}, one for each item"
             raise corrupt(self._paths.parts, problem)
 
 
@@ -280,7 +280,7 @@ def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
             if (other := givers.setdefault(score, call.name)) != call.name:
                 raise UsageError(
                     f"the calls '{other}' and '{call.name}' of the evaluation both give item "
-                    f"{record.get(ITEM)!r} the score '{score}'; rename it in the records of one"
+                    f"{record.get(ITEM)!r} the score '{score}'; rename it in one of them"
                 )
         line |= record
     return line

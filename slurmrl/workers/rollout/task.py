@@ -153,7 +153,7 @@ class TaskAtWork:
             await self._until(lambda: self._session.incarnation is not None)
             if self._session.incarnation != reading:
                 reading = self._session.incarnation
-                assert reading is not None, "it was waited for"
+                assert reading is not None, "the task waited for an incarnation"
                 place = self._agent.group, self._agent.task, self._agent.attempt
                 path = self._paths.rollout_requests(*place, reading)
                 reader = LogReader(path, calls=self._calls)
@@ -247,7 +247,7 @@ class TaskAtWork:
         if self._ending:  # The engine may still have requests of the same row.
             await asyncio.wait(set(self._ending))
         held = self._session.held
-        assert held is not None, "items begin once there are weights"
+        assert held is not None, "items begin only after weights are loaded"
         group = await self._generation.group(key, row, held.name)
         self._session.sampled(key, group)
         if self._scoring is not None:

@@ -222,7 +222,7 @@ def test_damaged_layout_is_detected(tmp_path: Path) -> None:
         (lambda v: v["layout"]["holders"][0][1].__setitem__(4, -1), "in 'layout'"),
         (lambda v: v["layout"]["holders"][0][1].__setitem__(3, 5), "in 'layout'"),
         (lambda v: v["layout"]["holders"][0][1].pop(), "in 'layout'"),
-        (lambda v: v["layout"]["holders"][0][1].__setitem__(0, []), "that no rank has"),
+        (lambda v: v["layout"]["holders"][0][1].__setitem__(0, []), "no rank has the box"),
         (lambda v: v["layout"].update(holders={}), "in 'layout'"),
     ],
 )

@@ -433,10 +433,10 @@ def test_export_keeps_tensor_types_of_the_initial_model(command: Command, tmp_pa
     ("trained", "dtype", "exported", "message"),
     [
         (4.0, "", "bfloat16", ""),
-        (5.0, "", "bfloat16", "100.0% of the update survives in bfloat16"),
+        (5.0, "", "bfloat16", "100.0% of the update survives rounding to bfloat16"),
         (4.003, "", "float32", "exported in float32: only 0.0% of the training's update would"),
         (4.003, "source", "bfloat16", "only 0.0% of the training's update survives rounding to"),
-        (4.003, "float16", "float16", "100.0% of the update survives in float16"),
+        (4.003, "float16", "float16", "100.0% of the update survives rounding to float16"),
     ],
 )
 def test_export_dtype_preserves_the_update_unless_another_is_given(

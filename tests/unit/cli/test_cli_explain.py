@@ -58,7 +58,9 @@ def test_explain_names_nearest_keys_for_unknown_key(command: Command) -> None:
     assert "did you mean actor.optimizer.lr or" in command.rejected("explain", "lr")
     assert "did you mean algorithm.clip_ratio or" in command.rejected("explain", "algorithm.clip")
     assert "did you mean 'coef'?" in command.rejected("explain", "algorithm.kl.coeff")
-    assert "'seed' (integer) has no keys" in command.rejected("explain", "seed.x")
+    assert "the reference lists no keys of 'seed' (integer)" in command.rejected(
+        "explain", "seed.x"
+    )
     assert "allowed: cispo" in command.rejected("explain", "algorithm", "--algorithm", "grp")
     assert "rollout.n" in command.rejected("explain", "seed", "--algorithm", "grpo")
 

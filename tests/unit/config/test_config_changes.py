@@ -142,7 +142,7 @@ def test_a_longer_run_reports_its_new_learning_rates(tmp_path: Path) -> None:
     assert line == (
         "actor: the linear schedule of its learning rate ends after 40 optimizer steps, not 20: "
         "after step 5 the rate continues from 0.000829, not 0.0006; "
-        "set actor.optimizer.schedule_steps=20 to keep it"
+        "to keep 20, set actor.optimizer.schedule_steps=20"
     )
     assert "from 0.000543, not 0;" in told(before, now, step=10)[0]
 

@@ -147,7 +147,7 @@ GOOD = LedgerRecord(
         ({"trained": (StepRun(first=9, stop=10, step=3),)}, "9 to 9 twice, or out of place"),
         ({"trained": (StepRun(first=18, stop=21, step=3),)}, "18 to 20 twice, or out of place"),
         ({"trained": (StepRun(first=14, stop=14, step=3),)}, "out of place"),
-        ({"dropped_before": (DropCount(reason="", items=11),)}, "more dropped items than the 10"),
+        ({"dropped_before": (DropCount(reason="", items=11),)}, "more dropped items than its 10"),
     ],
 )
 def test_contradictory_ledger_record_is_rejected(change: dict[str, Any], problem: str) -> None:

@@ -67,7 +67,7 @@ TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
         ("rows.json", f"[{TWICE}]", ":1: in the row that begins here: an object has the key 'a' t"),
         ("rows.jsonl", '{"b": [-Infinity]}', ":1: -Infinity is not a JSON value; write null"),
         ("rows.json", '[{"b": Infinity}]', ":1: in the row that begins here: Infinity is not a"),
-        ("rows.jsonl", COMMAS, ":1: .* a comma follows the object; .*in 5 rows, the next ones"),
+        ("rows.jsonl", COMMAS, ":1: .* a comma follows the object; .*in 5 rows, also in"),
         ("rows.yaml", "- prompt: 1+1\n  answer: 2\n", ":1: begins with '- prompt: 1\\+1', but a"),
         ("rows.txt", "1+1\n", ":1: begins with '1\\+1', but a dataset has a JSON object on each"),
     ],

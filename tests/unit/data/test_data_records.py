@@ -72,15 +72,15 @@ def test_reported_problems_come_from_the_first_lines(tmp_path: Path) -> None:
         read_records(path, "id")
     (problem,) = caught.value.problems
     assert problem.where == f"{path}:2"
-    assert "(in 20 or more rows, the next ones line 3, line 4, line 5)" in problem.message
+    assert "(in 20 or more rows, also in line 3, line 4, line 5)" in problem.message
 
 
 @pytest.mark.parametrize(
     ("rows", "messages"),
     [
         (3, ["missing"] * 3),
-        (7, ["missing (in 7 rows, the next ones line 2, line 3, line 4)"]),
-        (50, ["missing (in 20 or more rows, the next ones line 2, line 3, line 4)"]),
+        (7, ["missing (in 7 rows, also in line 2, line 3, line 4)"]),
+        (50, ["missing (in 20 or more rows, also in line 2, line 3, line 4)"]),
     ],
 )
 def test_rows_with_the_same_problem_become_one_problem(rows: int, messages: list[str]) -> None:
@@ -95,7 +95,7 @@ def test_different_problems_are_listed_separately_in_row_order() -> None:
     given = [Problem(f"a.parquet, row {row}", "x", f"is {row % 2}") for row in range(8)]
     found = listed(given)
     assert [problem.where for problem in found] == ["a.parquet, row 0", "a.parquet, row 1"]
-    assert "in 4 rows, the next ones a.parquet, row 2, a.parquet, row 4" in found[0].message
+    assert "in 4 rows, also in a.parquet, row 2, a.parquet, row 4" in found[0].message
 
 
 def test_equal_mistakes_in_different_values_are_one_problem() -> None:
@@ -103,7 +103,7 @@ def test_equal_mistakes_in_different_values_are_one_problem() -> None:
         Problem(f"rows.jsonl:{n}", "", f'answer: is a number ({n}): write "{n}"') for n in range(5)
     ]
     (one,) = listed(problems)
-    rows = "(in 5 rows, the next ones line 1, line 2, line 3)"
+    rows = "(in 5 rows, also in line 1, line 2, line 3)"
     assert (one.where, one.message) == (
         "rows.jsonl:0",
         f'answer: is a number (0): write "0" {rows}',

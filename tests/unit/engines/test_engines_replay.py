@@ -297,7 +297,7 @@ def _sum_of_logprobs(outputs: dict[str, Tensor], _: SequenceSample) -> Any:
 
 
 def test_experts_of_another_model_are_rejected() -> None:
-    with pytest.raises(UsageError, match="do not fit a model with 0 blocks of experts"):
+    with pytest.raises(UsageError, match="do not fit a model with 0 expert layers"):
         engine().forward(routed())
 
 

@@ -360,7 +360,7 @@ def test_server_without_checksums_is_not_checked(
         refuses = True
         for _ in range(2):
             await ServerCheck(checks, "old", digest, ask).after_load(loaded)
-        await ServerCheck(checks, "other", "it quantizes them", ask).after_load(loaded)
+        await ServerCheck(checks, "other", "it quantizes weights", ask).after_load(loaded)
         refuses = False
         await ServerCheck(checks, "new", digest, ask).after_load(loaded)
         refuses = True
@@ -370,7 +370,7 @@ def test_server_without_checksums_is_not_checked(
     with caplog.at_level(logging.WARNING):
         asyncio.run(work())
     assert caplog.text.count("old: its weights are not checked: HTTP status 404") == 1
-    assert "other: its weights are not checked: it quantizes them" in caplog.text
+    assert "other: its weights are not checked: it quantizes weights" in caplog.text
 
 
 @pytest.mark.parametrize("own", [True, False])

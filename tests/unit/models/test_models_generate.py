@@ -86,7 +86,7 @@ def test_sequences_longer_than_the_positions_are_rejected() -> None:
     ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must"),
-        ({"min_new_tokens": 9}, "min_new_tokens must"),
+        ({"min_new_tokens": 9}, "min_new_tokens exceeds"),
         ({"temperature": 0.0}, "temperature must"),
         ({"top_p": 0.0}, "top_p must"),
         ({"top_k": 0}, "top_k must"),

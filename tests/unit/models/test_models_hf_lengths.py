@@ -137,7 +137,9 @@ def test_sequence_outputs_do_not_depend_on_other_sequences(name: str) -> None:
         assert (logprobs(model, 12) - alone).abs().max() < 1e-5
     if limit:
         assert limit[0] == ORIGINAL
-        with pytest.raises(UsageError, match=f"depend on what else .* more than {ORIGINAL} tokens"):
+        with pytest.raises(
+            UsageError, match=f"depend on other sequences .* more than {ORIGINAL} tokens"
+        ):
             logprobs(model, 12, ORIGINAL + 1)
         with pytest.raises(UsageError, match="a sequence of 17 tokens"):
             write(model, 12, 5)

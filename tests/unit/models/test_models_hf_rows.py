@@ -92,7 +92,7 @@ def test_reason_for_padded_rows_is_logged(caplog: pytest.LogCaptureFixture) -> N
         built(tiny("lfm2"))
         built(tiny("llama"))
     assert [record.getMessage() for record in caplog.records] == [
-        "lfm2: sequences are padded, not packed: they would affect each other if packed"
+        "lfm2: sequences are padded, not packed: packed sequences affect each other"
     ]
 
 
@@ -146,7 +146,7 @@ def test_rows_are_not_packed_if_queries_scale_by_column() -> None:
     assert (logprobs(model, ids, LENGTHS) - alone).abs().max() < 1e-5
     assert model.rows == "single"
     session = model.session([12], 20, 12)
-    with pytest.raises(UsageError, match="in the batch beyond 11 columns"):
+    with pytest.raises(UsageError, match="in the batch after 11 columns"):
         session.prompts(ids[:12])
 
 

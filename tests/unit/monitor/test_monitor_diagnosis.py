@@ -176,7 +176,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
             groups=[group("trainer", "CANCELLED"), group("rollout", "RUNNING", *["PENDING"] * 2)]
         ),
         "interrupted",
-        "…slurmrl resume add/1, which replaces jobs…rollout 42 (1 RUNNING, 2 PENDING)",
+        "…slurmrl resume add/1, which replaces the remaining…rollout 42 (1 RUNNING, 2 PENDING)",
     ),
     "never began": (interrupted(incarnations=[]), "interrupted", "…no incarnation ever began…"),
     "never submitted": (

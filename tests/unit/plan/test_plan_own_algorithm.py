@@ -264,7 +264,9 @@ def test_only_one_call_of_an_algorithm_may_record_results(load_own: Load, code: 
     replace filtered ones.
     """
     both = (("Method.INFERENCE", "Method.RECORD"), ("Method.TRAIN_STEP", "Method.RECORD"))
-    assert "the calls judge_inf, train record results; at most one" in broken(load_own, code, *both)
+    assert "only one call of a step may record results, not judge_inf" in broken(
+        load_own, code, *both
+    )
     passing = ("strength:", "one_pass: ClassVar = True\n    strength:")
     filtering = ("Method.INFERENCE", "Method.FILTER")
     assert "with one_pass no step can replace" in broken(load_own, code, passing, filtering)

@@ -69,7 +69,7 @@ def test_failure_affects_only_its_own_completion(
         message = caplog.records[index].getMessage()
         assert f"rows.jsonl:{index + 1} (sample {index + 1}@0)" in message
         assert f"completion '{failure}'" in message
-        assert re.search(f": .*{why}.*; it gets the score -1$", message)
+        assert re.search(f": .*{why}.*; the completion gets the score -1$", message)
 
 
 def test_log_shows_some_failures_and_counts_all(

@@ -137,7 +137,7 @@ def test_scores_written_by_earlier_code_are_read() -> None:
         ({"drawn_by": np.full(5, 2, np.int32)}, "none of the versions"),
         ({"versions": VERSIONS[::-1]}, "from old to new"),
         ({"versions": ()}, "from old to new"),
-        ({"scores": (1.0,), "parts": ({}, {})}, "scores 1 completions of 2"),
+        ({"scores": (1.0,), "parts": ({}, {})}, "1 scores for 2 completions"),
         ({"scores": (1.0, np.inf), "parts": ({}, {})}, "not finite"),
         ({"scores": (1, 1), "parts": ({}, {"right": np.nan})}, "not finite"),
         ({"lease": "../x"}, "lease"),

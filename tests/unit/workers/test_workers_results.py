@@ -226,7 +226,7 @@ def test_missing_result_lines_are_detected_by_the_ledger(paths: RunPaths, begin:
     for rank in range(2):
         path = paths.part(part_prefix(1, 1), rank)
         path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n")
-    with pytest.raises(CorruptFileError, match="hold 2 lines, expected one for each of 4 items"):
+    with pytest.raises(CorruptFileError, match="hold 2 lines, expected 4, one for each item"):
         incarnation.results.write()
 
 

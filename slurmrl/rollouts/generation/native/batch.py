@@ -212,7 +212,7 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
     size, source = limits.cache_bytes, "the cache may use"
     if size is None and device.type == "cuda":
         free = _least(_free_bytes(device), decoder.split, device)
-        size, source = int(SHARE * free), f"the free memory of {device} leaves it"
+        size, source = int(SHARE * free), f"the free memory of {device} leaves"
     if size is None:
         return limits
     cell = cell_bytes(decoder)
@@ -221,8 +221,8 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
         needed = cell * (limits.page_tokens + 1) / GIB
         raise UsageError(
             f"a page of {limits.page_tokens} tokens of the key-value cache needs {needed:.3g} GiB, "
-            f"but {source} {size / GIB:.3g} GiB: give it more memory, use fewer models on this "
-            "device, or offload them"
+            f"but {source} {size / GIB:.3g} GiB: give the cache more memory, use fewer models on "
+            "this device, or offload them"
         )
     return replace(limits, cache_tokens=pages * limits.page_tokens, cache_bytes=None)
 

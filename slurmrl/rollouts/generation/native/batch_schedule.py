@@ -200,7 +200,7 @@ class Schedule:
         sequence.stored, sequence.shared = len(shared) * self._pool.page, len(shared)
         self._start(sequence)
         reserved = self._reserve(sequence, sequence.length, flush)
-        assert reserved, "the pages were counted"
+        assert reserved, "the free pages were counted before"
         return True
 
     def _start(self, sequence: Sequence) -> None:
@@ -233,7 +233,7 @@ class Schedule:
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.row is not None
-        assert not sequence.unread or sequence.finish, "its tokens would be lost"
+        assert not sequence.unread or sequence.finish, "unread tokens would be lost"
         self._rows.append(sequence.row)
         self.running.remove(sequence)
         self._pool.release(sequence.pages)

@@ -178,7 +178,7 @@ class DecodeStep:
             if torch.equal(graph.samples.tokens, samples.tokens):
                 self._graphs[shape] = graph
                 return graph.samples
-            reason = "its tokens differ from the tokens of a direct call"
+            reason = "a graph samples other tokens than a direct call"
         except RuntimeError as error:
             reason = str(error)
         logger.warning("decode runs without CUDA graphs, which is slower: %s", reason)

@@ -109,7 +109,7 @@ class Sequence:
     def _stopped(self, decode: Decode | None) -> bool:
         """Return whether the last token completes a stop string."""
         options = self.request.options
-        assert decode is not None, "a request with stop strings needs it"
+        assert decode is not None, "stop strings need a tokenizer"
         if len(self.logprobs) <= options.min_new_tokens:
             return False
         new = self.tokens[len(self.request.prompt) :]
