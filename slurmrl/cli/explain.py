@@ -36,7 +36,7 @@ ALGORITHM = "algorithm"
 
 
 class Explanation(NamedTuple):
-    """A key, and the algorithms whose key has this meaning; none for keys of other sections."""
+    """A key, and the algorithms in which it has this meaning; none outside of ``algorithm``."""
 
     facts: KeyFacts
     algorithms: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ def examples(*lines: str) -> str:
 
 
 def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
-    """Return the trial of a name. Without a name, return the newest trial and print its name."""
+    """Return the trial with this name. By default, return the newest trial and print its name."""
     from slurmrl.desk import trials
 
     folder = root_folder(root)
@@ -276,7 +276,7 @@ def _metrics(ctx: click.Context, names: Sequence[str]) -> list[str]:
 
 
 def _paths(ctx: click.Context, name: str) -> RunPaths:
-    """Return the trial of a name. Raises SlurmrlError, OSError."""
+    """Return the trial with this name. Raises SlurmrlError, OSError."""
     from slurmrl.desk.trials import find
 
     return find(root_folder(ctx.params.get("root")), name)
@@ -343,7 +343,7 @@ trials_argument = click.argument(
 newest_trial_argument = click.argument(
     "trial", metavar="[EXPERIMENT/TRIAL]", required=False, shell_complete=complete_trials
 )
-"""The argument of a command that only reads; see `chosen_trial`."""
+"""Optional trial of commands that only read; see `chosen_trial`."""
 overrides_argument = click.argument(
     "overrides", nargs=-1, metavar="[dotted.key=value]...", shell_complete=complete_overrides
 )
@@ -402,7 +402,7 @@ def submitting(command: F) -> F:
 
 
 def short_job(timeout_s: float) -> Callable[[F], F]:
-    """Add the options of a command with a short job, for which it waits ``timeout_s`` seconds."""
+    """Add the options of a command that waits ``timeout_s`` seconds for a short job."""
     timeout = click.option(
         "--timeout",
         type=click.FloatRange(min=1),

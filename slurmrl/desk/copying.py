@@ -33,7 +33,7 @@ MOST_FILES = 10_000
 NO_CODE: Final = ("examples", "docs", "CHANGELOG.md")
 """Entries of the package that no run needs."""
 FIRST: Final = "__init__.py"
-"""The module of the package itself, which names the place of the other modules."""
+"""The only module outside of the archive, which tells Python where the other modules are."""
 PLACE: Final = f"""
 
 # The other modules are in {ARCHIVE}: unzip -l {ARCHIVE}
@@ -220,8 +220,8 @@ def _packed(contents: Mapping[str, bytes]) -> bytes:
 def _bytecode(name: str, source: bytes) -> bytes:
     """Compile a module.
 
-    The file name in the bytecode does not exist, so that tracebacks show the source in the archive
-    instead of the source of the package that was copied.
+    The file that the bytecode names does not exist. Tracebacks therefore show the source in the
+    archive, not the source of the copied package.
     """
     code = compile(source, f"{FOLDER.name}/{ARCHIVE}/{name}", "exec", dont_inherit=True)
     return MAGIC_NUMBER + UNCHECKED + source_hash(source) + marshal.dumps(code)

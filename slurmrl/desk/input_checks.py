@@ -316,7 +316,7 @@ class InputChecks:
                 yield Finding("tokenizer", Weight.FAILED, message, key)
 
     def _lengths(self) -> Iterator[Finding]:
-        """Yield the number of lines that a limit omits, and the number too long for a model."""
+        """Yield the numbers of lines that a limit omits and that are too long for a model."""
         for key, dataset in datasets(self.config):
             rows = self.rows.get(key)
             if rows is None or self.config.actor.tokenizer is None:
@@ -470,7 +470,7 @@ def inputs(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def wrong_code(config: Config, algorithm: Algorithm) -> Iterator[str]:
     """Yield messages about interfaces and controllers that break their contract.
 
-    Raises UsageError if one of them cannot be imported.
+    Raises UsageError if an interface or a controller cannot be imported.
     """
     for call in dict.fromkeys(all_calls(config, algorithm)):
         yield from _of_call(call)

@@ -25,7 +25,7 @@ ATTRIBUTES: Final = re.compile(r"(?<=[)`])\{[:.#][^}\n]*\}")
 FORMULA: Final = re.compile(
     r"```.*?```|`[^`]*`|\$\$(.+?)\$\$|\$(?=\S)((?:(?!\n\n)[^$])+)(?<=\S)\$", re.DOTALL
 )
-"""Pattern of code, which stays, or of a LaTeX formula."""
+"""Pattern of code, which stays unchanged, or of a LaTeX formula."""
 CALL_OUT: Final = re.compile(r'(!!!|\?\?\?\+?|===\+?!?) *([\w-]*) *(?:"([^"]*)")?')
 
 

@@ -262,7 +262,7 @@ class _Measured:
         }
 
     def _gathers(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds to gather a layer's weights, beyond the time of links and layers."""
+        """Return the seconds to gather a layer's weights, excluding time of links and layers."""
         point = next(_of(self.points, "sharded"), None)
         if point is None:
             return {}

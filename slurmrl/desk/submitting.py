@@ -1,7 +1,7 @@
 """Submission of a new, ended or interrupted trial.
 
-The order of the steps makes every crash harmless: a submission exists once its request exists, only
-the process with the claim changes the configuration, and job ids can be found again by job name.
+The order of the steps makes every crash harmless. A submission exists once its request exists. Only
+the process with the claim changes the configuration. Job ids can be found again by job name.
 
 A claim is the exclusive right to submit: it is the request file of the next submission number. A
 process reads the newest number before it checks the trial's jobs. If another process submits in

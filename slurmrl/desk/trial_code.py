@@ -5,10 +5,10 @@
 name and then renamed. A submission's request and batch script name its snapshot, so that a job
 never sees parts of two snapshots.
 
-The user's own code consists of the entries of ``code``, the modules of the algorithm, the reward
-and the type of dataset, and the modules next to these modules that they import. The files are
-parsed and not imported, because the code may need torch or a GPU. Imports by a computed name are
-not found.
+The user's own code consists of the entries of ``code`` and the modules of the algorithm, the reward
+and the type of dataset. Modules next to these modules belong to it if they are imported. The files
+are parsed and not imported, because the code may need torch or a GPU. Imports by a computed name
+are not found.
 """
 
 from __future__ import annotations

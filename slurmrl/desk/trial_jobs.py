@@ -166,8 +166,8 @@ def wait_until_stopped(
 def check_removable(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> None:
     """Check that the ``chosen`` trials can be removed.
 
-    Raise UsageError if one of them has a job, or if the configuration of one of the ``others``
-    names a file in it. Raise SchedulerError if the scheduler does not answer.
+    Raise UsageError if a chosen trial has a job, or if the configuration of one of the ``others``
+    names a file of a chosen trial. Raise SchedulerError if the scheduler does not answer.
     """
     for paths in chosen:
         jobs = newest_jobs(paths)

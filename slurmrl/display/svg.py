@@ -87,7 +87,7 @@ class Drawing:
         self._reach(box.x + box.width, box.y + box.height)
 
     def arrow(self, boxes: Sequence[Rectangle]) -> None:
-        """Draw a curve from below the first box through the others to the top of the last."""
+        """Draw a curve from the first box, through all boxes between, to the last box."""
         start, *others = boxes
         path = f"M{start.middle:g} {start.bottom:g}"
         for before, box in pairwise(boxes):

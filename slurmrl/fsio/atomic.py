@@ -123,7 +123,7 @@ def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTE
 
 
 def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
-    """Return the content of a file. Raises CorruptFileError if it is missing, else as `read`."""
+    """Return the content as `read` does. Raises CorruptFileError if the file is missing."""
     try:
         return read(path, calls=calls)
     except FileNotFoundError as error:
@@ -237,7 +237,7 @@ def sync_directory(directory: Path, *, calls: SystemCalls = REAL) -> None:
 
 
 def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCalls = REAL) -> None:
-    """Create a directory and its missing ``parents`` with mode 0700, whatever the umask.
+    """Create a directory and its missing ``parents`` with mode 0700, regardless of the umask.
 
     New directories are on disk when the function returns. Existing directories keep their mode.
     Raises EnvironmentFailure.

@@ -214,7 +214,7 @@ def _shell_words(path: Path, number: int, line: str) -> list[str]:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file is a tar archive, which no configuration file looks like."""
+    """Return whether a file is a tar archive and therefore not a configuration file."""
     try:
         with calls.opened(path, os.O_RDONLY, calls.REAL) as descriptor:
             head = calls.REAL.read(descriptor, HEADER_BYTES)

@@ -172,7 +172,7 @@ LEAST: Final = len("--tp")
 
 
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
-    """Return the value of the last argument that is one of the flags; None without one.
+    """Return the value of the last of these flags in the arguments; None without such a flag.
 
     As in argparse, the value follows `=` or a letter (`-qfp8`), or is the next word. A flag may
     have `_` for `-` and may be abbreviated.

@@ -194,7 +194,7 @@ class HubResolver:
 
 
 def value_at(values: Any, key: KeyPath) -> Any:
-    """Return the value at a key of nested mappings; None without one."""
+    """Return the value at a key of nested mappings; None without a value."""
     for part in key:
         values = values.get(part) if isinstance(values, dict) else None
     return values

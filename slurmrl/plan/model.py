@@ -1,6 +1,6 @@
 """The plan: the workers, the ranks that hold each model, and the ranks that run each call.
 
-The submission of a trial writes the plan once, as JSON. Every process of the run reads it.
+The submission of a trial writes the plan once, as JSON. Every process of the run reads the file.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _use_module_of(top: str, folders: Sequence[Path]) -> None:
 
 
 def own_module(top: str, folders: Sequence[Path]) -> ModuleSpec | None:
-    """Return the module with a name in ``folders``; None without one.
+    """Return the module with a name in ``folders``; None if there is none.
 
     Raises UsageError if the module would hide a module of Python, slurmrl or an installed package.
     """

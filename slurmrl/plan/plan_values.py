@@ -304,7 +304,7 @@ def _fullest(settings: Settings, plan: Plan, rollout: Placement | None) -> dict[
 
 
 def _server_in_task(settings: Settings, rollout: Placement | None) -> int | None:
-    """Return the bytes of each GPU for a rollout task's server; None without one or if unknown."""
+    """Return the bytes per GPU for a rollout task's server; None without a server or if unknown."""
     limit = call_costs.memory_bytes(settings.config.cluster)
     if rollout is None or rollout.group == TRAINERS or limit is None:
         return None

@@ -245,7 +245,7 @@ def _commits(paths: RunPaths) -> tuple[Commit, ...]:
 
 
 def _earlier_pin(paths: RunPaths, step: int) -> Path | None:
-    """Return the folder of links to a deleted checkpoint of a step; None without one.
+    """Return the folder of links to a deleted checkpoint of a step; None if there is none.
 
     If several incarnations have such a folder, return the newest incarnation's folder.
     """

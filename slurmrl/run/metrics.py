@@ -149,7 +149,7 @@ def evaluates(line: Mapping[str, Any]) -> bool:
 
 
 def read_evaluation(path: Path, n: int) -> dict[str, Any]:
-    """Return the newest of the last ``n`` lines with an evaluation; an empty mapping without one.
+    """Return the newest of the last ``n`` lines with an evaluation; empty without an evaluation.
 
     Lines without an evaluation are not parsed.
     """
@@ -198,7 +198,7 @@ def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step(raw: bytes, where: object) -> int:
-    """Return the step of a line; NO_STEP for a line without one."""
+    """Return the step of a line; NO_STEP for a line without a step."""
     try:
         step: int = documents.parse(raw, where, FIELDS, FIELDS)["step"]
     except CorruptFileError:
@@ -253,7 +253,7 @@ def all_lines(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def newest_evaluated(paths: RunPaths) -> dict[str, Any]:
-    """Return the last line of `read_evaluated` without reading older results; {} without one."""
+    """Return the last line of `read_evaluated` without older results; {} if there is none."""
     for _, same in groupby(reversed(evaluation_trials(paths)), key=lambda trial: trial[0]):
         if found := _evaluations_of(paths, list(same)):
             return found[-1]

@@ -66,7 +66,7 @@ class RunPaths:
     """The resolved configuration."""
     plan = _RunEntry("plan.json")
     identity = _RunEntry("trial.json")
-    """The trial's uuid and creation time. The exclusive creation of this file creates the trial."""
+    """The trial's uuid and creation time. Creating this file exclusively creates the trial."""
     code = _RunEntry("code")
     """Snapshot of the run's code from the creation of the trial."""
 
@@ -192,7 +192,7 @@ class RunPaths:
         return self.submissions / str(number)
 
     def submission_request(self, number: int) -> Path:
-        """Return the request of a submission. Its exclusive creation creates the submission."""
+        """Return the request of a submission. Creating it exclusively creates the submission."""
         return self.submission(number) / "request.json"
 
     def submission_script(self, number: int, group: str) -> Path:

@@ -340,7 +340,7 @@ class Ending:
 
     @property
     def warning(self) -> str:
-        """The cause of the warning; empty without one."""
+        """The cause of the warning; empty without a warning."""
         return self.warned.cause if self.warned is not None else ""
 
     @property

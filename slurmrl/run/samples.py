@@ -64,7 +64,7 @@ class KeptSampleWriter:
         self._append(self._index, b"")
 
     def write(self, step: int, rows: bytes, *, evaluation: bool) -> None:
-        """Write the lines of a step. Readers find them after the index names them."""
+        """Write the lines of a step. Readers find the lines once the index names them."""
         prefix = _prefix(evaluation)
         file = self._files.get(prefix)
         if file is None or file.size >= FILE_BYTES:

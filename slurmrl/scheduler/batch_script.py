@@ -65,8 +65,8 @@ LETTERS: Final = re.compile(r"-([HIkOQsvWX]*.?)")
 """Pattern of short options in one word: some options without a value, then one with a value."""
 SUPERVISOR = "slurmrl.workers.supervisor"
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
-"""Shell line that handles a warning during the set-up lines. It sends the signal again 3 s later,
-when the supervisor runs under the same pid."""
+"""Shell line that handles a warning during the set-up lines. The line sends the signal again 3 s
+later, when the supervisor runs under the same pid."""
 MODULES = """\
 command -v module >/dev/null || [ ! -r /etc/profile ] || {
     slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }"""

@@ -195,9 +195,9 @@ def continue_after(
 ) -> str:
     """Ensure that an unfinished trial continues after this link; return a message for the log.
 
-    With ``extend``, extend the chain if it needs links. No other thread of this process may do so.
-    With ``lost_host``, too few hosts are left: requeue the link, as Slurm does after a node
-    failure. Do not requeue a link in which no incarnation began, because it would fail again.
+    With ``extend``, extend the chain if it needs links. No other thread of this process may extend
+    the chain. With ``lost_host``, too few hosts are left: requeue the link, as Slurm does after a
+    node failure. Do not requeue a link in which no incarnation began, because it would fail again.
 
     Call this function last, because Slurm sends TERM to a requeued link at once.
     """

@@ -66,7 +66,7 @@ class SlurmClient:
         self._timeout_s = timeout_s
 
     def ping(self) -> None:
-        """Raise unless a controller answers."""
+        """Raise an error unless a controller answers."""
         self._run("scontrol", "ping")
 
     def version(self) -> str:
@@ -74,7 +74,7 @@ class SlurmClient:
         return parse.version(self._run("sbatch", "--version"))
 
     def try_out(self, script: Path, *options: str) -> None:
-        """Raise unless sbatch would accept the script. Submit nothing."""
+        """Raise an error unless sbatch would accept the script. Submit nothing."""
         command = ("sbatch", "--test-only", *options, str(script))
         self._run(*command, environ=base.job_environment(os.environ))
 
@@ -100,7 +100,7 @@ class SlurmClient:
         return None
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
-        """Return the hosts, in any state, of a partition (None: of all) and with these names."""
+        """Return the hosts with these names in a partition (None: in any), of all states."""
         where = [f"--partition={partition}"] if partition else []
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"
@@ -275,7 +275,7 @@ class SlurmClient:
         try:
             done = subprocess.run(
                 command,
-                executable=shutil.which(command[0]),  # `environ` may have a job's PATH.
+                executable=shutil.which(command[0]),  # Ignore a job's PATH in `environ`.
                 env=environ or base.command_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -273,7 +273,7 @@ def job_names(run: RunPaths, number: int) -> dict[str, str]:
 
 
 def directive(run: RunPaths, number: int, group: str, name: str) -> str:
-    """Return the value of a directive in a group's script. Raises CorruptFileError without it."""
+    """Return the value of a directive in a group's script. Raises CorruptFileError if missing."""
     found = _directive(run, number, group, name)
     if found is None:
         raise corrupt(run.submission_script(number, group), f"has no --{name}")
@@ -436,7 +436,7 @@ class Orphaned:
 
 
 def read_orphaned(run: RunPaths, group: str) -> Orphaned | None:
-    """Return the record of missing trainers; None without one.
+    """Return the record of missing trainers; None if there is none.
 
     Raises CorruptFileError, EnvironmentFailure.
     """

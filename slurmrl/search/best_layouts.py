@@ -40,7 +40,7 @@ Objective: TypeAlias = Literal["time", "cost"]
 MOST_COMBINATIONS: Final = 200_000
 """Maximum number of combinations to try for each way to use the GPUs."""
 MOST_REJECTED: Final = 20
-"""Number of rejected combinations that fit into memory, after which the search of a way stops."""
+"""Maximum number of rejected combinations that fit into memory, for each way to use the GPUs."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def _in_order(
 
 
 def _cleared(checked: Checked, scheme: GpuUse) -> Variant:
-    """Return the configuration with the way's engine for generation, for any number of hosts."""
+    """Return the configuration with this engine for generation and without a number of hosts."""
     config = checked.config
     cluster = config.cluster.model_copy(update={"hosts": None})
     rollout = config.rollout

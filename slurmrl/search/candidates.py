@@ -158,7 +158,7 @@ def _variants(
     *,
     generates: bool,
 ) -> Iterator[MemoryDemand]:
-    """Yield the demands of the settings that fit the architecture and the batch."""
+    """Yield ``demand`` with all layouts and settings that fit the architecture and the batch."""
     config, algorithm = checked.config, checked.algorithm
     lengths = lengths_of(config, algorithm, demand.shape)
     steps = algorithm.minibatches if demand.trained else 0

@@ -174,7 +174,7 @@ class SimulationAnswers:
 
     @property
     def best(self) -> Runs:
-        """The runs of the best time limit, with which most runs finish (on a tie, the fastest)."""
+        """The runs of the time limit with which most runs finish; on a tie, they finish fastest."""
         return min(self.runs, key=lambda one: (-one.finished, one.seconds.middle))
 
 

@@ -216,7 +216,7 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
 
 
 def _until(snapshot: TrialSnapshot, state: str) -> float | None:
-    """Return the last known time of the trial in seconds since the epoch, by its hosts' clocks."""
+    """Return the time of the last known activity in seconds since the epoch, by a host's clock."""
     if snapshot.state.end is not None:
         return snapshot.state.end.time
     if state == "RUNNING" and "time" in snapshot.said:

@@ -99,7 +99,7 @@ class TrialSnapshot:
     evaluated: Mapping[str, Any]
     """The line of the newest evaluation; empty if ``lines`` contains it."""
     checkpoint: Mapping[str, Any]
-    """The line of the newest evaluation of a checkpoint by `slurmrl eval`; empty without one."""
+    """The line of the newest evaluation of a checkpoint by `slurmrl eval`; may be empty."""
     avoided: Sequence[BadHost]
     """The hosts that jobs avoid."""
     failed_starts: Sequence[BadHost]
@@ -109,7 +109,7 @@ class TrialSnapshot:
     first_step_at: float | None = None
     """Time at which the ranks were ready for the first step, by the master's clock."""
     submitting: str = ""
-    """The process that now submits the trial, as ``on login1, process 123``; empty without one."""
+    """The process that now submits the trial, as ``on login1, process 123``; may be empty."""
     free_bytes: int | None = None
     """Free space on the file system of the run directory, measured on this host."""
 
@@ -267,7 +267,7 @@ def _supervisor(paths: RunPaths, attempt: Identity) -> list[Event]:
 
 
 def _submitting(paths: RunPaths, submission: Submission | None) -> str:
-    """Return the process that now submits the trial; empty without one."""
+    """Return the process that now submits the trial; empty if there is none."""
     made = paths.identity
     if submission is not None:
         made = paths.submission_request(submission.number)

@@ -4,7 +4,7 @@
 ``result.<task>.json``. The program ends within two minutes, even if other hosts do not respond.
 
 The program starts the workers' container once, with the workers' command. The stage that the
-container reaches shows the missing part. `checks_inside` runs in the container and writes its
+container reaches shows which part is missing. `checks_inside` runs in the container and writes its
 results to ``inside.<task>.json``.
 """
 

@@ -344,8 +344,8 @@ def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
 
     A value is None if a trial lacks the key.
 
-    If a trial lacks a section, the key is the section. For each other trial, the value maps the
-    rest of the dotted key to the setting, without defaults. A setting that a trial lacks does not
+    If a trial lacks a section, the key is the section's key. The values of the other trials then
+    map keys within the section to settings, without defaults. A setting that a trial lacks does not
     count if the other trials have its default. The name of a trial never counts.
     """
     found: dict[str, list[Any]] = {}

@@ -1,7 +1,7 @@
 """Checks that concern several sections, files or the needs of the algorithm.
 
 Each check yields problems and never raises, so that the user sees all problems at once. To add a
-check, write a function with a `Draft` and add it to CHECKS or SUBMISSION in ``plan/settings.py``.
+check, write a function of a `Draft` and list it in CHECKS or SUBMISSION in ``plan/settings.py``.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
 
 
 def _rejected(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Problem]:
-    """Reject each of the fields that has no default value."""
+    """Reject each of the fields whose value is not the default."""
     rollout = draft.config.rollout
     for field in fields:
         default = type(rollout).model_fields[field].get_default(call_default_factory=True)

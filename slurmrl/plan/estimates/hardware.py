@@ -165,7 +165,7 @@ def own_folder() -> Path:
 
 
 def own_file(name: str) -> Path | None:
-    """Return the path of the user's profile with a name; None without one.
+    """Return the path of the user's profile with a name; None if there is none.
 
     ``--profile none`` also disables these profiles.
     """
@@ -331,7 +331,7 @@ def hardware_of(cluster: Cluster) -> Hardware | None:
 
 
 def shipped_gpu(cluster: Cluster) -> Gpu | None:
-    """Return the GPU of the shipped profile for ``slurm.gpu_type``; None without one."""
+    """Return the GPU of the shipped profile for ``slurm.gpu_type``; None if there is none."""
     name = name_of(cluster)
     return shipped(name).gpu if name in shipped_names() else None
 

@@ -226,7 +226,7 @@ def _layer_total(job: MemoryDemand) -> float:
 
 
 def _gathered_layers(job: MemoryDemand) -> float:
-    """Return the bytes of gathered weights while one layer computes, with the image encoder."""
+    """Return the bytes of gathered weights (layers and image encoder) while one layer computes."""
     if job.allocation.backend not in SHARDED:
         return 0
     return (UNSHARDED_LAYERS * _layer_total(job) + job.shape.tower) * BYTES[job.model.dtype]

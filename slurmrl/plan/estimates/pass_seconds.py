@@ -1,10 +1,10 @@
 """Seconds of forward passes and optimizer steps in a layout.
 
-The seconds are a sum of lower bounds, each divided by the share of the peak rate that runs reach:
-matrix products, attention, elementwise operations, communication of each axis, pipeline bubbles,
-and the optimizer. Sources of the formulas: Narayanan et al. 2021 (pipelines and tensor
-parallelism), Korthikanti et al. 2022 (recomputation and sequence parallelism), Rajbhandari et al.
-2020 (sharded parameters).
+The seconds are a sum of lower bounds for matrix products, attention, elementwise operations,
+communication of each axis, pipeline bubbles, and the optimizer. Each bound is divided by the share
+of the peak rate that runs reach. Sources of the formulas: Narayanan et al. 2021 (pipelines and
+tensor parallelism), Korthikanti et al. 2022 (recomputation and sequence parallelism), Rajbhandari
+et al. 2020 (sharded parameters).
 
 In generation, each decoding step adds one token to every sequence in the cache. Other sequences
 wait. The last few sequences are slow, because each step still reads all weights.

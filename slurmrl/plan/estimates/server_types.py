@@ -52,7 +52,7 @@ def fp8_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unequal_sizes(shape: ModelShape, tp: int, multiple: int) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each size of a tensor rank's matrices that is not a multiple.
+    """Yield name and value of a tensor rank's matrix sizes that ``multiple`` does not divide.
 
     Servers need multiples of `BLOCK`, because they join matrices and split them in whole blocks.
     """

@@ -251,7 +251,7 @@ def trainers_gpus(
 
 
 def fullest_gpu(checked: Checked, *, certain: bool = False, limit: int | None = None) -> Fullest:
-    """Return the trainers' GPU with the highest estimate, with `trainers_gpus`' arguments."""
+    """Return the trainers' GPU with the highest estimate (for arguments, see `trainers_gpus`)."""
     return trainers_gpus(checked, certain=certain, limit=limit).fullest()
 
 
@@ -305,7 +305,7 @@ def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
 
 
 def own_share(arguments: Sequence[str]) -> float | None:
-    """Return the share of a GPU that the user's arguments give a server; None without one."""
+    """Return the share of a GPU that the user's arguments give a server; None if they set none."""
     value = last_value(arguments, SHARES)
     try:
         return None if value is None else float(value)
@@ -430,7 +430,7 @@ def server_experts_bytes(checked: Checked) -> int:
 
 
 def _rollouts(checked: Checked) -> Placement | None:
-    """Return the placement of a separate engine for generation; None without one."""
+    """Return the placement of a separate engine for generation; None without such an engine."""
     return placed_models(checked).get(ROLLOUTS)
 
 

@@ -118,7 +118,7 @@ class Follower:
         self._sources: dict[Source, _Followed] = {}
         """The log of each address from which a writer sends its wake-ups."""
         self._announced: set[_Followed] = set()
-        """Logs whose writers have sent a wake-up since the last look."""
+        """Logs whose writers have sent a wake-up since their last read."""
         self._clock = clock
         self._next_at = clock()
         """Time of the next read if no change is reported."""

@@ -36,8 +36,8 @@ END_OF_DATASET: Final = "the end of the dataset"
 
 class Kind(StrEnum):
     BEGIN = "begin"
-    """An incarnation begins. It resumes from the commit in the directory ``base``; null means from
-    the beginning. If ``base`` is absent, the newest commit counts."""
+    """An incarnation begins. It resumes from the commit in the directory ``base``, or starts from
+    scratch if ``base`` is null. If ``base`` is absent, the newest commit counts."""
     COMMIT = "commit"
     """A checkpoint becomes valid. Fields: ``step``, ``directory``."""
     DELETE = "delete"
@@ -255,7 +255,7 @@ class History:
         return max((int(name) for name in names if _SLOT.fullmatch(name)), default=-1) + 1
 
     def _was_removed(self) -> bool:
-        """Return whether the history is missing or a link, although the configuration exists."""
+        """Return whether the history is missing or a symlink, although the configuration exists."""
         names = self._names_in_run()
         return bool(names) and (self._directory.name not in names or self._directory.is_symlink())
 

@@ -80,7 +80,7 @@ class TrialState:
 
     @property
     def last_step(self) -> int:
-        """Step of `last_commit`; -1 without one."""
+        """Step of `last_commit`; -1 without a commit."""
         return self.last_commit.step if self.last_commit is not None else -1
 
 

@@ -55,9 +55,9 @@ class WeightsAndBiases:
 def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None:
     """Log lines to a separate run in the group of the trial's run.
 
-    The run has at least the first ``held`` lines already. It is separate because a run accepts rows
-    only in order, and these lines arrive after rows of later steps. A line's number is its row; its
-    step is a metric, which charts use as x axis.
+    The run has at least the first ``held`` lines already. The run is separate because a run accepts
+    rows only in order, and these lines arrive after rows of later steps. A line's number is its
+    row; its step is a metric, which charts use as x axis.
     """
     run = f"{uuid(paths)}-evaluations"
     first = held_by(paths.wandb, run, wanted.project, held - 1) + 1

@@ -68,7 +68,7 @@ class Ended:
     rank: int | None
     """Rank of the worker; None for the master and the fork server."""
     why: str = ""
-    """Reason that the process reported; empty without one."""
+    """Reason that the process reported; empty without a reason."""
 
     def __str__(self) -> str:
         ending = child_process.ending(self.name, self.code)

@@ -131,7 +131,7 @@ class Incarnation:
         return self.host.begun(self.after)
 
     def _join(self, number: int) -> None:
-        """Join incarnation ``number``. A newer incarnation then ends this one."""
+        """Join incarnation ``number``. From now on, a newer incarnation ends this incarnation."""
         self.number = self.host.serving = number
         logger.info("this host joins incarnation %d", number)
         gpus = {"gpus": self.host.devices()} if self.host.group.gpus_per_worker else {}

@@ -34,7 +34,7 @@ logger = log.get(__name__)
 
 ECHO_GRACE_S = 2.0
 """Seconds by which the agent delays an exception that looks like a consequence of another rank's
-end. The report of that end explains the failure better."""
+end. The report on the other rank explains the failure better."""
 ECHO_TURN_S = 0.1
 WATCHDOG = "watchdog thread terminated with exception"
 """Text that torch's NCCL watchdog prints before it aborts the process. The reason follows."""
@@ -113,7 +113,7 @@ class Symptoms:
         )
 
     def _last_words(self) -> str:
-        """Return the last line of the group's log, or "". Another process may have written it."""
+        """Return a phrase with the last line of the log, which another process may have written."""
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
         return f"the log ends with: {lines[-1]}" if lines else ""
 

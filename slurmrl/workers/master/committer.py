@@ -5,7 +5,7 @@ counts only when the history names it. After a failure, the master removes its d
 `Outcome` reports success or failure.
 
 An incarnation begins on the newest undamaged commit (`begin_on_base`). The BEGIN record names this
-commit, so that all agents load the same one. The master then deletes newer, damaged commits from
+commit, so that all agents load the same commit. The master then deletes newer, damaged commits from
 the history, with the reason, and sets their files aside.
 """
 

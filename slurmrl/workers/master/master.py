@@ -337,7 +337,7 @@ class Master:
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Retry ``action`` while the directory rejects it.
 
-        If a failed checkpoint has filled the disk, the master removes it during the retries.
+        During the retries, the master removes a failed checkpoint that has filled the disk.
         """
         return retry(what, action, self.channel.rest)
 

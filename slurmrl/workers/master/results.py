@@ -170,8 +170,8 @@ class EvaluationScores:
         These are files of later steps, leftovers of interrupted evaluations, and files that `keep`
         could not remove.
 
-        Also make the folder of part files before ranks write to it. If an NFS client has found the
-        folder missing, it may repeat this for a minute after another host has made the folder.
+        Also make the folder of part files before ranks write to it. An NFS client that has found
+        the folder missing may report this for a minute after another host has made the folder.
         """
         if self._settings.config.evaluation is not None:
             make_private_directory(self._paths.parts)

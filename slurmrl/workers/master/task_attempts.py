@@ -120,7 +120,7 @@ class RolloutAttempt:
     problem: str = ""
     """Reason why the attempt cannot read newer weights; empty without a problem."""
     lag_s: float = 0.0
-    """Seconds between the first attempt's loading of the newest weights and this attempt's."""
+    """Seconds by which this attempt loaded the newest weights later than the first attempt."""
     is_read: bool = False
     """Whether this master has read the result log to its end."""
     confirmed: bool = False

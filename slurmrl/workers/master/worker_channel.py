@@ -175,7 +175,7 @@ class WorkerChannel:
         return lambda: self._log.append(*next(batches, ()))
 
     def end(self, stacks: str = "") -> None:
-        """Tell the agents that this incarnation has ended. After a failure, they find out later.
+        """Tell the agents that this incarnation has ended. Without this, they detect it later.
 
         ``stacks`` is the reason for which they first collect stacks; empty to collect none.
         """
@@ -337,7 +337,7 @@ class AgentRegistry(ChainMap[str, Identity]):
     """The known agents by ``group/task``.
 
     ``heard`` contains the agents that have sent `Hello`. The name store contains the claims of all
-    agents, even if they die earlier. Read it every ``look_s`` while agents are missing.
+    agents, even if they die earlier. Read the store every ``look_s`` while agents are missing.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ def _peers(
 class FollowingRank:
     """The worker of a later rank of a task with a split model.
 
-    Only the first rank gets requests. Until it retires, it sends the other ranks their model calls.
+    Only the first rank gets requests. It sends the other ranks their model calls until it retires.
     """
 
     def __init__(self, rank: int, make_engine: Callable[[], SplitRollout]) -> None:

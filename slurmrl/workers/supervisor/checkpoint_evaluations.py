@@ -323,7 +323,7 @@ def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]
 
 
 def _model(paths: RunPaths) -> Path | None:
-    """Return the folder of a trial's initial model; None without one."""
+    """Return the folder of a trial's initial model; None if there is none."""
     actor = source.read(paths.config).values.get("actor")
     path = actor.get("path") if isinstance(actor, dict) else None
     return Path(path) if isinstance(path, str) else None

@@ -153,8 +153,8 @@ def agent_command(
     agent += ["--group", options.group]
     if options.launcher == "direct":
         return agent
-    # --kill-on-bad-exit: the end of an agent ends the step. --no-kill: the loss of a host does not,
-    # because the agents on other hosts must then requeue the job (agent/loss_detection.py).
+    # --kill-on-bad-exit: the end of an agent ends the step. --no-kill: the step survives the loss
+    # of a host, because agents on other hosts must requeue the job (agent/loss_detection.py).
     srun = [*SRUN, "--kill-on-bad-exit=1", "--no-kill"]
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]

@@ -298,7 +298,7 @@ class Executor:
         return self.engines[self._layout(call)].context
 
     def _make_room(self, needed: Sequence[str]) -> None:
-        """Offload models that are not ``needed``. Record which moved weights this discards."""
+        """Offload models that are not ``needed``. Record the moved weights that are discarded."""
         for model in self._residence.make_room(*needed):
             self._reallocations.discarded(model)
 

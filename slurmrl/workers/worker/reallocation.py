@@ -174,8 +174,8 @@ def _storages(engine: Engine | None) -> Storages:
 class Residence:
     """Keeps engines of ``offloaded`` models out of device memory between their calls.
 
-    Models with ``moved`` weights lose these when they leave device memory. Such models stay until
-    another model needs the memory, because a step may use them several times.
+    A model with ``moved`` weights loses the weights when it leaves device memory. Such models stay
+    until another model needs the memory, because a step may use them several times.
     """
 
     def __init__(

@@ -165,7 +165,7 @@ class Batch:
         return lengths
 
     def _spread(self, call: CallPlan) -> Spread:
-        """Return the spread of a call. First wait for the lengths on which it may depend."""
+        """Return the spread of a call. First wait for lengths on which the spread may depend."""
         if self._shares.needs_lengths(call):
             self._shares.use_lengths(self._all_lengths())
         return self._shares.of(call)
