@@ -132,7 +132,7 @@ def test_running_and_pending_jobs_are_named_by_element(scheduler: Scheduler, ask
         assert tasks[1].reason
 
 
-def test_next_job_follows_a_killed_one(scheduler: Scheduler, ask: Ask) -> None:
+def test_next_job_follows_a_killed_job(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(STAY)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: len(pids(request)) == 1, "link 0 has started")

@@ -66,7 +66,7 @@ def test_disturbance_plan_follows_from_the_seed() -> None:
     )
 
 
-def test_succession_is_derived_from_job_tags() -> None:
+def test_kind_of_restart_follows_from_job_tags() -> None:
     assert succession("7.0.0", "7.0.0") == "in the job"
     assert succession("7.0.0", "7.0.1") == "next round"
     assert succession("7.0.1", "7.1.0") == "requeue"

@@ -31,7 +31,7 @@ def begin(
 
 
 @pytest.mark.parametrize("backend", ["native:d1", "native:t2"])
-def test_tasks_sample_the_same_as_trainers_even_if_killed(tmp_path: Path, backend: str) -> None:
+def test_tasks_sample_the_tokens_of_trainers_despite_kills(tmp_path: Path, backend: str) -> None:
     """A rollout worker is killed, then a rank of the trainers. Weight versions bring the weights to
     the tasks. The workers of a task with several ranks share one model by tensor parallelism.
     """

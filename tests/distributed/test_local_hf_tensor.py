@@ -41,7 +41,7 @@ def rewards(site: Site, trial: str) -> list[float]:
 
 
 @pytest.mark.long
-def test_tensor_ranks_sample_the_same_if_killed_and_in_rollout_tasks(tmp_path: Path) -> None:
+def test_tensor_ranks_sample_the_same_tokens_after_kills_and_in_tasks(tmp_path: Path) -> None:
     """A killed trial has the same bits as an undisturbed one. Its reference is a moving average of
     the actor's parts.
     """

@@ -66,7 +66,7 @@ def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> list[str]
         pytest.param("p2", ARCHITECTURE, marks=pytest.mark.soak),
     ],
 )
-def test_trial_learns_the_same_on_megatron(
+def test_trial_learns_the_same_weights_on_megatron(
     tmp_path: Path, layout: str, architecture: dict[str, Any]
 ) -> None:
     """The trial resumes from its own checkpoint, then on another engine.
@@ -95,7 +95,7 @@ def test_trial_learns_the_same_on_megatron(
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["c2", "p2"])
-def test_archon_trial_learns_the_same_on_either_engine(tmp_path: Path, layout: str) -> None:
+def test_archon_trial_learns_the_same_weights_on_either_engine(tmp_path: Path, layout: str) -> None:
     site = Site(tmp_path)
     one = site.write("one.yaml", config_of("sft", trial="one", total_steps=3))
     site.slurmrl("submit", str(one), "--scheduler", "local", "--wait")
@@ -112,7 +112,7 @@ def test_archon_trial_learns_the_same_on_either_engine(tmp_path: Path, layout: s
 
 
 @pytest.mark.long
-def test_example_with_experts_learns_the_same_as_one_rank(tmp_path: Path) -> None:
+def test_example_with_experts_has_the_losses_of_one_rank(tmp_path: Path) -> None:
     """Tensor, pipeline and expert ranks compute the losses of one fsdp rank.
 
     Generation ranks give the same answers.

@@ -55,7 +55,7 @@ def sampled(site: Site, trial: str, path: str, *more: str) -> list[dict[str, Any
 
 
 @pytest.mark.long
-def test_checkpoint_samples_the_same_as_its_export(tmp_path: Path) -> None:
+def test_checkpoint_samples_the_tokens_of_its_export(tmp_path: Path) -> None:
     """Another number of ranks and transformers read the checkpoint, even after its trial has
     continued and deleted it.
     """

@@ -262,7 +262,7 @@ torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
+def test_gpu_operators_pass_compute_sanitizer(tool: str, tmp_path: Path) -> None:
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")

@@ -29,7 +29,7 @@ from tests.scheduler_contract import (
     test_job_gets_a_clean_environment,
     test_jobs_of_a_chain_run_in_turn_and_keep_their_output,
     test_kill_ends_a_process_that_ignores_signals,
-    test_next_job_follows_a_killed_one,
+    test_next_job_follows_a_killed_job,
     test_running_and_pending_jobs_are_named_by_element,
     wait_until,
 )
@@ -43,7 +43,7 @@ __all__ = [
     "test_job_gets_a_clean_environment",
     "test_jobs_of_a_chain_run_in_turn_and_keep_their_output",
     "test_kill_ends_a_process_that_ignores_signals",
-    "test_next_job_follows_a_killed_one",
+    "test_next_job_follows_a_killed_job",
     "test_running_and_pending_jobs_are_named_by_element",
 ]
 
@@ -67,7 +67,7 @@ def ask(tmp_path: Path) -> Ask:
     return make  # type: ignore[return-value]
 
 
-def test_auto_chooses_slurm(scheduler: SlurmScheduler) -> None:
+def test_auto_scheduler_is_slurm_on_a_cluster(scheduler: SlurmScheduler) -> None:
     scheduler.check()
     assert choose("auto", asks_slurm=False) == "slurm"
 
@@ -97,7 +97,9 @@ def completed(scheduler: SlurmScheduler, jobs: JobIds) -> bool:
     return state(scheduler, jobs, 0) is JobState.COMPLETED
 
 
-def test_any_name_survives_the_batch_script(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_run_directory_with_any_name_survives_the_batch_script(
+    scheduler: SlurmScheduler, tmp_path: Path
+) -> None:
     with ExitStack() as all_jobs:
         found = []
         for name in NAMES:

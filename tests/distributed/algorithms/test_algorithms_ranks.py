@@ -216,7 +216,7 @@ def test_completion_groups_on_one_rank_train_like_separate_prompts(
 
 
 @pytest.mark.parametrize("std", ["group", "batch"])
-def test_group_advantages_on_several_ranks_equal_those_on_one(ranks: RankPool, std: str) -> None:
+def test_group_advantages_do_not_depend_on_the_number_of_ranks(ranks: RankPool, std: str) -> None:
     """A group stays on one rank, and statistics of the batch are those of all ranks.
 
     The KL penalty in the loss has the same weight on any number of ranks.

@@ -37,7 +37,7 @@ def test_ring_attention_equals_attention_with_all_scores(
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("function", ["attend", "attend_with_flash", "attend_checkpointed"])
-def test_sinks_take_part_once(ranks: RankPool, function: str, window: int | None) -> None:
+def test_attention_sinks_count_once(ranks: RankPool, function: str, window: int | None) -> None:
     assert_as_whole(ranks, 3, Case(MIXED, window=window, sinks=True), function=function)
 
 

@@ -90,7 +90,7 @@ def test_logprobs_are_over_the_vocabulary_without_recorded_masks(make_world: Mak
     torch.testing.assert_close(*(each.tensor("logprobs") for each in found))
 
 
-def test_episode_logprobs_equal_those_of_the_whole_sequence(make_world: MakeWorld) -> None:
+def test_episode_logprobs_equal_whole_sequence_logprobs(make_world: MakeWorld) -> None:
     world = make_world()
     sample, result = generated(world, context_of(world, SEVERAL, n=4), ["a", "bb", "ccc"])
     read = sample.tensor("prompt_mask")

@@ -32,7 +32,7 @@ def test_token_texts_join_to_the_whole_text(text: str) -> None:
     assert "".join(found) == Bytes().decode(ids)
 
 
-def test_token_inside_a_character_is_empty_and_cut_character_is_shown() -> None:
+def test_token_text_is_empty_until_its_character_is_complete() -> None:
     assert pieces(list("€x".encode()), Bytes()) == ["", "", "€", "x"]
     assert pieces(list("a€".encode())[:-1], Bytes()) == ["a", "", "\ufffd"]
 

@@ -180,7 +180,7 @@ def test_completion_of_file_has_no_answer_if_truncated(
         ("mine:hangs", 1, "took longer than 1 s; raise the limit with --timeout"),
     ],
 )
-def test_problem_is_reported_in_one_message(
+def test_try_reward_reports_a_problem_in_one_message(
     config: Path, capfd: pytest.CaptureFixture[str], name: str, code: int, message: str
 ) -> None:
     limit = ["--timeout", "1"] if name == "mine:hangs" else []

@@ -108,7 +108,7 @@ def test_a_curriculum_goes_from_small_to_large_numbers(site: Site) -> None:
         (10**400, " between"),
     ],
 )
-def test_a_curriculum_needs_numbers(site: Site, value: Any, kind: str) -> None:
+def test_curriculum_without_numbers_is_rejected(site: Site, value: Any, kind: str) -> None:
     path = site.write("rows", {"prompt": "x", "n": 1}, {"prompt": "y", "n": value})
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: n: must be a number" + kind):
         site.make(path=path, curriculum_key="n")

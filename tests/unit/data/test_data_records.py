@@ -46,7 +46,7 @@ def test_all_wrong_lines_are_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["1.5", "true", "[1]", "{}", '"\\ud800"'])
-def test_an_id_is_a_string_or_a_whole_number(tmp_path: Path, value: str) -> None:
+def test_row_id_is_a_string_or_an_integer(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_records(write(tmp_path, f'{{"id": "a"}}\n{{"id": {value}}}\n'), "id")
     (problem,) = caught.value.problems

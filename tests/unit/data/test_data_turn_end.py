@@ -148,7 +148,7 @@ def test_end_of_turn_comes_from_the_tools_template_if_tools_exist(
     assert chat.around_messages(["tool"])[-1] == between
 
 
-def test_next_role_s_token_is_trained_if_it_ends_the_turn(tokenizer: Any) -> None:
+def test_role_token_after_a_turn_is_trained_if_it_ends_the_turn(tokenizer: Any) -> None:
     text = marked(tokenizer, NEXT_ROLE, USER, CALL, TOOL, SAID, USER, SAID)
     first = "<|user|>Hi<|assistant|>[add<|observation|>]3<|assistant|>[Hello<|user|>]"
     assert text == f"{first}Hi<|assistant|>[Hello<|user|>]"

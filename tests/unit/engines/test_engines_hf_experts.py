@@ -68,7 +68,7 @@ def sets(experts: Tensor, each: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ROUTED)
-def test_recorded_experts_are_those_that_processed_the_tokens(family: str) -> None:
+def test_recorded_experts_have_processed_the_tokens(family: str) -> None:
     """Rows join, end, and are prefilled again after an update of the weights."""
     model = model_of(family)
     asked = [request(n, 3 + n, RECORDING) for n in range(5)]

@@ -63,14 +63,14 @@ def test_exclusive_create_has_one_winner_and_leaves_no_temporaries(tmp_path: Pat
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EEXIST, errno.ETIMEDOUT])
-def test_link_with_a_lost_reply_still_wins(tmp_path: Path, error: int) -> None:
+def test_hard_link_with_a_lost_reply_still_wins(tmp_path: Path, error: int) -> None:
     calls = Scripted("link", error, done=True)
     assert atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
     assert atomic.read(tmp_path / "slot") == b"ours"
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOENT])
-def test_failed_link_is_retried(tmp_path: Path, error: int) -> None:
+def test_failed_hard_link_is_retried(tmp_path: Path, error: int) -> None:
     calls = Scripted("link", error, times=3)
     assert atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
     assert len(calls.slept) == 3
@@ -84,7 +84,7 @@ def test_exclusive_create_is_lost_if_the_file_has_other_content_after_an_error(
     assert not atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
 
 
-def test_uncertain_link_is_retried_a_limited_number_of_times(tmp_path: Path) -> None:
+def test_uncertain_hard_link_is_retried_a_limited_number_of_times(tmp_path: Path) -> None:
     calls = Scripted("link", errno.EIO, times=1000)
     with pytest.raises(EnvironmentFailure, match=r"create .*slot.*EIO"):
         atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)

@@ -47,7 +47,7 @@ def test_removed_history_is_damage_and_never_an_empty_history(
 
 
 @pytest.mark.parametrize("act", READS.values(), ids=list(READS))
-def test_link_to_nothing_in_place_of_the_history_is_damage(
+def test_dangling_link_in_place_of_the_history_is_damage(
     run: RunPaths, act: Callable[[History], object]
 ) -> None:
     replace(run.history, "link")

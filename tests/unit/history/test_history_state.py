@@ -25,7 +25,7 @@ def test_empty_history_gives_the_initial_state() -> None:
     assert fold([]) == TrialState()
 
 
-def test_state_lists_commits_without_deleted_ones() -> None:
+def test_state_lists_commits_except_deleted_commits() -> None:
     state = fold(
         records(
             BEGIN_1,
@@ -45,7 +45,7 @@ def test_state_lists_commits_without_deleted_ones() -> None:
     assert (state.begin_data, state.begin_slot) == ({"job": "b"}, 3)
 
 
-def test_last_commit_is_the_newest_one_not_deleted() -> None:
+def test_last_commit_is_the_newest_commit_not_deleted() -> None:
     entries = [BEGIN_1, (Kind.COMMIT, 1, at(10)), (Kind.COMMIT, 1, at(20))]
     newest_gone = fold(records(*entries, (Kind.DELETE, 1, at(20))))
     assert newest_gone.last_commit == Commit(10, "d10", 1, at(10))

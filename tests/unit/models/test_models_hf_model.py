@@ -44,7 +44,7 @@ def packed(copies: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("values", [GEMMA2, FALCON], ids=["gemma2", "falcon"])
-def test_outputs_equal_those_of_separate_sequences(values: dict[str, Any]) -> None:
+def test_batch_outputs_equal_outputs_of_separate_sequences(values: dict[str, Any]) -> None:
     model = made(values)
     ids, cu = packed()
     features = model(ids, cu, max(LENGTHS))

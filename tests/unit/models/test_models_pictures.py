@@ -86,7 +86,7 @@ def test_generation_from_images_has_logprobs_of_the_training_pass(
 
 
 @pytest.mark.parametrize("family", sorted(VIDEO_FAMILIES))
-def test_greedy_tokens_after_videos_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_greedy_tokens_after_videos_equal_transformers(family: str, tmp_path: Path) -> None:
     """Later tokens continue the positions of the last frame."""
     prompts = random_prompts(tmp_path, family, videos=True)
     found = complete(prompts, 10_000, GenerationOptions(max_new_tokens=8, greedy=True))

@@ -98,7 +98,7 @@ def test_results_of_other_trials_and_rolled_back_steps_are_left_out(
     assert len(metrics.read_evaluated(other)) == 1
 
 
-def test_values_of_the_trial_override_evaluations_and_later_ones_override_earlier_ones(
+def test_trial_values_override_evaluations_and_later_evaluations_override_earlier(
     run: FakeRun,
 ) -> None:
     paths = run.paths

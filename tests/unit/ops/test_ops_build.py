@@ -240,7 +240,7 @@ def test_output_of_a_failed_compiler_is_quoted(made: Recipe, cache: Path, host: 
     assert not list(host.glob("*.build.*"))
 
 
-def test_message_about_missing_compilers_says_what_to_install() -> None:
+def test_message_about_missing_compilers_names_packages_to_install() -> None:
     with pytest.raises(EnvironmentFailure, match=r"this host has no C\+\+ compiler: install one"):
         libraries.make(Half.CPU, Toolchain(cxx="", nvcc=""))
     with pytest.raises(EnvironmentFailure, match="this host has no nvcc: install the CUDA toolkit"):
@@ -458,7 +458,7 @@ def test_log_announces_a_build_and_the_command_to_do_it_earlier(
     assert second.startswith("compiled the operators in")
 
 
-def test_rank_status_shows_compilation_or_waiting_for_one(
+def test_rank_status_shows_compilation_or_a_wait_for_it(
     cache: Path, host: Path, made: Recipe
 ) -> None:
     """The status returns to the previous activity afterwards, even if the build fails."""

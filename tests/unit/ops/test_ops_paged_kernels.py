@@ -99,7 +99,7 @@ def test_paged_attention_equals_float64(
 
 @pytest.mark.parametrize("processors", [MANY_PROCESSORS, 1])
 @pytest.mark.parametrize("window", [None, 40])
-def test_sinks_take_part_once(
+def test_attention_sinks_count_once(
     window: int | None, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also covers split rows."""

@@ -121,7 +121,7 @@ def test_banned_tokens_are_never_sampled() -> None:
     assert (seen - allowed / allowed.sum()).abs().max() < 0.01
 
 
-def test_logprobs_are_of_the_full_distribution() -> None:
+def test_logprobs_are_relative_to_the_full_distribution() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     options = {"temperature": 0.7, "top_k": 3, "top_p": 0.8, "banned": torch.tensor([1])}
     tokens, logp, _ = sample(logits, uniforms(50), **options)
@@ -129,7 +129,7 @@ def test_logprobs_are_of_the_full_distribution() -> None:
     assert (logp - expected).abs().max() < 1e-6
 
 
-def test_interval_ends_sample_possible_tokens() -> None:
+def test_random_numbers_at_interval_ends_give_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]]).expand(2, -1)
     tokens, _, _ = sample(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 3]

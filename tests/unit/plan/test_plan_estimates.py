@@ -237,7 +237,7 @@ def test_memory_counts_the_moments_of_each_optimizer(options: dict[str, Any], ke
         (TIED, "full", 16384, 6.73),
     ],
 )
-def test_estimated_peaks_equal_the_peaks_measured_on_the_null_gpu(
+def test_estimated_peaks_equal_the_peaks_of_the_stub_gpu(
     architecture: dict[str, Any], mode: Any, tokens: int, measured_gib: float
 ) -> None:
     """Covers one of eight FSDP ranks with 7.6 or 1.5 billion parameters, for one micro-batch of

@@ -30,7 +30,7 @@ def plan(load: Load, *overrides: str) -> Plan:
     return make_plan(load(*overrides), scheduler="slurm")
 
 
-def test_one_gpu_has_a_place_in_each_model(plan_ppo: Load) -> None:
+def test_gpu_has_coordinates_in_each_model(plan_ppo: Load) -> None:
     found = plan(plan_ppo, *SEED)
     [group] = found.groups
     assert (group.hosts, group.workers_per_host) == (1, 4)

@@ -34,7 +34,7 @@ from tests.scheduler_contract import (
     test_job_gets_a_clean_environment,
     test_jobs_of_a_chain_run_in_turn_and_keep_their_output,
     test_kill_ends_a_process_that_ignores_signals,
-    test_next_job_follows_a_killed_one,
+    test_next_job_follows_a_killed_job,
     test_running_and_pending_jobs_are_named_by_element,
     wait_running,
     wait_until,
@@ -49,7 +49,7 @@ __all__ = [
     "test_job_gets_a_clean_environment",
     "test_jobs_of_a_chain_run_in_turn_and_keep_their_output",
     "test_kill_ends_a_process_that_ignores_signals",
-    "test_next_job_follows_a_killed_one",
+    "test_next_job_follows_a_killed_job",
     "test_running_and_pending_jobs_are_named_by_element",
 ]
 

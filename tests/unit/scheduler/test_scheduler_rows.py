@@ -265,7 +265,7 @@ def test_rows_are_found_among_lines_of_a_wrapper(banner: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["the controller is away", BANNERS[0].format("")])
-def test_output_with_only_other_lines_is_rejected(text: str) -> None:
+def test_scheduler_output_without_rows_is_rejected(text: str) -> None:
     """An answer without rows would mean that all jobs are gone."""
     for read in (states.queue, states.control, states.accounting):
         with pytest.raises(SchedulerError, match="unexpected line from"):

@@ -71,7 +71,7 @@ def test_cached_result_is_rebuilt_only_after_a_change(cache: Cache) -> None:
     assert cache.times_made() == 4
 
 
-def test_find_option_builds_nothing(cache: Cache) -> None:
+def test_find_option_prints_the_path_without_a_build(cache: Cache) -> None:
     """The command prints the path that the folder has or will have."""
     found = cache.ask("--find")
     assert cache.times_made() == 0

@@ -72,7 +72,7 @@ def reasons(folder: Path, family: str, *columns: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "internvl"])
-def test_checks_fail_for_a_wrong_model(
+def test_model_checks_fail_for_wrong_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     columns = ("load", "logits", "generation")

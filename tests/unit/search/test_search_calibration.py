@@ -41,7 +41,7 @@ def search(path: Path, *words: str) -> int:
     return main(["search", str(path), "--gpus", "8", "--root", str(path.parent), *words])
 
 
-def test_lengths_and_seconds_of_a_trial_are_used(
+def test_calibration_uses_lengths_and_seconds_of_the_trial(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = {"time/actor_gen": 20.0, "time/actor_train": 10.0}

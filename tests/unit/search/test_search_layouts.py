@@ -240,7 +240,7 @@ def test_smaller_memory_needs_more_recomputation_or_gives_no_answer(config: Path
     assert answers(config, "cluster.gpu_memory=8G") == []
 
 
-def test_gpu_hours_prefer_fewer_gpus_than_time(config: Path) -> None:
+def test_cost_objective_finds_fewer_gpus_than_time_objective(config: Path) -> None:
     fast = answers(config, gpus=(8, 16, 32))[0]
     cheap = answers(config, gpus=(8, 16, 32), objective="cost")[0]
     assert cheap.gpus < fast.gpus
@@ -263,14 +263,14 @@ def candidate(seconds: float, weights: int = 0) -> Candidate:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4))
-def test_combinations_are_sorted_by_their_sums(lists: list[list[int]]) -> None:
+def test_combinations_are_sorted_by_total_seconds(lists: list[list[int]]) -> None:
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
     found = [sum(one.seconds for one in each) for each in best_layouts._in_order(rows)]
     assert found == sorted(sum(each) for each in product(*lists))
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=2, max_size=3))
-def test_combinations_with_tasks_are_sorted_by_the_larger_sum(lists: list[list[int]]) -> None:
+def test_combinations_with_tasks_are_sorted_by_the_slower_side(lists: list[list[int]]) -> None:
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
     rows[0] = [replace(one, name=ROLLOUTS) for one in rows[0]]
     found = [

@@ -17,7 +17,7 @@ from slurmrl.scheduler.base import JobState
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 
-def test_handle_submits_watches_and_resumes_a_trial(
+def test_python_api_submits_watches_and_resumes_a_trial(
     tmp_path: Path, scheduler: FakeScheduler
 ) -> None:
     """Another process finds it by its name."""
@@ -46,7 +46,7 @@ def test_handle_submits_watches_and_resumes_a_trial(
     assert trial.wait()["state"] == "CANCELLED"
 
 
-def test_handle_submits_a_bundle(tmp_path: Path, scheduler: FakeScheduler) -> None:
+def test_python_api_submits_a_bundle(tmp_path: Path, scheduler: FakeScheduler) -> None:
     file, root = tmp_path / "add.tar", tmp_path / "runs"
     make_bundle(write_config(tmp_path), [], root=None, output=file, packages=None)
     trial = slurmrl.submit(file, "trial=7", root=str(root), scheduler="local", check=False)
@@ -54,7 +54,9 @@ def test_handle_submits_a_bundle(tmp_path: Path, scheduler: FakeScheduler) -> No
     assert path.is_relative_to(root)
 
 
-def test_handle_raises_problems_before_writing(tmp_path: Path, scheduler: FakeScheduler) -> None:
+def test_python_api_raises_problems_before_writing(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
     config = write_config(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"prompt": 1}\n')
     with pytest.raises(ConfigError):

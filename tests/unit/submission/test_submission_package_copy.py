@@ -101,7 +101,7 @@ def test_copy_of_a_copy_is_equal_to_the_package(copied: Path, tmp_path: Path) ->
     assert (again / ARCHIVE).read_bytes() == (copied / ARCHIVE).read_bytes()
 
 
-def test_changed_copy_is_not_equal(copied: Path) -> None:
+def test_changed_package_copy_is_not_equal(copied: Path) -> None:
     assert copying.is_this_package(copied)
     archive = (copied / ARCHIVE).read_bytes()
     rewrite(copied / ARCHIVE, "run/keys.py", b"OTHER = 1\n")
@@ -115,7 +115,7 @@ def test_changed_copy_is_not_equal(copied: Path) -> None:
     assert not copying.is_this_package(copied)
 
 
-def test_copy_as_plain_files_is_equal(tmp_path: Path) -> None:
+def test_package_copy_as_plain_files_is_equal(tmp_path: Path) -> None:
     """Releases up to 0.1 made copies in this way."""
     copying.copy(FOLDER, tmp_path / "slurmrl", copying.NO_CODE)
     assert copying.is_this_package(tmp_path / "slurmrl")

@@ -84,7 +84,7 @@ class Ending(SystemCalls):
         raise KeyboardInterrupt
 
 
-def test_next_removal_completes_a_killed_one(tmp_path: Path) -> None:
+def test_next_removal_completes_a_killed_removal(tmp_path: Path) -> None:
     published(tmp_path, 4, whole_every=2)
     with pytest.raises(KeyboardInterrupt):
         prune(tmp_path, 1, calls=Ending())

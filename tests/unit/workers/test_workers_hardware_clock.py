@@ -23,7 +23,7 @@ def wait(*_: Any, **__: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("place", "waits_count"), [("host", False), ("hosts", True)])
-def test_waits_count_only_between_hosts(
+def test_measured_time_includes_waits_only_between_hosts(
     place: str, waits_count: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between hosts, the network transfers data while the processor of a rank waits."""

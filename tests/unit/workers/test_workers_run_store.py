@@ -56,7 +56,9 @@ def test_run_store_accepts_any_key_and_value(store: RunStore, key: str, value: b
     assert not store.check([key, f"{key}."])
 
 
-def test_get_returns_what_another_rank_sets_later(store: RunStore, tmp_path: Path) -> None:
+def test_store_returns_a_value_that_another_rank_sets_later(
+    store: RunStore, tmp_path: Path
+) -> None:
     other = RunStore(tmp_path / "meeting", 2, LONG)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "late")
