@@ -46,7 +46,7 @@ class Generate(AlgorithmSchema):
     """Name of the algorithm."""
     logprobs: bool = False
     """Record the token ids of each completion and their log-probabilities at `rollout.temperature`,
-    computed over all tokens, even with `top_k` or `top_p`."""
+    computed over the whole vocabulary, even with `top_k` or `top_p`."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     one_pass: ClassVar[bool] = True

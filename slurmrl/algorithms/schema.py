@@ -154,7 +154,7 @@ class AlgorithmSchema(Section, ABC):
         return Refill()
 
     def controller(self) -> str:
-        """Return ``module:Class`` of the ScalarController. Its argument is this schema."""
+        """Return ``module:Class`` of the ScalarController. The argument is this schema."""
         return "slurmrl.algorithms.scalars:NoScalars"
 
 

@@ -84,18 +84,18 @@ def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int])
     """Return maj@k for each k of ``sizes``; ``silent`` completions do not vote.
 
     Sample each completion with probability k / n, independently: given that k are sampled, all
-    subsets of k are equally likely. Let a uniform random number u of each vote break its ties. A
+    subsets of k are equally likely. Each vote gets a uniform random number u, which breaks ties. A
     vote v then wins with m completions with the probability
 
         int_0^1 P(v has m) prod_{others w} [P(w has < m) + u P(w has m)] du,
 
     a polynomial in u that Gauss-Legendre quadrature integrates exactly. All probabilities are
-    generating functions in z of the number of sampled completions. They are multiplied as their
-    values at roots of unity, and a Fourier transform yields the coefficient of z^k.
+    generating functions in z of the number of sampled completions. The functions are multiplied as
+    their values at roots of unity, and a Fourier transform yields the coefficient of z^k.
 
     With fewer than n + 1 roots, the result includes the cases in which the number of sampled
-    completions differs from k by at least the number of roots. Their probability is below 1e-17
-    (Hoeffding 1963).
+    completions differs from k by at least the number of roots. The probability of these cases is
+    below 1e-17 (Hoeffding 1963).
     """
     n = silent + sum(each.size * each.number for each in votes)
     k = np.array(sizes)

@@ -215,7 +215,7 @@ def choices(annotation: Any) -> tuple[str, ...]:
 
 
 def kind_of(annotation: Any, marks: Sequence[Any] = (), *, plural: bool = False) -> str:
-    """Return the type of a value in YAML's words, such as ``list of strings``, except null."""
+    """Return the type of a value in YAML's words, such as ``list of strings``; omit null."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kind_of(arguments[0], (*arguments[1:], *marks), plural=plural)

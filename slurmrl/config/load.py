@@ -373,7 +373,7 @@ def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
 
 
 def _forget(source: Source, path: KeyPath) -> None:
-    """Remove the marks of a replaced value, whose line numbers do not apply to the new value."""
+    """Remove the marks of a replaced value: its line numbers do not apply to the new value."""
     for old in [mark for mark in source.marks if mark[: len(path)] == path]:
         del source.marks[old]
 

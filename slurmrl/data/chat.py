@@ -357,8 +357,8 @@ class ChatTemplate:
 def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids of the tokens that end the actor's completions.
 
-    These are the end-of-text token and the tokens that end a turn in the datasets' chat templates.
-    Raises ConfigError, UnreadableInputError.
+    The result has the end-of-text token and the tokens that end a turn in the datasets' chat
+    templates. Raises ConfigError, UnreadableInputError.
     """
     parts = [part for each in config.datasets().values() for part in each.parts.values()]
     templates = [ChatTemplate(part, tokenizer) for part in parts if part.is_chat]

@@ -77,7 +77,7 @@ def common_prompt(one: Sequence[Message], other: Sequence[Message]) -> Sequence[
 
 
 def as_context(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages of a prompt without targets: the assistant's get ``"weight": 0``."""
+    """Return a prompt's messages without targets: messages of the assistant get ``"weight": 0``."""
     return [
         {**message, "weight": 0} if message["role"] == ASSISTANT else message
         for message in messages

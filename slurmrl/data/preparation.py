@@ -109,8 +109,8 @@ def sweep(
 ) -> None:
     """Remove files that this incarnation does not use.
 
-    Unused are unfinished data and prepared data of other settings or of a changed file. Files of
-    newer incarnations stay. Raises EnvironmentFailure.
+    Such files are unfinished data, and prepared data of other settings or of a changed file. Files
+    of newer incarnations stay. Raises EnvironmentFailure.
     """
     for name in atomic.list_names(folder, calls=calls):
         match = _NAME.fullmatch(name)

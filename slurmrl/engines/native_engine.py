@@ -109,7 +109,7 @@ class GatheredGeneration(GenerateEngine):
 class NativeEngine(GatheredGeneration):
     """A frozen copy of a model on each data-parallel rank of ``context``, in ``model.dtype``.
 
-    Its weights come from moves: a built-in decoder has undefined weights before the first move.
+    The weights come from moves: a built-in decoder has undefined weights before the first move.
     ``source``, ``seed`` and the other arguments are as for ``FSDPEngine``.
     """
 

@@ -53,7 +53,7 @@ Matrix = TypeVar("Matrix", Array, "Tensor")
 BLOCK = 2**18
 """Number of elements that fit into the cache of a core while all products are added."""
 SUMMED = 2**16
-"""Number of elements that a step of the fingerprint sums. They fit into the cache of a core."""
+"""Number of elements that a step of the fingerprint sums: as many as a core's cache holds."""
 PREFIX = "base_model.model."
 """Prefix that PEFT puts before the names of the wrapped model."""
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "SEQ_CLS"}

@@ -311,8 +311,8 @@ class Decoder(PackedModel):
     def _balance(self) -> Balance | None:
         """Return the load-balancing loss of all blocks with experts; None if there is none.
 
-        Its weight is divided by the number of tensor ranks, because these have the same tokens and
-        sum their gradients of the router.
+        The loss's weight is divided by the number of tensor ranks, because these have the same
+        tokens and sum their gradients of the router.
         """
         blocks, moe = self._sparse_blocks, self.config.moe
         if moe is None or not moe.balance or not blocks:

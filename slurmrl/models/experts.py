@@ -6,9 +6,9 @@ The load-balancing loss is over all tokens of an optimizer step (Fedus et al. 20
 Transformers, equations 4 to 6). If n_e of N tokens choose expert e, and P_e is the mean probability
 of expert e, the loss of a block is E times the sum over its E experts of (n_e / N) * P_e. The
 counts have no gradient, so a token's part of the gradient follows from its own probabilities and
-the counts of the whole batch. A batch is split into micro-batches and over ranks. Its tokens are
-therefore counted before training, in a forward pass of all micro-batches without gradients and a
-sum over the ranks.
+the counts of the whole batch. A batch is split into micro-batches and over ranks. The batch's
+tokens are therefore counted before training, in a forward pass of all micro-batches without
+gradients and a sum over the ranks.
 
 Shapes: T tokens, M tokens sorted by expert, K experts per token, E experts, L blocks with experts,
 h hidden size, i inner size of an expert, C cells of the cache.

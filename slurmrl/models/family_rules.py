@@ -2,7 +2,7 @@
 
 In latent attention (MLA; DeepSeek-AI 2024, DeepSeek-V2, section 2.1), keys and values of all heads
 come from one latent vector per token, and queries may come from another latent vector. Each key
-also has rotated dims. They are equal in all heads.
+also has rotated dims. These dims are equal in all heads.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def _missing(
 def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], list[str]]:
     """Return linear layers by name, and the names of layers whose weights are read directly.
 
-    Both exclude the output layer, a value head and parts that read images or sounds.
+    Both results exclude the output layer, a value head and parts that read images or sounds.
     """
     ends = [_head(model), getattr(model, "score", None)]
     if (reader := PictureReader.of(model)) is not None:

@@ -188,8 +188,8 @@ class FileForm:
     """The layout of a model's files."""
 
     values: Mapping[str, Any]
-    """The ``config.json`` object with the defaults of the installed version of transformers. It
-    describes the model that transformers runs, which is only the language model of some
+    """The ``config.json`` object with the defaults of the installed version of transformers. The
+    object describes the model that transformers runs, which is only the language model of some
     families."""
     architecture: str
     """Name of the model's class."""

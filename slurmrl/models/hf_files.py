@@ -1,9 +1,9 @@
 """The files of a model of transformers: their tensors, and the place of each parameter in them.
 
 Transformers holds some tensors in another form than the family's files: it stacks experts,
-concatenates matrices and renames modules. Its ``save_pretrained`` restores the form of the files.
-`file_form` makes transformers convert tensors without elements and observes where their views end
-up. Ranks can therefore write shards of tensors, and no rank needs the whole model in memory.
+concatenates matrices and renames modules. The method ``save_pretrained`` restores the form of the
+files. `file_form` makes transformers convert tensors without elements and observes where their
+views end up. Ranks can therefore write shards of tensors, without the whole model in memory.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _placed(parts: Sequence[Tensor], dim: int) -> Iterator[tuple[Index, Tensor]]
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return an id of the storage that views share. It is unique while any of the views exists."""
+    """Return an id of the storage that views share. Ids are unique while any view exists."""
     address: int = tensor.untyped_storage()._cdata
     return address
 

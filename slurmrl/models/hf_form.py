@@ -21,8 +21,8 @@ from slurmrl.models.hf_config import FileForm, HFConfig
 from slurmrl.registry import resolve
 
 FORM: Final = "slurmrl.models.hf_files:file_form"
-"""Function that finds the layout. It is resolved by name, because transformers takes seconds to
-import."""
+"""Function that finds the layout. The function is found by name, because transformers takes seconds
+to import."""
 MODULE: Final = "slurmrl.models.hf_form"
 LIMIT_S: Final = 600.0
 """Maximum duration of a child process, which imports transformers, in seconds."""

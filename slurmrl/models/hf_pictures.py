@@ -102,7 +102,7 @@ class PictureReader:
     def trained(self) -> list[Tensor]:
         """Return the trained parameters that only batches with pictures use.
 
-        They are all trained parameters outside the language model and the output layer.
+        These are all trained parameters outside the language model and the output layer.
         """
         text = {id(p) for p in self.text.parameters()}
         inner: Any = self._inner

@@ -113,7 +113,7 @@ def tolerance(inner: PreTrainedModel) -> float:
 
 
 def trial_tokens(inner: PreTrainedModel, trial: int, count: int) -> Tensor:
-    """Return random tokens [count] on the model's device. They are equal in all processes."""
+    """Return random tokens [count] on the model's device. The tokens are equal in all processes."""
     generator = torch.Generator().manual_seed(trial)
     device = next(inner.parameters()).device
     return torch.randint(vocabulary(inner), (count,), generator=generator).to(device)

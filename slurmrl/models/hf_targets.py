@@ -2,9 +2,9 @@
 
 PEFT uses the names of transformers' modules. Default targets are PEFT's defaults.
 
-GPT-2's layers store their weight W as [i, o]: i inputs, o outputs. Their adapter has the matrices
-``lora_B`` [i, r] and ``lora_A`` [r, o], which are the transposes of PEFT's A and B. W + scale * B A
-therefore has the shape of W in every family, and the rows of ``lora_B`` are the rows of W.
+GPT-2's layers store their weight W as [i, o]: i inputs, o outputs. Adapters have the matrices
+``lora_B`` [i, r] and ``lora_A`` [r, o], the transposes of PEFT's A and B. W + scale * B A therefore
+has the shape of W in every family, and the rows of ``lora_B`` are the rows of W.
 """
 
 from __future__ import annotations

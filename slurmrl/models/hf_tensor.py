@@ -304,7 +304,7 @@ def _vocabulary(inner: PreTrainedModel, ranks: int) -> list[nn.Embedding | nn.Li
 
 
 def _share_vocabulary(modules: Iterable[nn.Embedding | nn.Linear], tensor: Axis) -> None:
-    """Keep this rank's rows of the embedding and the output layer. Their outputs remain whole."""
+    """Keep this rank's rows of the embedding and the output layer. Outputs remain whole."""
     parts: dict[int, nn.Parameter] = {}  # A tied weight must remain one parameter.
     for module in modules:
         for own, values in list(module.named_parameters(recurse=False)):

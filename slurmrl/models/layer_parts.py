@@ -262,7 +262,7 @@ class Attention(nn.Module):
 
     @property
     def spec(self) -> AttentionSpec:
-        """Settings for a core, with the present sinks."""
+        """Settings for a core, with the current sinks."""
         return self._spec if self.sinks is None else replace(self._spec, sinks=self.sinks)
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:

@@ -239,7 +239,7 @@ class PinnedTensors:
     def check_base(self) -> None:
         """Raise UsageError if the adapters were trained on another model.
 
-        This reads all weights of the model to which the adapters belong.
+        The check reads all weights of the model to which the adapters belong.
         """
         frozen, weights = self._trained.frozen, self._weights
         if isinstance(weights, MergedCheckpoint | MergedFolder) and frozen and self._dtype:

@@ -20,8 +20,8 @@ from slurmrl.tensors.ops import attention
 
 Recompute = Literal["off", "selective", "full"]
 """Activation checkpointing of a layer. ``full`` keeps only the layer's input. ``selective`` also
-keeps queries, keys, values, the result of attention and the input of the feed-forward half. It
-recomputes the feed-forward half, which has most of a layer's activations."""
+keeps queries, keys, values, the result of attention and the input of the feed-forward half.
+``selective`` recomputes the feed-forward half, which has most of a layer's activations."""
 LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor]
 
 CHECKPOINT_OPTIONS: Mapping[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

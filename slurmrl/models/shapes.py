@@ -53,7 +53,7 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 def constant_specs(config: ModelConfig) -> dict[str, TensorSpec]:
     """Return the specs of the tensors that no optimizer step changes, by name.
 
-    They are float32 in every model, because rounding would change the choice of experts.
+    These tensors are float32 in every model, because rounding would change the choice of experts.
     """
     moe = config.moe
     if moe is None or not moe.corrected:

@@ -1,6 +1,6 @@
 """The contract of reward functions and their scores; exact match; scores of a reward model.
 
-Scores are finite numbers. They become the rewards of completions.
+Scores are finite numbers. Scores become the rewards of completions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slurmrl.errors import RewardError, UsageError
 
 
 class RewardFunction(ABC):
-    """A reward. It is constructed with the configuration's ``reward.options`` as keywords."""
+    """A reward, constructed with the configuration's ``reward.options`` as keywords."""
 
     cores: int = 1
     """CPU cores of the rank; set before the first call."""

@@ -1,4 +1,4 @@
-"""Compare values in test code without the false equality of a program's objects.
+"""Compare values in test code so that a program's objects cannot feign equality.
 
 The sandbox runs this source next to its own, so this file imports nothing of slurmrl.
 """

@@ -1,4 +1,4 @@
-"""The process that runs programs. It reads one JSON request per line and writes one reply.
+"""The process that runs programs. The process reads one JSON request per line and writes one reply.
 
 Its source is sent to a Python that may be inside a container (`slurmrl.rewards.code.LOADER`), so it
 imports nothing of slurmrl. If the kernel allows it, the process has its own namespaces: no network,

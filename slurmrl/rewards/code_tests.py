@@ -59,7 +59,7 @@ def _call_tests(tests):
         assert result.wasSuccessful() and result.testsRun > len(result.skipped), result
 
 """
-"""Code that runs test functions and classes as pytest does. It must not contain names of
+"""Code that runs test functions and classes as pytest does. The code must not contain names of
 `code_sandbox.preamble`, because programs lose the names that occur in test code."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -26,7 +26,7 @@ PROGRAM = PoolProgram(
     hint=": is math-verify installed?",
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
-"""Pattern of a plain number. It is always a valid reference."""
+"""Pattern of a plain number. A plain number is always a valid reference."""
 BRACKETS = re.compile(r"(?<!\\)(?<!\\sqrt)(?<!\\left)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
 """Pattern of square brackets, with a pair inside as in ``[\\sqrt[3]{8}]``, but not ``\\[…\\]``."""
 

@@ -92,7 +92,7 @@ WRAPPED = (
 )
 FUNCTION = r"(?:arc)?(?:sin|cos|tan)h?|a(?:sin|cos|tan)h?|cot|csc|ln|log|lg|exp|gcd"
 UPRIGHT = re.compile(rf"\\(?:mathrm|text|operatorname)\s*\{{\s*({FUNCTION})\s*\}}")
-"""Pattern of a function's name in upright letters. It is not a unit."""
+"""Pattern of a function's name in upright letters. Such a name is not a unit."""
 LOGARITHM = re.compile(r"\\(?:(lg)|log\s*_\s*(?:e|\{\s*e\s*\}))(?![A-Za-z])")
 """Pattern of logarithms that math-verify does not read."""
 LEADING_TEXT = re.compile(
@@ -301,7 +301,7 @@ PROSE = re.compile(
     r"|infinity|percent|percentage|pct|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi"
     r")(?![A-Za-z]))[A-Za-z]{3,}|is|of|so|we|to|it|be|an|as|if|at|by)(?![^\s.,;:!?)\"'*-])"
 )
-"""Pattern of a word between spaces. It has a small letter and a vowel, and is no math name."""
+"""Pattern of a word between spaces. A word has a small letter and a vowel, and is no math name."""
 ARTICLE = re.compile(r"a|A|I")
 ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
 TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")

@@ -1,7 +1,7 @@
-"""The process that runs math-verify. It reads one JSON request per line and writes one reply.
+"""The process that runs math-verify. A request is a line of JSON, and so is its reply.
 
-Its parent enforces time limits by killing it, because math-verify's own limits use SIGALRM, which
-does not interrupt long operations on big numbers.
+The parent process enforces time limits by a kill, because math-verify's own limits use SIGALRM,
+which does not interrupt long operations on big numbers.
 
 math-verify reads an answer as mathematics only inside a LaTeX environment. From other text, it
 extracts single numbers: 2 from ``2\\sqrt{3}``. Answers are therefore put in a box.

@@ -1,4 +1,4 @@
-"""A pool of processes that answer requests. Their hangs and crashes do not affect the caller.
+"""A pool of processes that answer requests. Hangs and crashes do not affect the caller.
 
 The rewards with processes (math, code, and users' own rewards in ``reward.pool``), rollout tasks
 and the Python tool use pools. `end_with_parent`, `take_pipes` and `send` are for the processes.
@@ -57,7 +57,7 @@ class PoolProgram:
 
     A process reads ``setup`` as its first line, if there is one, and writes one line when it is
     ready: ``{"ready": true}`` with facts about itself, or ``{"failed": REASON}`` if the
-    configuration is wrong. It then answers each line with one line. After a reply with
+    configuration is wrong. The process then answers each line with one line. After a reply with
     ``"retire": true``, the pool replaces the process.
     """
 

@@ -36,7 +36,7 @@ class EpisodeItem:
 
 
 PolicyTurn = Completion
-"""Turn that an environment answers. It can read ``text``, ``tokens``, ``finish``, ``stopped``."""
+"""Turn that an environment answers, with ``text``, ``tokens``, ``finish`` and ``stopped``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ class Completion:
         return self.finish == "stop"
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the policy reads before its next turn. They are not trained on."""
+        """Add tokens that the policy reads before its next turn. Training ignores these tokens."""
         added = _checked(tokens)
         self.largest_read = max(self.largest_read, *added, 0)
         count = len(added)

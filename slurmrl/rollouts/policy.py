@@ -1,7 +1,7 @@
 """The policy that writes the turns of an episode, and the tokens of messages. Torch-free.
 
 The tokens of a message are appended to the tokens that the policy has sampled. The conversation is
-never rendered and tokenized again, because this may give other ids.
+never rendered and tokenized again, because the result may have other ids.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Policy:
         waiting: Waiting,
         clock: asyncio.Timeout,
     ) -> None:
-        """``clock`` is the episode's time limit. It is suspended while the engine samples."""
+        """``clock`` is the episode's time limit. The clock stops while the engine samples."""
         self._item, self._engine, self._dialogue = item, engine, dialogue
         self._sampling, self._limits = sampling, limits
         self._waiting, self._clock = waiting, clock

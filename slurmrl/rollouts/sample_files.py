@@ -50,7 +50,7 @@ READ_BYTES = 4 << 20
 """Number of bytes that are read at a time."""
 _FILE = re.compile(r"([0-9]+)\.samples")
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
-"""Numbers of errors that affect only one file."""
+"""Error numbers of problems that affect only one file."""
 PER_TOKEN = {"input_ids": "<i4", "drawn_by": "<i4", "logprobs": "<f4", "turn_rewards": "<f4"}
 PER_COMPLETION = {
     "lengths": "<i4",

@@ -203,7 +203,7 @@ def row_major(size: Index) -> Index:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Box ``box`` of tensor ``name``. It is in ``storage`` from ``offset`` on with ``strides``.
+    """Box ``box`` of tensor ``name``, in ``storage`` from ``offset`` on with ``strides``.
 
     ``name`` is the name in the safetensors files. Offsets and strides count elements. Dims keep
     their order, because reading a file transposes its tensors.

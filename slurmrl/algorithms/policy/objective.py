@@ -131,7 +131,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: KLEstimator) -> Tenso
     (Schulman 2020, "Approximating KL divergence"). As terms of a loss, the estimators have
     different mean gradients over tokens of the policy:
 
-    - ``k1``, x: zero. It belongs in the reward, not in the loss.
+    - ``k1``, x: zero. ``k1`` belongs in the reward, not in the loss.
     - ``k2``, x^2 / 2: the gradient of KL(policy || reference).
     - ``k3``, exp(-x) - 1 + x: the gradient of KL(reference || policy).
     """
@@ -157,7 +157,7 @@ def policy_loss(
     The loss is the surrogate times the importance weights, minus ``entropy_coef`` times the
     entropy, plus ``kl_coef`` times the KL to the reference. ``outputs`` are logp and entropy [T] of
     the actor. ``batch`` has ``logprobs`` (of the policy before the updates), ``advantages`` and
-    `MASK`. It may also have
+    `MASK`. ``batch`` may also have
 
     - `LOSS_WEIGHTS`: the weight of each token's loss; the default is 1;
     - ``corrections``: importance weights that correct for the policy that generated the tokens;

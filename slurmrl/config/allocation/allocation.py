@@ -45,7 +45,7 @@ BACKENDS: Final = {
 
 
 ARCHON: Final = "archon"
-"""Name of AReaL's engine. Its layouts with p or e run on ``megatron``, others on ``fsdp``."""
+"""Name of AReaL's engine. Layouts with p or e then run on ``megatron``, others on ``fsdp``."""
 SPELLED: Final = {**BACKENDS, ARCHON: Backend(ARCHON, "dtpce", halves=True)}
 """Engines by the names with which an allocation string may begin."""
 

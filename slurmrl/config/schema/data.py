@@ -231,8 +231,9 @@ class Dataset(Section):
     """Key of the id. If this is `id` and no row has it, line numbers are the ids. Any other key
     must be in every row."""
     max_prompt_tokens: PositiveInt | None = None
-    """Maximum length of a prompt; longer rows are skipped. Their number is reported at submission,
-    in the log, and as the metric `rows_left_out`. `null` keeps all rows. Example: `1024`"""
+    """Maximum length of a prompt; longer rows are skipped. The number of skipped rows is reported
+    at submission, in the log, and as the metric `rows_left_out`. `null` keeps all rows. Example:
+    `1024`"""
     max_tokens: PositiveInt | None = None
     """Maximum length of prompt and answer together, or of the conversation with type `messages`;
     longer rows are skipped and reported. `null` keeps all rows. Example: `4096`"""

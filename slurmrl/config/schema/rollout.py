@@ -72,16 +72,16 @@ class Publish(Section):
     """Weight versions: the actor's weights as files in `versions/` of the run directory.
 
     Generation outside the trainers' job reads the versions. A version has the tensors of an export
-    in `actor.dtype`, or with `actor.lora` only the adapters, in float32. Each start first publishes
-    a version with the step from which it continues.
+    in `actor.dtype`, or with `actor.lora` only the adapters, in float32. Each start of the trainers
+    first publishes a version of the step from which it continues.
     """
 
     every_steps: PositiveInt = 1
     """Steps between versions."""
     whole_every: PositiveInt = 10
-    """Number of versions from one full version to the next. Every other version is a compressed
-    delta: it contains only the bits that changed since the previous version. For deltas, the ranks
-    keep a second copy of the weights in host memory. With 1, all versions are full."""
+    """Number of versions from one full version to the next. The versions between are compressed
+    deltas: they contain only the bits that changed since the previous version. For deltas, the
+    ranks keep a second copy of the weights in host memory. With 1, all versions are full."""
     keep_whole: PositiveInt = 2
     """Number of newest full versions to keep, with the deltas that build on these versions."""
 
@@ -288,8 +288,8 @@ class Rollout(Section):
     have access to the file (mode 0600). Default: the variables SLURMRL_SERVER_KEY and
     SLURMRL_SERVER_ADMIN_KEY of the job, or no key. Example: `~/.config/slurmrl/server-keys`"""
     server_args: Sequence[Line] = ()
-    """Further arguments of each server, one word per item. They override slurmrl's own arguments,
-    including its share of GPU memory. The arguments must not set keys, addresses, the model, its
+    """Further arguments of each server, one word per item. These words override slurmrl's own
+    arguments, including its share of GPU memory. They must not set keys, addresses, the model, its
     layout, or files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
     quantization: Literal["fp8"] | None = None
     """Precision of the weights of the run's own `vllm` servers (docs/engines.md#fp8).

@@ -92,7 +92,7 @@ class RowField:
     name: str = ""
     """The field of the template that inserts the value."""
     other: str = ""
-    """Another key that a row may have in its place."""
+    """Another key that a row may have instead of `key`."""
 
     def key_in(self, row: Mapping[str, Any]) -> str:
         """Return `other` if the row has this key, else `key`."""

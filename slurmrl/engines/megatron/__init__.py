@@ -1,8 +1,8 @@
 """The megatron engine: megatron-core's models, schedules and distributed optimizer.
 
-It supports tensor, sequence, pipeline, context and expert parallelism. ``parts`` and this module
-are torch-free: `make` checks for megatron-core and sets up its global state before it imports the
-engine.
+The engine supports tensor, sequence, pipeline, context and expert parallelism. ``parts`` and this
+module are torch-free: `make` checks for megatron-core and sets up its global state before it
+imports the engine.
 """
 
 from __future__ import annotations

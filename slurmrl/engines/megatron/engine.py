@@ -1,6 +1,6 @@
 """The megatron engine: megatron-core with any combination of its axes.
 
-It uses megatron-core's layers, schedules, gradient buffers and distributed optimizer.
+The engine uses megatron-core's layers, schedules, gradient buffers and distributed optimizer.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 class Chunk(GPTModel):  # type: ignore[misc]
-    """One chunk of a pipeline stage. Its attention, not its embedding, applies the rotation."""
+    """One chunk of a pipeline stage. The attention, not the embedding, applies the rotation."""
 
     def __init__(
         self,

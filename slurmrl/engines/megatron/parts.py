@@ -39,7 +39,7 @@ EXPERTS = {
     False: "experts.local_experts.{index}.linear_{matrix}.weight",
     True: "experts.linear_{matrix}.weight{index}",
 }
-"""Storage of an expert's matrix: in its own module, or grouped (True)."""
+"""Storage of an expert's matrix, by whether one module has the matrices of all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from slurmrl.rollouts.generation.http import HttpClient
 
 CONTROL_S: Final = 60.0
-"""Seconds within which a server must pause, resume or abort. It answers between two steps."""
+"""Seconds within which a server must pause, resume or abort. A server answers between two steps."""
 FIRST_S: Final = 600.0
-"""Seconds within which a server must sample its first token. It may compile first."""
+"""Seconds within which a server must sample its first token. The server may compile first."""
 
 
 class Dialect(ABC):
@@ -88,7 +88,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Free the device memory of the idle server. Its weights and caches are lost."""
+        """Free the device memory of the idle server. The server's weights and caches are lost."""
 
     @abstractmethod
     async def wake(self) -> None:

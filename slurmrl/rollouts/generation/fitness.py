@@ -177,7 +177,7 @@ async def _examine_vllm(where: str, get: Get, needs: ServedModel) -> FitServer:
 def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     """Raise UsageError if a vLLM server would not sample with the weights that it loads later.
 
-    On CPUs, vLLM does not update a vocabulary projection that is also the embedding. It packs
+    On CPUs, vLLM does not update a vocabulary projection that is also the embedding. vLLM packs
     experts for its kernels only at the start, so it would mistake new experts for packed experts.
     """
     config = field_of(where, server, "vllm_config")

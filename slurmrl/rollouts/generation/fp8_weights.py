@@ -1,7 +1,7 @@
 """Weights with FP8 matrices for servers, made from the files of a weight version.
 
 Each block of 128 x 128 elements has a factor. The block's elements are divided by the factor, so
-that the largest becomes the largest number of float8_e4m3fn. Servers multiply by the factors.
+that the largest element becomes the largest float8_e4m3fn number. Servers multiply by the factors.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class EndedStart:
     are omitted. Empty if the error may be specific to this host."""
 
     def good(self, stable_s: float) -> bool:
-        """Return whether the server was ready for ``stable_s`` and answered requests, if any."""
+        """Return whether the server was ready for ``stable_s`` and answered any requests it got."""
         return self.served_s >= stable_s and (self.answered or not self.asked)
 
 

@@ -1,7 +1,7 @@
 """Supervision of one server: its process, if this run starts the server, and its connection.
 
-Only `Instance` supervises servers. It starts the process of a server of this run, connects to the
-server, watches the server, and starts or connects again after a loss.
+Only `Instance` supervises servers. An instance starts the process of a server of this run, connects
+to the server, watches the server, and starts or connects again after a loss.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from slurmrl.rollouts.generation.server_client import ServerClient
 logger = log.get(__name__)
 T = TypeVar("T")
 Connect = Callable[[], Awaitable[ServerClient]]
-"""Function that connects to a server and returns a client without a weight version. It raises
-RunFailedError for a failure, and UsageError if every attempt will fail."""
+"""Function that connects to a server and returns a client without a weight version. The function
+raises RunFailedError for a failure, and UsageError if every attempt will fail."""
 
 SERVER_ENDED: Final = "server_ended"
 """Event of a server that has ended by itself, or was killed because it did not answer."""
@@ -103,8 +103,8 @@ class Instance:
         self._runs = self._was_used = False
         """Whether there is a process (ready or not), and whether the server has ever been ready."""
         self._asked = self._answered = self._heard = False
-        """Whether the newest start has got a request, has answered a request, and has answered a
-        request since the last probe."""
+        """Whether the newest start has got a request, has answered any, and has answered any since
+        the last probe."""
         self._ended: asyncio.Future[None]
         self.tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Future that is done after the first connection has succeeded or failed."""

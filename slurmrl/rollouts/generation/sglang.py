@@ -5,7 +5,7 @@ Weights are replaced while the server is paused, in one of three modes:
 - ``retract``: the server keeps its requests, and computes their caches again with the new weights.
 - ``abort``: the server returns the tokens so far, and the completions are requested again with
   these tokens in the prompt. This mode is for servers that cannot empty their cache while paused
-  (`fitness.retracts`). It is also for requests with a minimum number of tokens, because a
+  (`fitness.retracts`). ``abort`` is also for requests with a minimum number of tokens, because a
   retracting server would count from zero.
 - ``in_place``: requests continue with the cache of the old weights (``stale_cache``).
 
@@ -212,7 +212,7 @@ class SglangDialect(HttpDialect):
 TILE = 8192
 """Number of 32-bit words that are summed to one hash."""
 CHUNK = {"cpu": 16 * TILE, "cuda": 512 * TILE}
-"""Number of words that are computed at a time. They fit a CPU's cache, or need 100 MB of a GPU."""
+"""Number of words that are computed at a time. These fit a CPU's cache, or need 100 MB of a GPU."""
 MOST_WORDS = 2**31 - 1
 """Maximum number of words that SGLang's kernel can count."""
 BITS = 2**32 - 1

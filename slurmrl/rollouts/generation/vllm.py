@@ -1,17 +1,17 @@
 """Servers of vLLM 0.32 and later: start, requests, updates and checks.
 
 Weights are replaced while the scheduler is paused with ``mode=keep``. The server keeps its requests
-and computes their caches again with the new weights (with ``stale_cache``, it keeps the caches). It
-reports the version of each token. The routes for updates need ``VLLM_SERVER_DEV_MODE=1`` and no
-key, so servers of this run listen on a Unix socket in a folder that only the user can enter.
+and computes their caches again with the new weights (with ``stale_cache``, it keeps the caches).
+The server reports the version of each token. The routes for updates need ``VLLM_SERVER_DEV_MODE=1``
+and no key, so servers of this run listen on a Unix socket in a folder that only the user can enter.
 
 Log-probabilities are under the sampling distribution: after temperature, top-k, top-p and the ban
 of stop tokens before ``min_new_tokens``. Log-probabilities of greedy tokens are at temperature 1.
 
 vLLM computes checksums of its weights (``/weight_checker``) by SHA-256 in host memory, which takes
 seconds for each 10 GB. Some kernels, such as CPU kernels, store matrices in another order.
-Therefore, only the embedding, norms and biases are compared. They differ if the server did not load
-an update.
+Therefore, only the embedding, norms and biases are compared. Their checksums differ if the server
+did not load an update.
 """
 
 from __future__ import annotations

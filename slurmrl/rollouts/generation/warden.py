@@ -2,14 +2,14 @@
 
 Usage: ``python -I warden.py COMMAND…``
 
-The warden runs next to the server, in any Python, and imports nothing of slurmrl. Its standard
-input is a pipe that its owner keeps open without writing to it. The pipe ends when the owner closes
-it or exits. When the pipe or the server ends, the warden kills every process that the server has
-started, even daemons in other sessions. It exits with the server's code (128 + n for signal n). If
-the warden itself is killed, the kernel kills the server.
+The warden runs next to the server, in any Python, and imports nothing of slurmrl. The warden's
+standard input is a pipe that its owner keeps open without writing to it. The pipe ends when the
+owner closes it or exits. When the pipe or the server ends, the warden kills every process that the
+server has started, even daemons in other sessions. The warden exits with the server's code (128 + n
+for signal n). If the warden itself is killed, the kernel kills the server.
 
 Killed processes of SGLang and of Python's multiprocessing leave files in /dev/shm. The warden
-removes the files that the server's processes have mapped. It lists these files in the server's
+removes the files that the server's processes have mapped. A list of these files is in the server's
 folder of temporary files. If the warden is killed, the process that removes this folder also
 removes the files.
 """

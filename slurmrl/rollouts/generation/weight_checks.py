@@ -31,8 +31,8 @@ from slurmrl.tensors.layout import Box, Index, TensorSpec
 logger = log.get(__name__)
 
 Digest: TypeAlias = Callable[[Tensor, torch.device], str | None]
-"""Function that computes a server's checksum of a parameter, possibly on the given device. It
-returns None for an unknown checksum."""
+"""Function that computes a server's checksum of a parameter, possibly on the given device. The
+function returns None for an unknown checksum."""
 JOINED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),

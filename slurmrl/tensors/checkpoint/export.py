@@ -1,9 +1,9 @@
 """Export of checkpoints as Hugging Face folders, with the type of each tensor. Torch-free.
 
 `survival` measures the share of the training's update that remains in a narrower type. Such a type
-has few values near a weight, so rounding removes an update smaller than half their distance. In
-bfloat16, neighboring values differ by about 0.4 %. With ``s`` the weights before the update, ``t``
-the weights after the update, and ``r`` the rounding, the share is
+has few values near a weight, so rounding removes an update smaller than half the distance of two
+values. In bfloat16, neighboring values differ by about 0.4 %. With ``s`` the weights before the
+update, ``t`` the weights after the update, and ``r`` the rounding, the share is
 
     <r(t) - r(s), t - s> / <t - s, t - s>
 
@@ -71,7 +71,8 @@ Shard = list[TensorEntry]
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 BLOCK: Final = 2**22
-"""Number of elements that are converted at a time. It limits the size of intermediate results."""
+"""Number of elements that are converted at a time, which limits the size of intermediate
+results."""
 BF16_NAN: Final = 0x7FC0
 ENOUGH: Final = 0.9
 """Share of the surviving update below which slurmrl warns."""
@@ -104,7 +105,7 @@ class Precision:
     def apply(self, entry: TensorEntry) -> TensorEntry:
         """Return an entry with its type in the export.
 
-        Its ``data`` raises CheckpointError for a finite value that overflows in that type.
+        The entry's ``data`` raises CheckpointError for a finite value that overflows in that type.
         """
         stored = entry.spec.dtype
         bare = entry.name.partition(".")[2]  # name in files without a head
@@ -351,7 +352,7 @@ class Survival:
 def survival(start: Array, trained: Array, dtype: str) -> Survival:
     """Return how much of the update from ``start`` to ``trained`` remains in ``dtype``.
 
-    Both arrays are float32 and have one shape.
+    Both arrays are float32 and have the same shape.
     """
     before, after = start.reshape(-1), trained.reshape(-1)
     total = Survival()

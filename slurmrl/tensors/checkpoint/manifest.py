@@ -3,8 +3,8 @@
 A checkpoint exists once the history names it, which happens after its manifest is on disk.
 
 Other trials read pinned checkpoints. A pinned checkpoint is a model folder whose weights are hard
-links to the ranks' files of one role. The folder takes no space while the checkpoint exists. It
-keeps the files if their trial deletes the checkpoint. The folder also has a manifest, like a
+links to the ranks' files of one role. The folder takes no space while the checkpoint exists. The
+links keep the files if their trial deletes the checkpoint. The folder also has a manifest, like a
 checkpoint, and ``origin.json``.
 """
 

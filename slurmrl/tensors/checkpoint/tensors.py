@@ -6,7 +6,7 @@ and treats elements as bytes. Files are byte-identical to the package's files.
 Format: https://huggingface.co/docs/safetensors
 
 Checksums find damage, not forgery, because the manifest is next to the files. XXH3 takes a tenth of
-the CPU time of writing. SHA-256, used in older checkpoints, takes twice that time.
+the CPU time of writing. SHA-256, used in older checkpoints, takes twice the time of writing.
 
 Most parameters of a model are stored as a tensor of the same name. Some files of experts have a
 tensor for each row of a parameter. Other models transpose parameters, or store several parameters
@@ -279,7 +279,7 @@ class TensorSlice:
     """Dim of the parameter for each dim of the tensor; None for all dims in order. In dims that the
     tensor lacks, the box has length 1."""
     start: Index | None = None
-    """First index of the box in the tensor; None for zeros."""
+    """First index of the box in the tensor; None if all indices are 0."""
 
     def box(self, parameter: Box) -> Box:
         """Return the box of the tensor that stores a box of the parameter."""

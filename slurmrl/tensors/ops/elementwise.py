@@ -1,8 +1,8 @@
 """Norms, gated products and rotary embeddings in one pass over tensors (torch makes several).
 
 GPUs use the kernels of `fused`. CPUs use compiled operators for float32, the functions ``cpu_...``.
-These have no gradients and need tensors for which ``cpu_fits`` is true. All other tensors use
-torch.
+Compiled operators have no gradients and need tensors for which ``cpu_fits`` is true. All other
+tensors use torch.
 
 Shapes: T tokens, n elements of a row, i inner units, H heads, D head size, R rotated dims.
 """
@@ -162,8 +162,8 @@ class _RMSNorm(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + R/2) of the first R dims of x [T, H, D] by each token's angles.
 
-    cos, sin [T, 1, R] have every angle twice; the sines of the first half are negated. They get no
-    gradient. Dims after the first R do not change.
+    cos, sin [T, 1, R] have every angle twice; the sines of the first half are negated. The angles
+    get no gradient. Dims after the first R do not change.
     """
     turned = cos.shape[-1]
     if turned < x.shape[-1]:

@@ -68,7 +68,7 @@ def packed_logprobs_and_entropy(
     """Return ``logprobs_and_entropy`` aligned with packed sequences, both [T].
 
     Entry t is log p(x_t | x_<t) and the entropy of the distribution from which x_t was sampled.
-    Both are 0 at the first token of a sequence.
+    Both results are 0 at the first token of a sequence.
 
     hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, masks of the T tokens.
     ``compute`` replaces `logprobs_and_entropy`.

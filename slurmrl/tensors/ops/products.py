@@ -279,7 +279,7 @@ class PackedLayer:
     ) -> Tensor:
         """Return the layer's output [T, h] for ``x`` [T, h].
 
-        It attends as `paged_kernels.attend_heads` and has the same arguments.
+        The layer attends as `paged_kernels.attend_heads` does, with the same arguments.
         """
         out = torch.empty_like(x)
         size = keys.shape[2]

@@ -1,9 +1,9 @@
 """Causal attention over packed sequences whose tokens are spread over ranks (Liu et al. 2023).
 
-Each rank keeps its queries. It receives the keys and values to which its queries attend from the
-other ranks, one rank after another. It merges the partial results by their normalizers. The next
-keys are transferred while the rank computes. The backward pass sends the keys again, and returns
-the gradients of the keys to their ranks.
+Each rank keeps its queries. From the other ranks, one after another, a rank receives the keys and
+values to which its queries attend. The rank merges the partial results by their normalizers. The
+next keys are transferred while the rank computes. The backward pass sends the keys again, and
+returns the gradients of the keys to their ranks.
 
 The packed tokens are cut into 2 R chunks. Rank r has the r-th chunk and the r-th chunk from the end
 (zigzag). All ranks therefore have a similar number of pairs of queries and keys. At most one

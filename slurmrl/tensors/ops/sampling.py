@@ -26,8 +26,8 @@ NONE = -1
 
 
 OUTSIDE = -1e30
-"""Logit, divided by the temperature, of a token outside a mask. Its probability is 0. The logit is
-finite, so that products with it are finite."""
+"""Logit, divided by the temperature, of a token outside a mask. The token's probability is 0. The
+logit is finite, so that products with it are finite."""
 
 
 class Sampled(NamedTuple):
@@ -80,9 +80,9 @@ def sample(
     sampled. Among equally likely tokens, lower ids come first.
 
     Log-probabilities belong to the full distribution softmax(logits / temperature); with
-    ``masked``, to the distribution over the tokens that ``top_k`` and ``top_p`` keep. They are
-    float64 for float64 logits, else float32. With ``record`` and ``top_k``, the result has the kept
-    tokens.
+    ``masked``, to the distribution over the tokens that ``top_k`` and ``top_p`` keep.
+    Log-probabilities are float64 for float64 logits, else float32. With ``record`` and ``top_k``,
+    the result has the kept tokens.
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed, whole = _ban(scaled, banned), scaled

@@ -1,7 +1,7 @@
 """The device and the communication backend of this process, and the wait for free GPU memory.
 
-A process with tens of gigabytes of pinned memory takes up to a minute to exit. Its GPU memory is
-freed only at the end, so the next worker waits.
+A process with tens of gigabytes of pinned memory takes up to a minute to exit. The process frees
+its GPU memory only at the end, so the next worker waits.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ def verify_move(
     """Compare the checksums of all replicas in the source and in the target, box by box.
 
     Each box is compared in the dtype in which it was sent. Collective over ``group``. The
-    comparison follows the layouts, not the plan of the move. It does not apply to moving averages.
+    comparison follows the layouts, not the plan. Moving averages cannot be compared.
 
     Raises LayoutError if no rank has an element of the target, and MoveError on every rank if a
     replica differs.

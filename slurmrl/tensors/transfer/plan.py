@@ -45,14 +45,14 @@ Ranks = tuple[int, ...]
 Boxes = tuple[Box, ...]
 Numbers = tuple[int, ...]
 Cell = tuple[Numbers, Numbers]
-"""Numbers of the source's boxes and of the target's boxes that contain the elements."""
+"""Indices of the source's boxes and of the target's boxes that contain the elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """Elements that ``holders`` have in the source layout and ``takers`` need in the target layout.
 
-    Both are global ranks in ascending order. A rank may be in both.
+    ``holders`` and ``takers`` are global ranks in ascending order. A rank may be in both.
     """
 
     name: str

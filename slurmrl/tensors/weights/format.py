@@ -49,8 +49,8 @@ LEVEL = 1
 class VersionId:
     """The id of the weights after a training step of an incarnation.
 
-    All versions of a later incarnation are later. An incarnation that begins at an older commit
-    thereby rolls back later versions of its predecessor.
+    Versions of an incarnation are later than all versions of earlier incarnations. An incarnation
+    that begins at an older commit thereby rolls back later versions of its predecessor.
     """
 
     step: Annotated[int, INTEGER]

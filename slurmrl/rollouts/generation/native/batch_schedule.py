@@ -1,4 +1,4 @@
-"""The scheduler. It chooses the tokens that the next model call reads, and their cache pages.
+"""The scheduler, which chooses the tokens of the next model call and their cache pages.
 
 The schedule is continuous batching with a token budget over a paged key-value cache. All decisions
 are pure functions of the requests and the sampled tokens, so tensor ranks with the same requests
@@ -106,12 +106,12 @@ class Schedule:
             self._release(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's row and pages, and queue it. Its tokens are prefilled again later."""
+        """Free a sequence's row and pages, and queue it for another prefill."""
         self._release(sequence)
         self.add(sequence)
 
     def next(self, flush: Callable[[], None]) -> Step:
-        """Return the next call of the model. Its tokens and pages count as stored from now on.
+        """Return the next call of the model, whose tokens and pages now count as stored.
 
         ``flush`` reads all sampled tokens from the device. This is necessary before a preemption.
         """

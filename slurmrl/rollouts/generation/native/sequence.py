@@ -74,7 +74,7 @@ class Sequence:
 
     @property
     def ahead(self) -> int:
-        """Number of tokens to process before the next token is sampled. It is 0 at the limit."""
+        """Number of tokens to process before the next token is sampled; 0 at the limit."""
         return 0 if self.length >= self.limit else self.length - self.stored
 
     @property

@@ -1,8 +1,8 @@
 """A program that compiles the CPU or CUDA half and loads the library once as a test.
 
-The program runs in a separate process, so that a faulty library cannot crash the caller. It is a
-script that needs only torch. It reads a recipe as JSON from standard input and writes ``<name>.so``
-into the folder given as its argument.
+The program runs in a separate process, so that a faulty library cannot crash the caller. The
+program is a script that needs only torch. The script reads a recipe as JSON from standard input and
+writes ``<name>.so`` into the folder given as its argument.
 
 nvcc compiles the ``.cu`` files directly, because they do not use torch, and torch's own build would
 require a CUDA torch of nvcc's version.

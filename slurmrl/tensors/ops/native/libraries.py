@@ -162,7 +162,7 @@ class Recipe:
 def stem(half: Half) -> str:
     """Return the prefix of a half's keys, which does not depend on the compilers.
 
-    It has a digest of sources, flags, ABI target and the processor's architecture. Raises
+    The prefix has a digest of sources, flags, ABI target and the processor's architecture. Raises
     EnvironmentFailure if the sources are missing.
     """
     flags = (CXX_FLAGS, NVCC_FLAGS, ABI_TARGET, platform.machine())
@@ -375,6 +375,6 @@ def _raise_if_failed(failure: Path, began: float) -> None:
 
 
 def _make_ours(folder: Path) -> None:
-    """Make a folder to which only the user can write. Its libraries run with the user's rights."""
+    """Make a folder to which only the user can write. Libraries run with the user's rights."""
     atomic.make_private_directory(folder)
     atomic.check_ownership(folder)
