@@ -7,7 +7,7 @@ import sys
 
 
 def configure(who: str, level: int = logging.INFO) -> None:
-    """Set up the root logger of this process. ``who`` names the process: ``trainer/0 rank 3``."""
+    """Set up the root logger of the process ``who``, for example ``trainer/0 rank 3``."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
     root = logging.getLogger()

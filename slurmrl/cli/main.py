@@ -227,7 +227,7 @@ def _invoke(invocation: Invocation) -> int:
 
 
 def _advised(error: click.ClickException) -> click.ClickException:
-    """Return the error with advice if an unknown option may be a setting: ``--rollout.n=4``."""
+    """Return the error with advice if an unknown option may be a setting (``--rollout.n=4``)."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return error
     name, takes = error.option_name, [each.name for each in error.ctx.command.params]

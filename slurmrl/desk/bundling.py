@@ -230,7 +230,7 @@ def _without_profile(source: Source) -> dict[str, Any]:
 
 
 def _forget_subsets(dataset: Any) -> None:
-    """Remove the subset of a dataset: the fetched files contain only the subset."""
+    """Remove the setting ``subset`` of a dataset. The fetched files contain only the subset."""
     if isinstance(dataset, dict):
         dataset.pop("subset", None)
         for part in (dataset.get("sources") or {}).values():

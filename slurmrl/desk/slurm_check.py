@@ -89,7 +89,7 @@ def _known_names(name: str, value: str, client: SlurmClient) -> str:
         return ""
     if known is None or (name == "nodelist" and "[" in value):  # Slurm expands n[1-3] itself.
         return ""
-    parts = NAME.findall(COUNT.sub("", value))  # as matlab:2,ansys or [rack1|rack2]
+    parts = NAME.findall(COUNT.sub("", value))  # Examples: matlab:2,ansys or [rack1|rack2]
     unknown = [part for part in parts if part not in known]
     if not unknown:
         return ""

@@ -104,7 +104,7 @@ def uncommitted(paths: RunPaths) -> str:
 def cancel(paths: RunPaths) -> Kind:
     """Record the end in the history, then cancel the jobs.
 
-    Return the kind of the trial's end: CANCELLED unless another end came first.
+    Return the kind of the trial's end, which is CANCELLED unless another end came first.
 
     The record comes first, so that a link that starts in between exits.
     """

@@ -19,7 +19,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def age(seconds: float | None) -> str:
-    """Return a time with about two digits: ``40 s``, ``2.5 min``, ``3 h``; empty for None."""
+    """Return a time with two digits, such as ``40 s``, ``2.5 min`` or ``3 h``; empty for None."""
     if seconds is None:
         return ""
     for unit, size in UNITS:
@@ -157,7 +157,7 @@ class GridRow:
 class Grid:
     """Series on rows and columns: models on hosts and their GPUs.
 
-    ``row``, ``column`` and ``series`` are nouns in the singular: ``host``, ``GPU``, ``model``.
+    ``row``, ``column`` and ``series`` are singular nouns, such as ``host``, ``GPU`` and ``model``.
     """
 
     title: str

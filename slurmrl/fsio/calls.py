@@ -32,7 +32,7 @@ LOCAL_MAGIC = frozenset(
     }
 )
 """File system types (statfs(2)) on which the kernel sees every change. All other types count as
-shared: NFS, Lustre, GPFS, BeeGFS, CephFS, FUSE, SMB and unknown types."""
+shared, such as NFS, Lustre, GPFS, BeeGFS, CephFS, FUSE, SMB and unknown types."""
 
 _STRUCT_BYTES = 512
 """Size of a buffer for any struct statfs; its first field is a long, the type."""
@@ -145,7 +145,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
     """Open a file and close it at the end.
 
-    Raises OSError, also from closing: NFS may report a failed write only then.
+    Raises OSError even from closing, because NFS may report a failed write only then.
     """
     descriptor = calls.open(path, flags, FILE_MODE)
     try:

@@ -231,7 +231,7 @@ def _bounded(text: str) -> int:
 _DECODER = json.JSONDecoder(
     parse_float=_finite, parse_int=_bounded, parse_constant=lambda constant: None
 )
-"""Decoder that reads NaN and Infinity as null: Python writes them, but they are not JSON."""
+"""Decoder that reads NaN and Infinity as null. Python writes them, but they are not JSON."""
 
 
 def too_deep(value: Any) -> bool:
@@ -309,7 +309,7 @@ def _plain(value: Any) -> Any:
     """Return a value with dataclasses converted to JSON objects."""
     if is_dataclass(value) and not isinstance(value, type):
         return to_json(value)
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):  # All have one type.
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):  # All items have one type.
         return [_plain(item) for item in value]
     return value
 

@@ -236,7 +236,7 @@ MEMORY_OPTIONS: Final = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
 def cpus(
     cluster: Cluster, workers_per_host: int, needed_hosts: int, hosts: Sequence[HostRow]
 ) -> int:
-    """Return the cores of a worker: `CPUS`, or a GPU's share of its host's cores if smaller."""
+    """Return the cores of a worker, at most `CPUS` and a GPU's share of its host's cores."""
     if cluster.cpus_per_worker is not None:
         return cluster.cpus_per_worker
     shares = [_cpu_share(host, workers_per_host) for host in _best(hosts, needed_hosts)]
@@ -250,7 +250,7 @@ def requested_memory(
     needed_hosts: int,
     hosts: Sequence[HostRow],
 ) -> str | None:
-    """Return a worker's memory in Slurm's notation: ``estimate`` bytes, or less on small hosts.
+    """Return a worker's memory in Slurm's notation, ``estimate`` bytes or less on small hosts.
 
     Return None, which requests nothing, if the estimate or the hosts' memory is unknown, or if
     ``extra_lines`` request memory.

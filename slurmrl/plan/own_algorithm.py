@@ -112,7 +112,7 @@ def importable(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def describe(error: BaseException, folders: Sequence[Path]) -> str:
-    """Return an error and its line: ``NameError: name 'x' is not defined (my_file.py, line 3)``."""
+    """Return an error and its line, ``NameError: name 'x' is not defined (my_file.py, line 3)``."""
     return f"{type(error).__name__}: {error}{_line_of(error, folders)}"
 
 

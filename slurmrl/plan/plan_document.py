@@ -54,7 +54,7 @@ def _profile(profile: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def _title(report: Mapping[str, Any]) -> str:
-    """Return algorithm and length of the run: ``algorithm ppo, 60 steps``."""
+    """Return algorithm and length of the run, such as ``algorithm ppo, 60 steps``."""
     steps, name = report["total_steps"], f"algorithm {report['algorithm']['name']}"
     if not report["one_pass"]:
         return f"{name}, {_count(steps, 'step')}"
@@ -283,7 +283,7 @@ def allocation_document(explained: Mapping[str, Any]) -> Document:
 
 
 def written(rank: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """Return a rank's coordinates on the axes that are split: ``d0 t1``."""
+    """Return a rank's coordinates on the axes that are split, such as ``d0 t1``."""
     split = [axis for axis in AXIS_LETTERS if sizes[axis] > 1]
     return " ".join(f"{AXIS_LETTERS[axis]}{rank[axis]}" for axis in split) or "all"
 

@@ -34,7 +34,7 @@ def group_of(world: str) -> str:
 
 
 def world_of(group: str, task: int) -> str:
-    """Return the name of a task's world: ``trainer``, or ``rollout/3``."""
+    """Return the name of a task's world, such as ``trainer`` or ``rollout/3``."""
     return group if group == TRAINERS else f"{group}/{task}"
 
 
@@ -265,7 +265,7 @@ MOST_WORDS = 200
 
 @dataclass(frozen=True)
 class JobTag:
-    """The name of a round of agents: ``JOBID.RESTARTCOUNT.ROUND``; empty if unknown."""
+    """The name of a round of agents, as ``JOBID.RESTARTCOUNT.ROUND``; empty if unknown."""
 
     text: str = ""
 

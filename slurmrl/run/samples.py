@@ -1,6 +1,6 @@
 """Files of JSON lines with the completions or rows of each step.
 
-``samples/`` has readable samples. Each incarnation writes its own files:
+``samples/`` has readable samples. Each incarnation writes separate files. The files
 ``step-<s>.<incarnation>.jsonl`` for training and ``eval-step-<s>.<incarnation>.jsonl`` for
 evaluations contain step ``s`` and later steps. ``<s>.<incarnation>.index`` has the place of each
 step in these files. Its ``s`` is the first step of its incarnation. Earlier versions wrote one file

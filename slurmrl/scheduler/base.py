@@ -52,7 +52,7 @@ class TaskState:
     """The state of one array element, as the scheduler reports it."""
 
     job_id: str
-    """Name of the element: ``41_3``."""
+    """Name of the element, such as ``41_3``."""
     group: str
     element: int
     state: JobState
@@ -283,7 +283,7 @@ node at each start of a job. This takes seconds and would add every variable tha
 Therefore sbatch itself runs with these variables only, and the script uses ``--export=ALL``."""
 
 FABRIC_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
-"""Prefixes of other variables that a job inherits: NCCL's settings, which are not secret."""
+"""Prefixes of other variables that a job inherits. NCCL's settings are not secret."""
 
 LOCAL_EXPORTED = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 """Variables that a link of the local scheduler inherits. On compute nodes, Slurm sets the devices

@@ -97,7 +97,7 @@ UNCLEAR: Final = "Requested node configuration is not available"
 def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> str:
     """Return the batch script of a group: directives, environment, set-up lines, one exec.
 
-    The supervisor starts agents by ``launcher``: ``srun`` or ``direct``.
+    The supervisor starts agents by ``launcher``, which is ``srun`` or ``direct``.
     """
     from submitit.slurm.slurm import _make_sbatch_string  # The import takes 0.2 s.
 

@@ -182,7 +182,7 @@ class Link(Chain):
 
     @property
     def element(self) -> str:
-        """Name of the element in Slurm: ``41_3``. A bare job id can mean the whole array."""
+        """Slurm's name of the element, such as ``41_3``. A bare job id can mean the whole array."""
         return f"{self.job}_{self.index}"
 
 
@@ -249,7 +249,7 @@ def _here(link: Link) -> dict[str, str]:
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Exclude the hosts that the trial avoids for its queued links. Log a failure."""
+    """For the queued links of the trial, exclude the hosts that it avoids. Log a failure."""
     try:
         if hosts.avoided(link.run):
             scheduler = scheduler or slurm()

@@ -86,7 +86,7 @@ def whole(text: str) -> int:
 
 
 def job_id(text: str) -> str:
-    """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``.
+    """Return the job id in ``sbatch --parsable``'s output, which is ``41`` or ``41;cluster``.
 
     A wrapper of sbatch may print other lines. Raises SchedulerError unless exactly one line has
     this form.
@@ -148,7 +148,7 @@ def _ranges(text: str) -> Iterable[str]:
 
 
 def elements(text: str) -> tuple[int, ...]:
-    """Parse array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``.
+    """Parse array elements as squeue prints them, such as ``3``, ``[4-9%4]`` or ``0,2-6:2``.
 
     ``N/A`` gives no elements. The job is not an array, or its pending elements were cancelled.
     """
@@ -159,7 +159,7 @@ def elements(text: str) -> tuple[int, ...]:
 
 
 def element_list(values: Iterable[int]) -> str:
-    """Format elements as Slurm's commands accept them: ``0,4-7``."""
+    """Format elements as Slurm's commands accept them, such as ``0,4-7``."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and runs[-1][1] == value - 1:
@@ -221,7 +221,7 @@ def assignments(text: str) -> dict[str, str]:
 def said(text: str) -> str:
     """Return a field without Slurm's placeholders, such as ``None``.
 
-    A row of several elements joins their reasons: ``JobArrayTaskLimit,None``.
+    A row of several elements joins their reasons, as in ``JobArrayTaskLimit,None``.
     """
     return ",".join(part for part in text.split(",") if part.strip() not in NOTHING)
 
@@ -245,7 +245,7 @@ class Partition:
     is_default: bool
     is_up: bool
     time_limit: str
-    """Time limit as sinfo prints it: ``1-00:00:00`` or ``infinite``."""
+    """Time limit as sinfo prints it, such as ``1-00:00:00`` or ``infinite``."""
     kinds: tuple[HostKind, ...]
 
     @property

@@ -177,7 +177,7 @@ def may_submit(claim: Mapping[str, Any]) -> bool:
 
 
 def claimant_words(claim: Mapping[str, Any]) -> str:
-    """Return a description of the claimant: ``on login1, process 123``."""
+    """Return a description of the claimant, such as ``on login1, process 123``."""
     return f"on {claim.get('host')}, process {claim.get('pid')}"
 
 

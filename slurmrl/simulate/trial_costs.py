@@ -385,7 +385,7 @@ class Disturbances:
     """Rates of events that disturb a trial, each per day."""
 
     failures: float = 0.0
-    """Losses of a host, per host."""
+    """Losses of hosts, per host."""
     crashes: float = 0.0
     """Crashed processes on hosts that keep running, per host."""
     preemptions: float = 0.0

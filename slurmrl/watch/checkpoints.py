@@ -27,7 +27,7 @@ class StoredCommit:
     bytes: int
     """Number of files and bytes; both are 0 if the manifest cannot be read."""
     kept_by: list[str]
-    """Reasons to keep the commit: ``last``, ``every`` (see `kept_by`)."""
+    """Reasons to keep the commit, such as ``last`` and ``every`` (see `kept_by`)."""
     exported: bool
     """Whether the run has exported the commit's model."""
     problem: str | None

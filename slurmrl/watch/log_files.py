@@ -175,7 +175,7 @@ def _known(kind: str, name: str, known: list[str]) -> str:
 
 class LogLine(NamedTuple):
     label: str
-    """Label of the line's file: ``trainer/0``."""
+    """Label of the line's file, such as ``trainer/0``."""
     time: float | None
     """Seconds since the epoch by the writer's clock; None before the first entry of a file."""
     process: str
@@ -196,7 +196,7 @@ class Wanted:
     """
 
     process: str | None = None
-    """A pattern for the process or the label of its file: ``rank *``."""
+    """A pattern for the process or the label of its file, such as ``rank *``."""
     level: int = 0
     since: float = 0.0
     """Seconds since the epoch."""

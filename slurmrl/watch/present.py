@@ -178,7 +178,7 @@ def _unscored(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _models(line: Mapping[str, Any]) -> list[str]:
-    """Return the models whose skipped updates a line counts: ``actor`` for ``actor_skipped``.
+    """Return the models whose skipped updates a line counts (``actor`` for ``actor_skipped``).
 
     The name of the model of SFT is empty.
     """

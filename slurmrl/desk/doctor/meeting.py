@@ -206,7 +206,7 @@ def _interfaces() -> str:
 
 
 Host = Callable[[str, str], dict[str, Any]]
-"""Function that executes a request (an action, a file name): `act` here, `ask` on another host."""
+"""Function that executes a request (an action, a file name), such as `act` or `ask`."""
 
 
 class _Listener(socketserver.ThreadingTCPServer):

@@ -141,8 +141,8 @@ class TrialReport:
     """Mean seconds of the newest steps."""
     tokens_per_s: float | None
     timeline: Sequence[Mapping[str, Any]]
-    """The newest steps: ``step`` and ``calls``, each with its ``name`` and ``ranks``, which are
-    (rank, begin in seconds since the epoch, seconds)."""
+    """The newest steps with ``step`` and ``calls``. A call has its ``name`` and ``ranks``, which
+    are (rank, begin in seconds since the epoch, seconds)."""
     peaks: Sequence[Sequence[int]]
     """Pairs (rank, maximum bytes of GPU memory that the rank has used)."""
     planned: Mapping[str, Any]

@@ -58,8 +58,8 @@ from slurmrl.plan.placement import (
 )
 
 PROCESS: Final = 640 * 2**20
-"""Bytes of resident memory of a worker without GPUs, in addition to its tensors: Python, torch, the
-tokenizer, and memory that the allocator does not return."""
+"""Bytes of resident memory of a worker without GPUs, in addition to its tensors. They hold Python,
+torch, the tokenizer, and memory that the allocator does not return."""
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -89,7 +89,7 @@ def memory_of(text: str) -> int:
 
 
 def binary_size(number: int) -> str:
-    """Return a number of bytes with three digits and a binary unit: ``1.5 GiB``."""
+    """Return a number of bytes with three digits and a binary unit, such as ``1.5 GiB``."""
     for unit, factor in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= factor:
             return f"{number / factor:.3g} {unit}"

@@ -367,10 +367,10 @@ def made(file: HardwareFile, origin: str) -> Hardware:
 
 
 def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
-    """Return a profile's numbers with their origins. The profile ``like`` has missing numbers."""
+    """Return a profile's numbers with their origins. The profile ``like`` adds missing numbers."""
     like = shipped_file(file.like)
     numbers = {} if like == file else _numbers(like)
-    if file.hardware != file.like:  # Numbers of other hardware are guesses. Drop its memory.
+    if file.hardware != file.like:  # Other hardware: numbers are guesses.
         numbers.pop("memory_gib", None)
         numbers = {name: (value, "guessed") for name, (value, _) in numbers.items()}
     return numbers | file.numbers()

@@ -68,7 +68,7 @@ class Tensors(NamedTuple):
     kind: str
     """Kind of the tensors: one of `STANDING`, or `COPIES`."""
     where: str
-    """Place of the tensors: `GPU`, `LOCKED` or `HOST`."""
+    """Place of the tensors (`GPU`, `LOCKED` or `HOST`)."""
     elements: float
     width: int
     """Total bytes per element in all tensors of this kind."""

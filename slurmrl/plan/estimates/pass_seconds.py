@@ -33,9 +33,9 @@ from slurmrl.plan.estimates.shape import (
 )
 
 Seconds: TypeAlias = Mapping[str, float]
-"""Seconds by cause: ``products``, ``attention``, ``elementwise``, ``communication`` of split
-layers, ``weights`` that are gathered and gradients that are reduced, ``bubble``, ``optimizer``,
-``host`` for traffic with the host's memory, ``prefill``, ``decode``."""
+"""Seconds by cause. Causes are ``products``, ``attention``, ``elementwise``, ``communication`` of
+split layers, ``weights`` (gathers, and reductions of gradients), ``bubble``, ``optimizer``,
+``host`` (traffic with the host's memory), ``prefill`` and ``decode``."""
 
 
 @dataclass(frozen=True, kw_only=True)

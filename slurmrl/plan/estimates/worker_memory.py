@@ -274,7 +274,7 @@ def share_of_server(checked: Checked, gpu_bytes: int) -> int | None:
 
 
 SLEEPING: Final = 2 * GIB
-"""Bytes on each GPU that a sleeping server keeps: CUDA contexts, NCCL's buffers and code."""
+"""Bytes of CUDA contexts, NCCL's buffers and code that a sleeping server keeps on each GPU."""
 LEAST_COMPUTING: Final = 2 * GIB
 SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
 """Arguments that set a server's share of a GPU."""
@@ -318,8 +318,8 @@ SGLANG: Final = "sglang"
 ONE_RANK: Final = parse("fsdp:d1")
 """The layout of weights that are not split."""
 WORKER: Final = 8 * GIB
-"""Bytes of host memory of a worker with a GPU, without its models: Python, torch and its libraries,
-the CUDA context, NCCL's buffers, a tokenized dataset, and a part of the host's agent and master."""
+"""Bytes of host memory of a worker with a GPU, without its models. They hold Python, torch, a CUDA
+context, NCCL's buffers, a tokenized dataset, and a part of the host's agent and master."""
 ROUNDED: Final = 2
 """Factor of page-locked weights and gradients of ``cpu_offload`` if torch rounds each tensor up to
 a power of two."""

@@ -302,7 +302,7 @@ class Progress:
         self._batch = []
 
     def record(self, incarnation: int, files: int) -> None:
-        """Note that this incarnation has recorded the last finished step in part files."""
+        """Record that this incarnation has written the last finished step to part files."""
         own = incarnation, files, self.step - 1  # a filter may leave no item of a step in between
         before = [(steps.incarnation, steps.files, steps.last) for steps in self.recorded[-1:]]
         first = self.recorded.pop().first if before == [own] else self.step

@@ -54,7 +54,7 @@ class Results:
         self._summary: Summary | None = None
 
     def finish_step(self) -> None:
-        """Note the part files of the last finished step, if its filter left any items."""
+        """Record the part files of the last finished step, if its filter left any items."""
         items = self._progress.ledger.trained
         if self._files and items > self._recorded:
             self._progress.record(self._incarnation, self._files)

@@ -397,7 +397,7 @@ class RolloutTasks:
                 self._end(attempt, LEFT, result.reason)
 
     def _reject(self, attempt: RolloutAttempt, result: Unreadable) -> None:
-        """Note a version that a task cannot read, if this incarnation has published it."""
+        """Record a version that a task cannot read, if this incarnation has published it."""
         version = VersionId.parse(result.version)
         if version.incarnation != self._incarnation:
             return

@@ -56,7 +56,7 @@ class AttemptRecord:
     """State of an attempt in a commit."""
 
     name: Annotated[str, FILE_NAME]
-    """Name of the attempt's directory: ``<group>.<task>.<attempt>``."""
+    """Name of the attempt's directory, ``<group>.<task>.<attempt>``."""
     agent: Identity | None = None
     version: Annotated[str, VERSION] | None = None
     """Weight version that the attempt has loaded; None without weights."""

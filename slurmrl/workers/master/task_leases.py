@@ -144,7 +144,7 @@ class TaskLeases:
             attempt = self._living[lease.holder]
             too_old = lease.oldest in useless and attempt.is_read
             if not too_old and lease.holder not in silent:
-                continue  # Its unread results may contain these items.
+                continue  # Unread results may contain these items.
             returned = self._ledger.return_items(lease.lease, lease.items)
             self._counts.items["aborted"] += len(returned)
             if attempt.confirmed:

@@ -95,7 +95,7 @@ class VersionPublisher:
         return step % self._settings.every_steps == 0
 
     def distrust(self, versions: Collection[VersionId]) -> None:
-        """Note that tasks cannot read these versions.
+        """Record that tasks cannot read these versions.
 
         Therefore tasks cannot read deltas that build on them. Ignore versions before the newest
         full version.

@@ -356,7 +356,7 @@ class Rounds:
     def _relay(self, number: int, frame: FrameType | None) -> None:
         """Forward a signal to the agents.
 
-        Under srun, forward only the warning: Slurm itself sends TERM to all tasks of a step.
+        Under srun, forward only the warning, because Slurm sends TERM to all tasks of a step.
         """
         self.warned = True
         if number != signal.SIGUSR2 and self.options.launcher != "direct":

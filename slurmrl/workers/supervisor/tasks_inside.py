@@ -121,7 +121,7 @@ class TasksInside:
         return bool(self._tasks) and len(self._spent) == len(self._tasks)
 
     def start(self, hosts: Sequence[str]) -> None:
-        """Start all tasks that do not run on the hosts of a new round (empty without Slurm)."""
+        """On the hosts of a new round (empty without Slurm), start all tasks that do not run."""
         self.keep(hosts)
         for task in self._tasks:
             if not task.runs and not task.failed:
