@@ -151,8 +151,7 @@ def submit(
 ) -> Trial:
     """Submit a trial (see `slurmrl.submit`)."""
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
-    _start(proposal, check=check)
-    return Trial(proposal.paths)
+    return Trial(_start(proposal, check=check))
 
 
 def find(name: str, root: str | None) -> Trial:
@@ -160,6 +159,6 @@ def find(name: str, root: str | None) -> Trial:
     return Trial(trials.find(trials.root_folder(root), name))
 
 
-def _start(proposal: Proposal, *, check: bool) -> None:
+def _start(proposal: Proposal, *, check: bool) -> RunPaths:
     reject(proposal.check(CHECK_TIMEOUT_S if check else None))
-    start(proposal)
+    return start(proposal).paths

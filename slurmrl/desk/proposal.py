@@ -1,17 +1,15 @@
-"""Checked and planned trials, and the preparation of their run directories.
-
-A directory is prepared once ``config.yaml`` exists, which is written last. If the submitter is
-killed earlier, the next submitter repeats the same steps.
-"""
+"""Checked and planned trials, and the preparation of their run directories."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,8 @@ from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
 from slurmrl.env import user_name
-from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.fsio import atomic, documents, inputs
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
+from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
@@ -63,6 +61,8 @@ class Proposal:
     """The user's code, and the writer of its record in a snapshot."""
     update_code: bool = False
     """Whether to take another snapshot of the code."""
+    renamed: Callable[[], Proposal] | None = None
+    """Makes the proposal again with another free name; None if the user has chosen the name."""
 
     @property
     def trial(self) -> str:
@@ -166,7 +166,9 @@ def propose(
         settings = read([*overrides, *added, f"algorithm.name={name}"], folders=[code])
     own = _own_code(settings, settings.folders)
     settings = described(settings, Code(paths=own.paths), begun_configuration(settings))
-    return _planned(settings, scheduler, own, update_code=other)
+    proposal = _planned(settings, scheduler, own, update_code=other)
+    again = partial(propose, config, overrides, root=root, scheduler=scheduler, derive=derive)
+    return dataclasses.replace(proposal, renamed=partial(again, new=True)) if new else proposal
 
 
 def propose_resume(
@@ -309,14 +311,34 @@ def free_name(settings: Settings) -> str:
 def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> bool:
     """Make the run directory; return False if the trial exists, and leave it unchanged then.
 
-    ``recorder`` has the code to copy, and records its origin.
+    ``recorder`` has the code to copy, and records its origin. The directory gets its name when it
+    is complete, so that files of two submitters never mix.
 
     Raises EnvironmentFailure if the directory cannot be made or does not support links, and
     OwnershipError if other users could change it.
     """
-    if is_prepared(paths):
-        check_owner(paths)
-        return False
+    if not is_prepared(paths):
+        for left in paths.run.parent.glob(f"{calls.TEMPORARY_PREFIX}*"):
+            if time.time() - left.stat().st_mtime > 24 * 3600:  # its submitter was killed
+                shutil.rmtree(left, ignore_errors=True)
+        made = RunPaths(calls.temporary_beside(paths.run))
+        try:
+            _fill(made, settings, plan, recorder)
+            os.rename(made.run, paths.run)
+            atomic.sync_directory(paths.run.parent)
+            return True
+        except OSError as error:
+            if isinstance(error, EnvironmentFailure):
+                raise
+            if not is_prepared(paths):
+                raise calls.explain(error, "make the run directory", paths.run) from error
+        finally:
+            shutil.rmtree(made.run, ignore_errors=True)
+    check_owner(paths)
+    return False
+
+
+def _fill(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> None:
     atomic.make_private_directory(paths.run)
     check_owner(paths)
     for directory in paths.directories():
@@ -324,11 +346,9 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     atomic.probe_link(paths.run)
     who = {"time": time.time(), **asdict(Claimant.of_this_process())}
     claim = {"uuid": uuid.uuid4().hex, "version": slurmrl.__version__, **who}
-    atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
+    atomic.replace(paths.identity, json.dumps(claim).encode())
     trial_code.take_snapshot(paths, recorder.code, recorder)
-    write_plan(paths, settings, plan)
-    # Two submitters of the same configuration may both get True, because their files are equal.
-    return atomic.exclusive_create(paths.config, dump(settings.config).encode())
+    rewrite(paths, settings, plan)
 
 
 def check_owner(paths: RunPaths) -> None:
@@ -348,13 +368,8 @@ def trial_uuid(paths: RunPaths) -> str:
     return uuid_text
 
 
-def write_plan(paths: RunPaths, settings: Settings, plan: Plan) -> None:
-    """Replace the plan, and the estimates that reports compare with measurements."""
+def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
+    """Replace configuration and plan, and the estimates that reports compare with measurements."""
     atomic.replace(paths.estimates, json.dumps(figures(settings, plan)).encode())
     atomic.replace(paths.plan, plan.to_json().encode())
-
-
-def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
-    """Replace the configuration and the plan of a trial."""
-    write_plan(paths, settings, plan)
     atomic.replace(paths.config, dump(settings.config).encode())

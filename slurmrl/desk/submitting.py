@@ -114,12 +114,13 @@ def submit(proposal: Proposal) -> Submitted:
     calls.require_space(proposal.paths.run)
     proposal.scripts()  # Reject values that a script cannot contain before writing anything.
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
+    if not fresh and proposal.renamed is not None:
+        return submit(proposal.renamed())  # another process has taken the free name
     outlook = Outlook(fold([]), complete=False, left=None) if fresh else _outlook(proposal)
     if outlook.left is not None:
         clear_away(outlook.left)
     if outlook.complete:
-        more = not outlook.exhausted
-        return Submitted(proposal.paths, proposal.kind, None, may_have_more=more)
+        return Submitted(proposal.paths, proposal.kind, None, may_have_more=not outlook.exhausted)
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
     number = claim_submission(proposal.paths, outlook.submission, _request(proposal, code))

@@ -55,16 +55,8 @@ SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
 
 
 def take_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> None:
-    """Make the first snapshot, unless it exists."""
-    if not _is_empty(paths.code):
-        return
-    copy = _build(paths, code, record)
-    try:
-        os.rename(copy, paths.code)  # This replaces the trial's empty folder.
-    except OSError:
-        shutil.rmtree(copy)
-        if _is_empty(paths.code):
-            raise
+    """Make the first snapshot of a trial."""
+    os.rename(_build(paths, code, record), paths.code)  # replaces the trial's empty folder
     atomic.sync_directory(paths.run)
 
 
@@ -168,10 +160,6 @@ def _changed(
 def _numbers(paths: RunPaths) -> list[int]:
     matches = (re.fullmatch(r"code\.([0-9]{1,9})", name) for name in os.listdir(paths.run))
     return [1, *(int(match[1]) for match in matches if match)]
-
-
-def _is_empty(folder: Path) -> bool:
-    return not folder.is_dir() or not os.listdir(folder)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _unknown(root: Path, kind: str, name: str, known: list[str]) -> UnknownNameE
 
 def _folders(folder: Path) -> list[str]:
     try:
-        return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        return sorted(one.name for one in os.scandir(folder) if one.is_dir() and one.name[0] != ".")
     except (FileNotFoundError, NotADirectoryError):
         return []
 

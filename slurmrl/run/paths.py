@@ -66,7 +66,7 @@ class RunPaths:
     """The resolved configuration."""
     plan = _RunEntry("plan.json")
     identity = _RunEntry("trial.json")
-    """The trial's uuid and creation time. Creating this file exclusively creates the trial."""
+    """The trial's uuid and creation time."""
     code = _RunEntry("code")
     """Snapshot of the run's code from the creation of the trial."""
 

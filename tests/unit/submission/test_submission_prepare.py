@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurmrl.config.load import load_resolved
 from slurmrl.desk import proposal as module
 from slurmrl.desk import trial_code
-from slurmrl.desk.proposal import Proposal, is_prepared, prepare, propose, trial_uuid
+from slurmrl.desk.proposal import Proposal, prepare, propose
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.plan.model import Plan
+from slurmrl.run.paths import RunPaths
 from tests.fake_runs import write_config
 
 
@@ -33,8 +37,8 @@ def paths_and_bytes(proposal: Proposal) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("step", ["take_snapshot", "write_plan", "dump"])
-def test_killed_preparation_is_continued(
+@pytest.mark.parametrize("step", ["take_snapshot", "figures", "dump"])
+def test_killed_preparation_leaves_no_trial(
     proposal: Proposal, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     class Killed(BaseException):
@@ -47,20 +51,32 @@ def test_killed_preparation_is_continued(
         patch.setattr(trial_code if step == "take_snapshot" else module, step, kill)
         with pytest.raises(Killed):
             make(proposal)
-    assert not is_prepared(proposal.paths)
-    claimed = trial_uuid(proposal.paths)
+    assert not list(proposal.paths.run.parent.iterdir())
+    old = proposal.paths.run.with_name(".tmp.old")
+    old.mkdir()
+    os.utime(old, (0, 0))
     assert make(proposal)
-    assert trial_uuid(proposal.paths) == claimed
+    assert not old.exists()
     assert load_resolved(proposal.paths.config) == proposal.settings.config
 
 
-def test_existing_snapshot_is_kept(proposal: Proposal) -> None:
-    make(proposal)
-    marker = proposal.paths.code / "slurmrl" / "marker"
-    marker.touch()
-    trial_code.take_snapshot(proposal.paths, proposal.recorder.code, proposal.recorder)
-    assert marker.exists()
-    assert not list(proposal.paths.run.glob(".code.*"))
+def test_files_of_two_submitters_never_mix(
+    proposal: Proposal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = write_config(tmp_path), ["actor.backend=fsdp:d2"]
+    other = propose(*given, root=str(tmp_path / "runs"), scheduler="local")
+    snapshot = trial_code.take_snapshot
+
+    def late(paths: RunPaths, *arguments: Any) -> None:
+        snapshot(paths, *arguments)
+        monkeypatch.setattr(trial_code, "take_snapshot", snapshot)
+        assert make(other)
+
+    monkeypatch.setattr(trial_code, "take_snapshot", late)
+    assert not make(proposal)
+    assert load_resolved(other.paths.config).actor.backend == "fsdp:d2"
+    assert Plan.read(other.paths.plan) == other.plan != proposal.plan
+    assert [one.name for one in other.paths.run.parent.iterdir()] == ["1"]
 
 
 def test_root_that_is_a_file_is_reported(tmp_path: Path) -> None:

@@ -355,8 +355,10 @@ def test_complete_trial_is_resumed_only_for_more_steps(
     assert len(scheduler.requests) == (1 if complete else 2)
 
 
-def test_new_option_takes_the_next_free_name(again: Submit) -> None:
+def test_new_option_takes_the_next_free_name(again: Submit, config: Path) -> None:
     assert [again(new=True).trial for _ in range(3)] == ["add/1", "add/2", "add/3"]
+    late = propose(config, [], root=str(config.parent / "runs"), scheduler="local", new=True)
+    assert (again(new=True).trial, submit(late).trial) == ("add/4", "add/5")
     assert again("trial=x", new=True).trial == "add/x"
     assert again("trial=x", new=True).trial == "add/x-2"
 
