@@ -171,7 +171,7 @@ def logs(
 
 
 class Printer:
-    """Prints the lines of log files that were added since the last time."""
+    """Prints the lines of log files that were added since the last `print`."""
 
     def __init__(self, reader: OutputReader, *, as_json: bool = False) -> None:
         self._reader = reader

@@ -459,7 +459,7 @@ def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
 
 
 def _most_gpu_seconds(settings: Settings, gpu_hours: float | None) -> float:
-    """Return the maximum GPU seconds of a step so that all steps take at most the GPU hours."""
+    """Return the maximum GPU seconds of a step with which all steps fit into the GPU hours."""
     from slurmrl.errors import UsageError
 
     if gpu_hours is None:

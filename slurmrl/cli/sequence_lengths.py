@@ -99,8 +99,8 @@ def mean_tokens(
 def calibration(name: str, root: str | None, hardware: str | None) -> tuple[float, float, str]:
     """Return the mean lengths of a trial, and a comparison of its measured and predicted seconds.
 
-    ``hardware`` names a profile that replaces the trial's. Raises UsageError for a trial without
-    lengths.
+    ``hardware`` names a profile that replaces the trial's profile. Raises UsageError for a trial
+    without lengths.
     """
     from slurmrl.desk import trials
     from slurmrl.desk.report.collecting import measured_calls

@@ -316,7 +316,7 @@ class InputChecks:
                 yield Finding("tokenizer", Weight.FAILED, message, key)
 
     def _lengths(self) -> Iterator[Finding]:
-        """Yield the numbers of lines that a limit omits and that are too long for a model."""
+        """Yield how many lines a limit omits, and how many lines are too long for a model."""
         for key, dataset in datasets(self.config):
             rows = self.rows.get(key)
             if rows is None or self.config.actor.tokenizer is None:

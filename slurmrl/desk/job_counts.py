@@ -62,7 +62,7 @@ def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
 
 
 def _add(chain: Chain, scheduler: Scheduler, *, dry_run: bool) -> str:
-    """Extend a chain; return the new job in words. Return "" if the chain is not extended."""
+    """Extend a chain; return a description of the new job. Return "" if nothing was added."""
     if dry_run:
         reason = why_not(chain, scheduler, by=requester(), requested=True)
         return "" if reason else "one job array"

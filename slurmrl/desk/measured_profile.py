@@ -327,7 +327,7 @@ class Profiling:
     overrides: tuple[str, ...]
     root: Path | None
     fallback: Path
-    """The root if no option, variable or profile sets one."""
+    """The root if no option, variable or profile sets a root."""
     scheduler: str | None
     hosts: int | None
     ranks: int | None

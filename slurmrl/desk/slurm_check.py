@@ -82,7 +82,7 @@ def _rejected(
 
 
 def _known_names(name: str, value: str, client: SlurmClient) -> str:
-    """Return a hint about a name that Slurm does not know in a rejected value, or ""."""
+    """Return a hint about an unknown name in a value that Slurm has rejected, or ""."""
     try:
         known = client.names(name, user_name())
     except SchedulerError:

@@ -248,7 +248,7 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 
 def _check_code(proposal: Proposal) -> None:
-    """Raise UsageError if the trial's slurmrl has another version, which may not read our files."""
+    """Raise UsageError for a trial of another version of slurmrl, which may misread new files."""
     code = trial_code.current_code(proposal.paths)
     if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial

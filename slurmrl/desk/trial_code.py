@@ -414,7 +414,7 @@ def _parsed(file: Path) -> ast.AST:
 
 
 def _beside(folder: Path, name: str) -> Path | None:
-    """Return the path of a module in a folder; None without it.
+    """Return the path of a module in a folder; None if it is missing.
 
     The order is Python's: a folder without ``__init__.py`` comes after installed modules.
     """

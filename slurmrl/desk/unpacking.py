@@ -1,10 +1,10 @@
 """The format of bundles, and their unpacking.
 
 A bundle is a tar archive of regular files, for a cluster without a network. A bundle contains the
-configuration, whose paths are inside the bundle, the user's own code, the files of models and
-datasets below `INPUTS`, and wheels below `WHEELS`. The last member is `MANIFEST`, with the size and
-checksum of every other member. The same inputs make the same bytes. Each member of an archive is
-checked before it is used.
+configuration (with paths inside the bundle), the user's own code, the files of models and datasets
+below `INPUTS`, and wheels below `WHEELS`. The last member is `MANIFEST`, with the size and checksum
+of every other member. The same inputs make the same bytes. Each member of an archive is checked
+before it is used.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def write_new(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
-    """Create a file that must not exist, readable by its owner only."""
+    """Create a file that must not exist yet, readable by its owner only."""
     write_new_parts(path, (data,), durable, calls)
 
 

@@ -83,7 +83,7 @@ class NameStore:
         return value
 
     def find_subtree(self, root: str) -> list[str]:
-        """Return the existing keys, sorted: ``root`` and all keys below it; all keys for ``""``."""
+        """Return the sorted keys that exist: ``root`` and keys below it, or all keys for ``""``."""
         root = normalize_root(root)
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
@@ -196,7 +196,7 @@ VALUE_BYTES = 1 << 20
 
 
 def normalize(name: str) -> str:
-    """Return the normal form of a key: ``a/``, ``./a`` and ``/a`` are ``a``, ``a//b`` is ``a/b``.
+    """Return the normal form of a key: ``./a`` and ``/a/`` become ``a``, ``a//b`` becomes ``a/b``.
 
     Raises InvalidNameError.
     """
@@ -214,7 +214,7 @@ def normalize(name: str) -> str:
 
 
 def normalize_root(root: str) -> str:
-    """Return the normal form of a key, or ``""`` for ``""``, ``"/"`` and ``"."``: all keys."""
+    """Return the normal form of a key, or ``""`` (all keys) for ``""``, ``"/"`` and ``"."``."""
     return "" if isinstance(root, str) and root.strip("/") in ("", ".") else normalize(root)
 
 

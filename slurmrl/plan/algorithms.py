@@ -88,7 +88,7 @@ class Algorithm(Protocol):
 
     @property
     def preset(self) -> Mapping[str, Any]:
-        """Defaults of settings that ``name`` sets."""
+        """Defaults of settings that depend on ``name``."""
         ...
 
     @property

@@ -73,7 +73,7 @@ class Measure(StrEnum):
     RATE = "rate"
     """Mean of values between 0 and 1."""
     REWARD = "reward"
-    """Mean of rewards. It is a rate if all rewards are 0 or 1."""
+    """Mean of rewards. The mean is a rate if all rewards are 0 or 1."""
     LOSS = "loss"
     """Mean of -log p over all ``tokens`` of answers. The scores are the items' ``logprob``."""
     PERPLEXITY = "perplexity"

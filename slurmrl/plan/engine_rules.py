@@ -168,7 +168,7 @@ def rules_of(allocation: Allocation) -> EngineRules:
 
 
 LEAST: Final = len("--tp")
-"""Minimum length of an abbreviated flag, which argparse accepts."""
+"""Minimum length of an abbreviated flag that argparse accepts."""
 
 
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
@@ -213,8 +213,8 @@ RETRACTING_NEEDS: Final[Mapping[str, object]] = {
     "tokenizer_worker_num": 1,
 }
 """Settings that SGLang must have to retract requests. With other values, a server may compute or
-move keys and values during the pause, so that its cache cannot be emptied. Or it may reject its own
-requests."""
+move keys and values during the pause, so that its cache cannot be emptied. Or the server may reject
+its own requests."""
 KEY: Final = "all users of the host could read the key; slurmrl's Unix socket needs no key"
 ADDRESS: Final = "slurmrl chooses the server's address"
 MODEL: Final = "the server runs the actor, whose weights slurmrl sends"

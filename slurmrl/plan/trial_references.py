@@ -3,8 +3,8 @@
 ``trial:EXPERIMENT/TRIAL@STEP`` is the export of a step, and ``@last`` the export of its newest
 checkpoint. An export of adapters is not a complete model.
 
-A model that is not trained can also be a checkpoint. It is then a folder with hard links to the
-files of the checkpoint, so that the other trial may delete the checkpoint.
+A model that is not trained can also be a checkpoint. The model is then a folder with hard links to
+the files of the checkpoint, so that the other trial may delete the checkpoint.
 """
 
 from __future__ import annotations

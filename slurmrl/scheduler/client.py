@@ -100,7 +100,7 @@ class SlurmClient:
         return None
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
-        """Return the hosts with these names in a partition (None: in any), of all states."""
+        """Return hosts by partition (None: all partitions) and names (empty: all), in any state."""
         where = [f"--partition={partition}"] if partition else []
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"

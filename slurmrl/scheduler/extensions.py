@@ -249,7 +249,7 @@ class Extender:
     def _submit(self, claim: Claim, after: Sequence[str], *, all_at_once: bool) -> str:
         """Call sbatch, with half as many elements after each rejection by a limit.
 
-        The array indices that remain stay unused.
+        The remaining array indices stay unused.
         """
         _, at_once = length(self._run, self._number, self._group)
         options = [f"--job-name={name(self._run, self._number, self._group, claim.index)}"]

@@ -2,9 +2,9 @@
 
 Each measurement yields points, from which `desk.measured_profile` computes a hardware profile. A
 point has the minimum seconds of several repetitions, because other processes can only slow down a
-repetition. For the same reason, CPU ranks with one thread measure CPU seconds. Inside a host, these
-include the threads that send and receive. Between hosts, all ranks measure wall seconds, because a
-CPU is idle while the network carries data.
+repetition. For the same reason, CPU ranks with one thread measure CPU seconds. Inside a host, CPU
+seconds include the threads that send and receive. Between hosts, all ranks measure wall seconds,
+because a CPU is idle while the network carries data.
 """
 
 from __future__ import annotations

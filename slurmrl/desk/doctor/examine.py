@@ -55,7 +55,7 @@ class Examination:
     root: Path | None
     """``--root`` or SLURMRL_ROOT; with None, the configuration decides."""
     fallback: Path
-    """The root if no option, variable or configuration sets one."""
+    """The root if no option, variable or configuration sets a root."""
     scheduler: str | None
     job: bool
     """Whether to run checks in a short job too."""

@@ -28,7 +28,7 @@ MOST_POINTS = 4000
 """Maximum number of points of a curve; a screen has fewer columns."""
 DIGITS = 7
 PLACES = ("step", TIME)
-"""Keys with the position of a line; all others are metrics."""
+"""Keys for the position of a line on the x axis; all other keys are metrics."""
 MOST_ROWS = 10_000
 MOST_TEXT = 6_000
 """Maximum number of characters of a string."""

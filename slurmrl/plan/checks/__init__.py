@@ -73,7 +73,7 @@ class Draft:
         return self.problem(key_path, f"{_shown(value)}is not allowed{reason}")
 
     def _below_models(self, key_path: KeyPath) -> KeyPath:
-        """Return the key in the file. A key of a custom role is in the section ``models``."""
+        """Return the key in the file. Keys of custom roles are in the section ``models`` there."""
         return ("models", *key_path) if key_path[0] in self.config.models else key_path
 
 

@@ -278,7 +278,7 @@ def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:
-    """Check that the calls of the algorithm form a graph. A new algorithm's calls may not."""
+    """Check that the calls of the algorithm form a graph. A new algorithm's calls may form none."""
     config, algorithm = draft.config, draft.algorithm
     if any(conflicts(draft)):
         return  # The check of conflicts has a better message.

@@ -122,7 +122,7 @@ def segment_path(path: Path, number: int) -> Path:
 
 
 class LogWriter:
-    """The only writer that a log ever has. The constructor creates the file, which must not exist.
+    """The only writer of a log. The constructor creates the file, which must not exist.
 
     To retry after an EnvironmentFailure of the constructor, pass the same ``nonce``. ``durable``
     syncs each append to disk. Raises FileExistsError, EnvironmentFailure.

@@ -66,7 +66,7 @@ TOKEN = FieldType(f"{2 * TOKEN_BYTES} hexadecimal digits", _is_token)
 
 @dataclass(frozen=True)
 class WakeupAddress:
-    """Address and token of a socket. Keep it secret, because a token allows sending wake-ups."""
+    """Address and token of a socket. Keep the token secret, because it allows sending wake-ups."""
 
     host: Annotated[str, ADDRESS]
     port: Annotated[int, PORT]

@@ -122,7 +122,7 @@ def _own(paths: RunPaths, step: int) -> Mapping[str, Any]:
 
 
 def _read_held(paths: RunPaths) -> dict[str, int]:
-    """Return the number of lines that each sink has. A missing sink determines it itself."""
+    """Return the number of lines that each sink has. Other sinks determine the number."""
     try:
         found: dict[str, int] = documents.read(paths.arrived_sinks, HELD, HELD)["held"]
     except (FileNotFoundError, CorruptFileError):

@@ -86,7 +86,7 @@ class TaskLeases:
     # -- attempts that may have items --------------------------------------------------------
 
     def note(self, attempt: RolloutAttempt, version: str) -> None:
-        """Record by how many seconds an attempt loaded the newest version later than the first."""
+        """Record how many seconds later than the first attempt this attempt loaded a version."""
         now = self._clock()
         if self._newest is None or VersionId.parse(self._newest) < VersionId.parse(version):
             self._newest, self._newest_at = version, now
