@@ -8,7 +8,7 @@ Shapes: T tokens, L blocks with experts, K experts of a token in each, E experts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_loading import sketch
 
 TOPK: Final = (torch.topk, torch.Tensor.topk)
+FILL: Final = (torch.masked_fill, torch.Tensor.masked_fill)
 NAMES: Final = ("gate", "router")
 """Names of routers within blocks that have experts."""
 
@@ -33,20 +34,17 @@ class HFRouters:
         """Find the routers. Raises UsageError if a block with experts has none of a known form."""
         self.routes: Routes | None = None
         """Object that records or replaces the choices of the next calls; None: routers choose."""
-        named = type(model).__name__
+        refused = f"the experts of {type(model).__name__} cannot be replayed"
         self._found: list[_Router] = []
         for name, block in model.named_modules():
             if isinstance(getattr(block, "experts", None), nn.Module):
                 router = _router_of(block)
                 if router is None:
-                    raise UsageError(
-                        f"the experts of {named} cannot be replayed: {name} has no router with "
-                        "top_k and num_experts"
-                    )
+                    raise UsageError(f"{refused}: {name} has no router with top_k and num_experts")
                 self._found.append(_Router(self, router, len(self._found)))
         widths = {each.per_token for each in self._found}
         if len(widths) > 1:
-            raise UsageError(f"the experts of {named} cannot be replayed: top_k differs by block")
+            raise UsageError(f"{refused}: top_k differs by block")
         self.blocks, self.per_token = len(self._found), next(iter(widths), 0)
 
     def try_out(self) -> None:
@@ -117,15 +115,15 @@ class _Choice(TorchFunctionMode):
         self._per_token, self._experts = per_token, experts
         self.taken: list[Tensor] = []
         """Experts [T, K] of each ``topk``."""
+        self._filled: tuple[Any, Any] = (None, None)
+        """The last scores after and before ``masked_fill``."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in FILL:
+            self._filled = result, args[0]
         if func not in TOPK:
             return result
         scores = args[0] if args else (kwargs or {})["input"]
@@ -135,6 +133,8 @@ class _Choice(TorchFunctionMode):
         self.taken.append(taken)
         if taken is result.indices:
             return result
+        if scores is self._filled[0]:  # Groups of experts do not restrict recorded experts.
+            scores = self._filled[1]
         return torch.return_types.topk((scores.gather(-1, taken), taken))
 
 

@@ -15,6 +15,7 @@ from slurmrl.algorithms.rollout_calls import add_experts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.errors import UsageError
+from slurmrl.models.experts import Replayed
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_routers import HFRouters, refusal
@@ -147,6 +148,21 @@ def test_replay_of_the_routers_own_choice_changes_nothing() -> None:
         record = in_one_call(model, tuple(ids.tolist())).to(torch.int16)
         add_experts(batch, [record.numpy()])
         assert torch.equal(trained.forward(batch)["logp"], plain)
+
+
+def test_recorded_experts_keep_their_weights_outside_of_the_chosen_groups() -> None:
+    """DeepSeek-V2 sets the scores of other groups to zero before it chooses experts."""
+    grouped = {"n_routed_experts": 8, "n_group": 4, "topk_group": 1}
+    values = tiny("deepseek_v2", **CHANGES, **grouped, topk_method="group_limited_greedy")
+    model = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=0, dtype=torch.float32)
+    gate = next(each for name, each in model.named_modules() if name.endswith("gate"))
+    states = torch.randn(30, 32, generator=torch.Generator().manual_seed(3))
+    scores = gate(states)[0].softmax(-1)
+    replayed = Replayed(torch.tensor([[[1, 6]]]).expand(30, -1, -1))
+    with model.routed(replayed):
+        _, weights, experts = gate(states)
+    assert torch.equal(weights, scores[:, [1, 6]] * gate.routed_scaling_factor)
+    assert torch.equal(experts, torch.tensor([[1, 6]]).expand(30, -1))
 
 
 def test_replay_is_rejected_for_models_without_known_routers() -> None:
