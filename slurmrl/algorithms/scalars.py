@@ -123,7 +123,7 @@ class ReturnMoments:
 
     weight: float = 0.0
     """Weight of the data in the moments. ``exponential``: 1 - decay^steps; ``mean`` and ``square``
-    are already divided by it, as in Adam's correction of bias. ``moving``: number of returns."""
+    are already divided by this, as in Adam's correction of bias. ``moving``: number of returns."""
     mean: float = 0.0
     square: float = 0.0
     """Mean of the squares."""

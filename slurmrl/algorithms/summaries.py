@@ -93,9 +93,9 @@ def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int])
     generating functions in z of the number of sampled completions. The functions are multiplied as
     their values at roots of unity, and a Fourier transform yields the coefficient of z^k.
 
-    With fewer than n + 1 roots, the result includes the cases in which the number of sampled
-    completions differs from k by at least the number of roots. The probability of these cases is
-    below 1e-17 (Hoeffding 1963).
+    With fewer than n + 1 roots, the result includes cases with other numbers of sampled
+    completions. These numbers differ from k by at least the number of roots, which has a
+    probability below 1e-17 (Hoeffding 1963).
     """
     n = silent + sum(each.size * each.number for each in votes)
     k = np.array(sizes)

@@ -84,7 +84,7 @@ LAYOUT = frozenset(
     }
 )
 """Dotted keys that change the number of ranks or the micro-batches, but not the mathematical
-result. A resumed trial may change them; `consequences` reports the resulting differences."""
+result. A resumed trial may change these keys; `consequences` reports the resulting differences."""
 
 
 SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in SECTIONS)

@@ -1,8 +1,8 @@
 """Datasets, models and tokenizers of the Hugging Face hub, fetched on the login node.
 
 A reference (``hf://org/name@revision``) becomes a folder in a cache under the root of the runs. The
-folder has one commit of the repository. Later trials and jobs read it without network access. The
-hub's own library runs in a child process (`hub_child`). Torch-free.
+folder has one commit of the repository. Later trials and jobs read the folder without network
+access. The hub's own library runs in a child process (`hub_child`). Torch-free.
 
 A file next to the folder lists its files. `damage` compares folder and list to detect lost files:
 some file systems remove old files one by one, and people remove folders that look unused.

@@ -1,7 +1,7 @@
 """The child process that fetches a repository.
 
 The process downloads one commit into ``<home>/fetching``, or resumes an interrupted download. From
-the download it makes the folder ``<home>/<commit>.<pid>`` and renames the folder to
+the download, the process makes the folder ``<home>/<commit>.<pid>`` and renames the folder to
 ``<home>/<commit>``. ``<home>/<commit>.json`` lists the files of the folder. The library shows its
 progress on stderr.
 """

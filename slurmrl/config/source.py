@@ -142,7 +142,7 @@ def value_at(values: Any, key_path: KeyPath) -> Any:
 
 
 def read(path: Path) -> Source:
-    """Return a file's values. Raises UnreadableInputError, or ConfigError if it is not YAML."""
+    """Return a file's values. Raises UnreadableInputError, or ConfigError for other than YAML."""
     text = _text(path)
     source = Source(path, resolved=text.startswith(RESOLVED))
     node = compose(text, str(path))

@@ -70,7 +70,7 @@ class TokenizedDataset:
     An item has all sequences of its row, under the keys ``input_ids`` and ``prompt_mask`` (bool,
     False on the targets).
 
-    Methods raise CorruptFileError for damaged rows and EnvironmentFailure if they cannot be read.
+    Methods raise CorruptFileError for damaged rows and EnvironmentFailure if rows cannot be read.
     """
 
     token_key: str = "input_ids"

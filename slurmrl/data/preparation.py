@@ -58,7 +58,7 @@ def prepare(
     """Return the directory in ``folder`` with the prepared rows.
 
     Only one process of an incarnation calls this function. Processes of older incarnations may
-    still run it, but write to other directories.
+    still run the function, but write to other directories.
 
     :raises ConfigError: rows or settings that cannot be used; each problem names its line.
     :raises UsageError: the disk is full, which another start could not change.
@@ -95,7 +95,7 @@ def find(
 ) -> Path:
     """Return the newest directory that `prepare` has finished; do not read the dataset's files.
 
-    Raises EnvironmentFailure if it cannot be read or does not exist.
+    Raises EnvironmentFailure if the directory cannot be read or does not exist.
     """
     for directory in _made(folder, recipe(config, tokenizer), calls):
         with suppress(CorruptFileError):

@@ -9,7 +9,7 @@ Contents of a directory, with little-endian numbers:
 - ``pictures/``: the pictures of a dataset with images (`tensors.pictures`);
 - ``images.json``: the files from which the pictures were made (`image_sources`);
 - ``index.bin``: an `Entry` of seven int64 and a float64 for each row, and one entry for the end;
-- ``manifest.json``: written last. Without it the directory does not count.
+- ``manifest.json``: written last. Without the manifest, the directory does not count.
 
 Rows are read with pread, not through a memory mapping. While a network file system does not answer,
 a page fault would hold the interpreter lock, so the rank would count as hung. If the server has

@@ -137,8 +137,8 @@ class SequenceSample(SampleMeta):
     def sequences(self) -> SequenceSample:
         """Return each sequence as a separate item, named ``<id>#<place in the item>``.
 
-        The tensors are shared. Use it for calculations that do not need the sequences of an item
-        together.
+        The tensors are shared. Use the result for calculations that do not need the sequences of an
+        item together.
 
         Raises ValueError if an item has more sequences under one key than under another.
         """

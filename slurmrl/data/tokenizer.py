@@ -70,8 +70,8 @@ def _is_generic(folder: Path) -> bool:
 def vocabulary(folder: Path) -> dict[str, int] | None:
     """Return the ids of all tokens, without transformers, which takes seconds to import.
 
-    Return None if only transformers can read them (no ``tokenizer.json``, or no end-of-text token
-    in the files).
+    Return None if only transformers can read the ids (no ``tokenizer.json``, or no end-of-text
+    token in the files).
     """
     from tokenizers import Tokenizer
 

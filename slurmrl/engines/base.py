@@ -127,7 +127,7 @@ class Engine(ABC):
     def offload(self) -> None:
         """Free the device memory of weights and optimizer state.
 
-        Until ``onload``, methods that need them raise UsageError.
+        Until ``onload``, methods that need the weights raise UsageError.
         """
 
     @abstractmethod
@@ -202,8 +202,8 @@ class TrainEngine(Engine):
         The result is the same on every rank: the sums (maxima) of ``loss_fn``'s statistics and
         ``loss`` (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. If
         the gradient is not finite, the update is skipped and ``skipped`` is 1. ``veto`` gets the
-        sums of the statistics, with ``loss``, ``tokens`` and ``denominator``. If it returns true,
-        the update is skipped and ``vetoed`` is 1.
+        sums of the statistics, with ``loss``, ``tokens`` and ``denominator``. If ``veto`` returns
+        true, the update is skipped and ``vetoed`` is 1.
         """
 
     @abstractmethod
@@ -258,8 +258,8 @@ class GenerateEngine(Engine):
         Collective: every rank of the model enters and leaves, with or without requests.
 
         Among ranks with the same samples, the leader gets the engine. The other ranks get None, and
-        compute the leader's requests until it leaves. Without ``options.turns``, they may get an
-        engine too; then all of these ranks submit the same requests.
+        compute the leader's requests until it leaves. Without ``options.turns``, the other ranks
+        may get an engine too; then all of these ranks submit the same requests.
 
         Raises UsageError for options that the model does not support.
         """

@@ -46,8 +46,8 @@ def lock_sizes_as_they_are() -> None:
     """Stop torch's allocator of page-locked memory from rounding up sizes above 1 MiB.
 
     By default, the allocator rounds sizes up to powers of two. FSDP allocates the weights and
-    gradients of ``cpu_offload`` with it. Before torch 2.13, rounding cannot be stopped; ``plan``
-    accounts for it.
+    gradients of ``cpu_offload`` with this allocator. Before torch 2.13, rounding cannot be stopped;
+    ``plan`` accounts for it.
     """
     if torch.__version__ >= ROUNDS_BEFORE:
         torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")

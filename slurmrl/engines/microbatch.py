@@ -126,7 +126,7 @@ def in_order(
 ) -> Outputs:
     """Return the per-token results of micro-batches in the order of the sample.
 
-    Without micro-batches, they are the results of ``output_fn`` on empty outputs of ``head``.
+    Without micro-batches, return the results of ``output_fn`` on empty outputs of ``head``.
     """
     if not results:
         device = sample.tensor(TOKENS).device

@@ -155,7 +155,7 @@ class NativeEngine(GatheredGeneration):
         return self._shards.local() | self._shards.decoder.constants()
 
     def offload(self) -> None:
-        """Free the weights without a copy. ``onload`` makes them zero until the next move."""
+        """Free the weights without a copy. After ``onload``, weights are zero until a move."""
         self._offload.take((), self.storages().values())
 
     def onload(self) -> None:

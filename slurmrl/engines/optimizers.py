@@ -2,7 +2,7 @@
 
 All optimizers work element by element, so a step does not depend on how parameters are sharded.
 (Steps of Muon or Adafactor use whole matrices, and would depend on it.) Moments have the shape of
-their parameter and start at 0. Together with the step count, they suffice to resume.
+their parameter and start at 0. Moments and step count suffice to resume.
 """
 
 from __future__ import annotations

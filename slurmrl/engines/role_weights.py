@@ -68,9 +68,9 @@ def initial_weights(
 ) -> Iterator[BoxReader]:
     """Yield a reader of boxes of the built-in decoder's parameters and constants.
 
-    The parameters come from the folder ``source``. Without it, they are random values that depend
-    only on (seed, name). The whole model is never in memory. The reader raises UsageError for
-    weights of the folder that are not finite.
+    The parameters come from the folder ``source``. Without the folder, parameters are random values
+    that depend only on (seed, name). The whole model is never in memory. The reader raises
+    UsageError for weights of the folder that are not finite.
 
     A value head that the source lacks is zero, so that values start at zero. Random tensors are
     made as a whole; the last ``keep`` of them are cached for further boxes.

@@ -187,7 +187,7 @@ class ServerEngine(GenerateEngine):
     def wait_until_up(self, report: Callable[[], None]) -> None:
         """Start the server, and wait until it can generate; call ``report`` periodically.
 
-        Raises RunFailedError if it does not start, UsageError if slurmrl cannot use it.
+        Raises RunFailedError if the server does not start, UsageError if slurmrl cannot use it.
         """
         if self.context.is_leader:
             self._servers = self._run(self._start())
@@ -296,7 +296,7 @@ class ServerEngine(GenerateEngine):
         self._installed = folder
 
     async def _serve(self, servers: Servers, version: WeightVersion) -> None:
-        """Make the servers load ``version``. Raises UsageError if they reject the version."""
+        """Make the servers load ``version``. Raises UsageError if a server rejects it."""
         try:
             await servers.engine.update_weights(version)
         except UsageError as error:

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021). Torch-free.
 
-This module computes the names and shapes of adapters, adds adapters to frozen weights, writes
-PEFT's files, and computes the fingerprint of the weights for which adapters were trained.
+This module returns the names and shapes of adapters, adds adapters to frozen weights, and writes
+PEFT's files. It also computes the fingerprint of the weights for which adapters were trained.
 
 The weight ``<module>.weight`` [o, i] has the matrices ``<module>.lora_A`` [r, i] and
 ``<module>.lora_B`` [o, r]: o outputs, i inputs, r rank of the adapter. The sum has the same bits

@@ -198,14 +198,14 @@ class MoE:
     layers: frozenset[int]
     """The layers that have experts; the others are dense."""
     balance: float
-    """Coefficient of the load-balancing loss in training; 0 for none. As in transformers, it
+    """Coefficient of the load-balancing loss in training; 0 for none. As in transformers, the loss
     applies only with ``output_router_logits``."""
     corrected: bool = False
     """Whether the router's scores are sigmoids. The choice of experts adds a stored correction."""
     exact: bool = False
     """Whether the router's logits are float32 even if the model has another dtype."""
     groups: int = 1
-    """Number of groups of consecutive experts. A token uses the best ``chosen_groups`` of them."""
+    """Number of groups of consecutive experts. A token uses the best ``chosen_groups`` groups."""
     chosen_groups: int = 1
     scale: float = 1.0
     """Factor of the weights of a token's experts."""

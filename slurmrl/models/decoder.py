@@ -194,9 +194,9 @@ class Decoder(PackedModel):
     ) -> Tensor:
         """Return hidden states [T, h] after the final norm.
 
-        With a split, return this rank's part of them in an internal order, which ``logprobs`` and
-        ``values`` expect. On a CPU without a split, ``cu_seqlens`` may be `Pieces` of sequences of
-        up to ``max_len`` tokens.
+        With a split, return this rank's part of the states in an internal order, which ``logprobs``
+        and ``values`` expect. On a CPU without a split, ``cu_seqlens`` may be `Pieces` of sequences
+        of up to ``max_len`` tokens.
         """
         self.config.check_length(max_len)
         core: AttentionCore

@@ -95,7 +95,7 @@ def _halves(x: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor]:
 
 
 UNKNOWN = -1
-"""Value in place of experts that were not recorded. In a replay, the router chooses them."""
+"""Value in place of unrecorded experts, which the router chooses in a replay."""
 Pass = Literal["other", "count", "train"]
 
 
@@ -118,8 +118,8 @@ class ExpertLayer(nn.Module):
 class RouterLinear(nn.Linear):
     """The linear layer that scores the experts.
 
-    With ``corrected``, it also has a float32 buffer that is added to the scores for the choice.
-    With ``exact``, its logits are float32 in a model of another type.
+    With ``corrected``, the layer also has a float32 buffer that is added to the scores for the
+    choice. With ``exact``, its logits are float32 in a model of another type.
     """
 
     def __init__(

@@ -36,10 +36,7 @@ class Weights:
     """The parameters of a model folder as tensors, by the decoder's names."""
 
     def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
-        """Open the files, which may lack the value head.
-
-        Raises UsageError if they do not match the config.
-        """
+        """Open the files, which may lack the value head. Raises UsageError for another config."""
         self._parameters = FolderParameters(folder, config, head)
         if problem := other_projection(folder, config, head):
             raise UsageError(f"{folder}: {problem}")
@@ -54,7 +51,7 @@ class Weights:
         return as_tensor(self._parameters.read(name, box), self._parameters.dtype(name))
 
     def read_finite(self, name: str, box: Box) -> Tensor:
-        """Return a box as `read` does. Raises UsageError if it has NaN or infinite values."""
+        """Return a box as `read` does. Raises UsageError if the box has NaN or infinite values."""
         values = self.read(name, box)
         if not is_finite(values):
             folder = self._parameters.folder

@@ -148,7 +148,7 @@ def task_of(config: HFConfig, head: Head) -> Any:
 
 
 def sketch(config: HFConfig, head: Head) -> PreTrainedModel:
-    """Return a model without weights. Raises UsageError if transformers cannot build it."""
+    """Return a model without weights. Raises UsageError if transformers cannot build the model."""
     try:
         with torch.device("meta"):
             return make_model(config, head, None, 0, torch.float32)

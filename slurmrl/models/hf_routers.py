@@ -31,7 +31,7 @@ class HFRouters:
     """All routers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the routers. Raises UsageError if a block with experts has none of a known form."""
+        """Find the routers. Raises UsageError if a block with experts has no known router."""
         self.routes: Routes | None = None
         """Object that records or replaces the choices of the next calls; None: routers choose."""
         refused = f"the experts of {type(model).__name__} cannot be replayed"

@@ -58,7 +58,7 @@ INNER: Final = "intermediate_size"
 FIRST_INPUT: Final = "first"
 """Attribute of a linear layer with the index of its first input in the whole layer."""
 OF_TOKENS: Final = ("lm_head", "embed_tokens")
-"""Names of the output layer and the embedding. Ranks share them even if no plan names them."""
+"""Names of the output layer and the embedding. Ranks share both even if no plan names them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class HFTensorSplit:
         return self.ranks if self._dim(name) is None else 1
 
     def sums(self, name: str) -> bool:
-        """Return whether the copies' gradients must be summed. Otherwise, they are equal."""
+        """Return whether the copies' gradients must be summed. Other gradients are equal."""
         weight = adapted_weight(name)
         return name in self.partial or (weight in self.dims and self._dim(name) is None)
 

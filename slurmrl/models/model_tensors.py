@@ -303,7 +303,7 @@ class FolderParameters:
     def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
         """Open the files, which may lack the value head.
 
-        Raises UsageError if they do not match the config (`mismatches`).
+        Raises UsageError if the files do not match the config (`mismatches`).
         """
         self.folder = folder
         self._tensors = open_folder(folder)

@@ -61,7 +61,7 @@ def unhooked(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Atten
 def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function with activation checkpointing.
 
-    The backward pass calls it again, up to the last tensor that it needs.
+    The backward pass calls the function again, up to the last tensor that it needs.
     """
     return checkpoint(call, *args, **CHECKPOINT_OPTIONS, **kwargs)
 

@@ -23,11 +23,11 @@ PER_COMPLETION: Final = (
     "siblings",
     "model_scores",
 )
-"""Arguments with a value for each completion. A reward requests them by its parameters' names."""
+"""Arguments with a value for each completion, which a reward requests by its parameters' names."""
 MODEL_SCORES: Final = "model_scores"
 """Argument that exists only if a reward model scores the completions."""
 PER_CALL: Final = ("step", "evaluation")
-"""Arguments with one value for a call. A reward requests them in the same way."""
+"""Arguments with one value for a call. Rewards request these by name, too."""
 Stats = dict[str, tuple[float, float]]
 Extras = Mapping[str, Any]
 """Additional arguments by name. Arguments in `PER_COMPLETION` are lists with one entry each."""

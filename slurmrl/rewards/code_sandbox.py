@@ -94,7 +94,7 @@ class Sandbox:
             _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # New credentials have reset this.
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # New credentials have reset this signal.
         child = os.fork()
         if child:
             os.close(0)

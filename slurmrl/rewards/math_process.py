@@ -1,10 +1,10 @@
 """The process that runs math-verify. A request is a line of JSON, and so is its reply.
 
-The parent process enforces time limits by a kill, because math-verify's own limits use SIGALRM,
-which does not interrupt long operations on big numbers.
+At a time limit, the parent kills the process: math-verify's own limits use SIGALRM, which does not
+interrupt long operations on big numbers.
 
-math-verify reads an answer as mathematics only inside a LaTeX environment. From other text, it
-extracts single numbers: 2 from ``2\\sqrt{3}``. Answers are therefore put in a box.
+math-verify reads an answer as mathematics only inside a LaTeX environment. From other text,
+math-verify extracts single numbers: 2 from ``2\\sqrt{3}``. Answers are therefore put in a box.
 """
 
 from __future__ import annotations

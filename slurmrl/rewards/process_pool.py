@@ -189,7 +189,7 @@ class PoolProcess:
         return False
 
     def _ended(self, timeout_s: float) -> bool:
-        """Return whether the process has ended. Do not reap it: its session must keep its id."""
+        """Return whether the process has ended. Do not reap it, to keep the id of its session."""
         return bool(select.select([self._pidfd], [], [], timeout_s)[0])
 
     def _ending(self) -> str:

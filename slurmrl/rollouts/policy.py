@@ -137,7 +137,7 @@ class Policy:
         return self._dialogue.decode(tokens)
 
     def say(self, completions: Completion, text: str, role: str = "user") -> None:
-        """Add a message, as the chat template writes it. The policy reads it before its next turn.
+        """Add a message in the form of the chat template; the policy reads it before its next turn.
 
         Without a chat template, add only ``text``.
         """

@@ -281,7 +281,7 @@ class SampleGroup:
         completions: Sequence[Completion],
         held: str,
     ) -> SampleGroup:
-        """``held`` is the task's weight version. The group has it if no token was sampled."""
+        """``held`` is the task's weight version, which a group without sampled tokens gets."""
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
         place = {name: number for number, name in enumerate(versions)} | {"": -1}
@@ -332,7 +332,7 @@ class SampleGroup:
 
     @staticmethod
     def from_bytes(data: bytes) -> SampleGroup:
-        """Parse the bytes of a group. Raises ValueError if they are not valid."""
+        """Parse the bytes of a group. Raises ValueError if the bytes are not valid."""
         try:
             arrays: dict[str, Any] = load(data)
             (size,) = _HEAD.unpack_from(data)

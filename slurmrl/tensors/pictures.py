@@ -89,8 +89,8 @@ def write(directory: Path, pictures: PictureInputs, *, calls: SystemCalls = REAL
 def read(path: Path, *, calls: SystemCalls = REAL) -> PictureInputs:
     """Return the pictures in a file of `write`, after comparing the content with the name.
 
-    Raises EnvironmentFailure if it cannot be read. If it is missing or damaged, remove the manifest
-    of the directory and raise CorruptFileError.
+    Raises EnvironmentFailure if the file cannot be read. If the file is missing or damaged, remove
+    the manifest of the directory and raise CorruptFileError.
     """
     arrays: dict[str, Array] = {}
     problem = "is damaged"

@@ -206,7 +206,7 @@ def _of_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return the advantages and the returns [R] of token ``rewards`` [R].
 
-    Without a critic, both are the discounted rewards.
+    Without a critic, both results are the discounted rewards.
     """
     if settings.advantage != "gae":
         returns = discounted_returns(rewards, responses.cu_seqlens, settings.discount)

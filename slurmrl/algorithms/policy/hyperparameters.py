@@ -117,12 +117,12 @@ class Value(Section):
     """The critic's loss."""
 
     value_clip: PositiveFloat | None = 0.2
-    """Maximum distance of new values from old values; `null` does not clip. With `value_norm`, it
-    is in units of the normalized values."""
+    """Maximum distance of new values from old values; `null` does not clip. With `value_norm`, the
+    distance is in units of the normalized values."""
     value_huber_delta: PositiveFloat | None = None
     """Error of a value beyond which the loss grows linearly instead of quadratically (Huber loss).
-    `null` keeps the squared error. With `value_norm`, it is in units of the normalized values.
-    Example: `1.0`"""
+    `null` keeps the squared error. With `value_norm`, the error is in units of the normalized
+    values. Example: `1.0`"""
     value_norm: Literal["none", "exponential", "moving"] = "none"
     """Normalization of the returns that the critic predicts: minus their running mean, divided by
     their running standard deviation. The running moments are part of every checkpoint.
@@ -188,8 +188,8 @@ class Correction(Section):
     """Value that must be within the bounds.
 
     - `token`: the value of each token. Only the token is left out.
-    - `mean`, `sum`, `max`: this statistic over a response. All its tokens are left out. With
-      `reject_by: ratio`, the mean and the sum use log r."""
+    - `mean`, `sum`, `max`: this statistic over a response. All tokens of the response are left out.
+      With `reject_by: ratio`, the mean and the sum use log r."""
     reject_upper: PositiveFloat | None = None
     """Largest value that is not rejected. `null` sets no bound. Example: `2.0`"""
     reject_lower: float | None = None
@@ -293,7 +293,7 @@ class Advantages(Section):
     - `none`: no baseline."""
     advantage_std: Literal["none", "group", "batch"] = "none"
     """Standard deviation by which advantages are divided. Not allowed with `gae` and `greedy`. With
-    `advantage: none`, it is the deviation from 0: the root of the mean square.
+    `advantage: none`, the deviation is from 0: the root of the mean square.
 
     - `none`: no division.
     - `group`: the deviation of the returns of the prompt's completions.
@@ -415,8 +415,8 @@ class KL(Section):
     """The KL penalty for moving away from the reference model."""
 
     where: Literal["reward", "loss"] = "reward"
-    """`reward` subtracts the penalty from the reward of each token. `loss` adds it to the actor's
-    loss."""
+    """`reward` subtracts the penalty from the reward of each token. `loss` adds the penalty to the
+    actor's loss."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimate of KL(policy || reference) from a sampled token, with x = log(p/p_ref).
 
@@ -424,8 +424,8 @@ class KL(Section):
     - `k2`: x^2 / 2.
     - `k3`: exp(-x) - 1 + x, which is never negative."""
     kind: Literal["fixed", "adaptive"] = "fixed"
-    """`fixed` keeps the coefficient. `adaptive` adjusts it so that the measured KL approaches
-    `target`."""
+    """`fixed` keeps the coefficient. `adaptive` adjusts the coefficient so that the measured KL
+    approaches `target`."""
     coef: NonNegativeFloat = 0.1
     """Initial coefficient: penalty per token for each nat of KL. With 0 there is no penalty and no
     reference model. Required with other keys of `kl` if the preset's coefficient is 0. Example:
@@ -434,7 +434,7 @@ class KL(Section):
     """With `adaptive`: target of the mean KL per completion."""
     horizon: Annotated[PositiveFloat, Unit("completions")] = 10000.0
     """With `adaptive`: number of completions in which the coefficient changes by at most 20 %. A
-    step with more completions also changes it by at most 20 %."""
+    step with more completions also changes the coefficient by at most 20 %."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> KL:

@@ -239,8 +239,9 @@ class Cluster(Section):
     NCCL_IB_HCA: mlx5}`"""
     variables_file: PathText | None = None
     """File of `NAME=VALUE` lines that are added to the environment of the run's processes, for
-    example access tokens. You must own the file, and its mode must be 0600. Each job reads it at
-    its start; slurmrl never copies it. Default: none. Example: `~/.config/slurmrl/variables`"""
+    example access tokens. You must own the file, and its mode must be 0600. Each job reads the file
+    at its start; slurmrl never copies the file. Default: none. Example:
+    `~/.config/slurmrl/variables`"""
     heartbeat_s: PositiveFloat = 2.0
     """Time between heartbeats of an agent."""
     lease_ttl_s: PositiveFloat = 60.0

@@ -233,10 +233,10 @@ class Config(Section):
     step_timeout_s: PositiveFloat = 1800.0
     """Time after which an unfinished call counts as failed."""
     code: Sequence[PathText] = ()
-    """Your Python files and folders that the run imports. slurmrl copies them when you submit,
-    together with the modules that `algorithm.name`, `reward.name` and `dataset.type` name and their
-    imports from the same folder. Each file and folder can be imported by its name. Example:
-    `[rewards.py, my_package]`"""
+    """Your Python files and folders that the run imports. slurmrl copies them when you submit. It
+    also copies the modules in `algorithm.name`, `reward.name` and `dataset.type`, and their imports
+    from the same folder. Each file and folder can be imported by its name. Example: `[rewards.py,
+    my_package]`"""
     allocation_mode: Line = ""
     """Deprecated: the layouts of all roles in one string, as ReaL and AReaL write it. Write
     `<role>.backend` instead; a warning shows the new spelling. Example: `sglang.d2t2p1+d1t4p1`"""

@@ -298,8 +298,8 @@ class Model(Section):
     call."""
     transformer_engine: bool | None = None
     """Whether megatron builds its layers from TransformerEngine's linear layers, norms and grouped
-    experts. In float32, its matrix products use TF32. Default: true in bfloat16 on GPUs if a
-    release that megatron-core supports is installed."""
+    experts. In float32, TransformerEngine's matrix products use TF32. Default: true in bfloat16 on
+    GPUs if a release that megatron-core supports is installed."""
     fp8: Literal["hybrid", "e4m3"] | None = None
     """For megatron: compute the linear layers of dense models in FP8 with TransformerEngine
     (docs/engines.md#fp8-in-training). `hybrid` uses e4m3 in forward passes and e5m2 for gradients

@@ -106,15 +106,15 @@ class Tasks(Section):
     completions, so that the first task does not get all prompts. `slurmrl scale` accepts 0 or at
     least this number."""
     max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
-    """Maximum number of steps from the oldest weights that sampled a token of a completion to the
-    weights that are trained with it. slurmrl drops completions that exceed this number. With 0,
-    each step waits for completions of its own weights."""
+    """Maximum number of steps between the oldest weights that sampled a token of a completion and
+    the weights that train on it. slurmrl drops completions that exceed this number. With 0, each
+    step waits for completions of its own weights."""
     max_in_flight: Annotated[PositiveInt, Unit("prompts")] | None = None
     """Maximum number of prompts on which all tasks together work. Default: as many as
     `max_staleness` allows. Example: `256`"""
     interruptible: bool = True
-    """Continue unfinished completions with new weights. `false` finishes them with the weights that
-    began them."""
+    """Continue unfinished completions with new weights. `false` finishes each completion with the
+    weights that began it."""
     stale_cache: bool = False
     """Keep the cached keys and values of older weights when a completion continues with new
     weights, instead of computing its tokens again. Requires `interruptible` and a
@@ -193,10 +193,10 @@ class EpisodeSettings(Section):
     """Maximum number of episodes that each rank advances at a time. If the built-in decoder serves
     episodes, also the maximum number of sequences that one call of the model extends."""
     cache_gib: PositiveFloat | None = None
-    """Memory of each rank for keys and values, if the built-in decoder serves episodes. When it is
-    full, the newest sequence waits, and its tokens are computed again later. Default: four fifths
-    of the free GPU memory when generation begins; on CPUs, the size that the sequences need.
-    Example: `20`"""
+    """Memory of each rank for keys and values, if the built-in decoder serves episodes. When this
+    memory is full, the newest sequence waits, and its tokens are computed again later. Default:
+    four fifths of the free GPU memory when generation begins; on CPUs, the size that the sequences
+    need. Example: `20`"""
 
     @property
     def has_turns(self) -> bool:
@@ -289,8 +289,8 @@ class Rollout(Section):
     SLURMRL_SERVER_ADMIN_KEY of the job, or no key. Example: `~/.config/slurmrl/server-keys`"""
     server_args: Sequence[Line] = ()
     """Further arguments of each server, one word per item. These words override slurmrl's own
-    arguments, including its share of GPU memory. They must not set keys, addresses, the model, its
-    layout, or files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
+    arguments, including its share of GPU memory. The words must not set keys, addresses, the model,
+    its layout, or files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
     quantization: Literal["fp8"] | None = None
     """Precision of the weights of the run's own `vllm` servers (docs/engines.md#fp8).
     Training is unchanged. Default: `actor.dtype`. Example: `fp8`"""
@@ -298,9 +298,9 @@ class Rollout(Section):
     """Type of the keys and values in the cache of the run's own `sglang` or `vllm` servers.
     Default: `actor.dtype`. Example: `fp8_e4m3`"""
     server_start_s: PositiveFloat = 600.0
-    """Time within which a server must start, and load new weights. slurmrl starts it three times
-    before the run fails. With `servers`, also the time without a usable server after which requests
-    fail."""
+    """Time within which a server must start, and load new weights. slurmrl starts a server three
+    times before the run fails. With `servers`, also the time without a usable server after which
+    requests fail."""
     server_silence_s: PositiveFloat = 60.0
     """Time without an answer, to a request or to a probe, after which a server counts as hung.
     slurmrl then restarts its own server; a server in `servers` gets no more requests. This time
@@ -343,11 +343,12 @@ class Rollout(Section):
     stop_token_ids: Sequence[NonNegativeInt] = ()
     """Additional tokens that end a completion. Every `eos_token_id` in the actor's
     `generation_config.json`, `config.json` and tokenizer ends a completion too. The log of the run
-    lists them. The reward does not see the token that ended a completion. Example: `[151643]`"""
+    lists these tokens. The reward does not see the token that ended a completion. Example:
+    `[151643]`"""
     stop_strings: Sequence[StopString] = ()
     """Strings that end a completion as a stop token does, once it has `min_new_tokens`. A string
-    may begin and end within tokens. The token that completes it is kept and trained on, and the
-    reward sees its characters. Example: `["</answer>"]`"""
+    may begin and end within tokens. The token that completes the string is kept and trained on, and
+    the reward sees its characters. Example: `["</answer>"]`"""
 
     publish: Publish | None = None
     """Publication of the actor's weights during training (docs/protocols.md)."""

@@ -170,7 +170,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     def _fingerprint(self, local: Mapping[str, Tensor], source: Path | None) -> str:
         """Return the fingerprint of the frozen weights of all ranks. Collective.
 
-        For a model of transformers, it is the fingerprint of the files.
+        For a model of transformers, return the fingerprint of the files.
         """
         if not isinstance(self.config, ModelConfig):
             return file_fingerprint(source, self.context)

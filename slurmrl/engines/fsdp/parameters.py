@@ -105,7 +105,7 @@ def whole_shapes(model: PackedModel) -> dict[str, Index]:
 def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
     """Return the specs of the model's constants, by name.
 
-    Raises UsageError if a checkpoint of a trained model cannot store them.
+    Raises UsageError if a checkpoint of a trained model cannot store the constants.
     """
     specs = {
         name: TensorSpec(tuple(values.shape), str(values.dtype).removeprefix("torch."))
@@ -182,7 +182,7 @@ def load(
 def split_of(
     role: str, config: ModelConfig | HFConfig, context: ParallelContext, *, sequence: bool
 ) -> Split:
-    """Return the split of parameters on this rank. Raises UsageError if it is impossible."""
+    """Return the split of parameters on this rank. Raises UsageError if no split is possible."""
     for axis in ("pp", "ep"):
         if context.axis_size(axis) > 1:
             raise UsageError(f"{role}: the fsdp engine does not split along {axis}")
@@ -219,7 +219,7 @@ def attached(
 ) -> Adapters:
     """Add adapters to a model with weights of ``source``.
 
-    Raises UsageError if the model cannot have them.
+    Raises UsageError if the model cannot have adapters.
     """
     try:
         if isinstance(model, Decoder):

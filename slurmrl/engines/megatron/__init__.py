@@ -29,7 +29,7 @@ def make(*args: Any, **kwargs: Any) -> TrainEngine:
 def require() -> None:
     """Prepare megatron-core.
 
-    Raises UsageError if it is missing, with the command that installs it, or if there is no GPU.
+    Raises UsageError without megatron-core (with the command that installs it) or a GPU.
     """
     if _missing("megatron.core"):
         install = ENGINES["megatron"].install

@@ -114,8 +114,8 @@ class ModelState:
     def snapshot(self, role: str, step: int, host: HostCopies | None) -> RoleSnapshot:
         """Return this rank's part of a checkpoint. Collective.
 
-        With ``host``, tensors are copied to this host memory now. Otherwise, they are read when the
-        snapshot is written. The random state is always read now.
+        With ``host``, tensors are copied to this host memory now. Otherwise, tensors are read when
+        the snapshot is written. The random state is always read now.
         """
         held = {name: tensor for name, (tensor, _) in self._saved().items()}
         if host is not None:

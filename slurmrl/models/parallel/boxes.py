@@ -92,7 +92,7 @@ class TensorSplit:
         return self.head_copies if self._is_heads(name) else 1
 
     def sums(self, name: str) -> bool:
-        """Return whether the copies' gradients must be summed. Otherwise, they are equal."""
+        """Return whether the copies' gradients must be summed. Other gradients are equal."""
         if self.ranks == 1 or self.copies(name) == 1:
             return False
         partial = self._is_heads(name) or _in_layer(name) in OF_PARTS

@@ -159,7 +159,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def health(self) -> None:
-        """Check that the engine answers. Raises RunFailedError with the reason if it does not."""
+        """Check that the engine answers, or raise RunFailedError with the reason."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A client of one HTTP server, over TCP or a Unix socket. Only runs with servers import it.
+"""A client of one HTTP server, over TCP or a Unix socket, for runs with servers.
 
 Each request uses a new connection. A server may close a reused connection at any time, and the
 client would not know whether the server had received the request.

@@ -74,7 +74,7 @@ class Instances(RolloutEngine):
 
         ``connects``: functions that connect to each instance, by its name in messages. ``program``
         starts the server of the only instance. ``concurrency``: number of completions that an
-        instance samples at a time. The last request may exceed it, because requests are not split.
+        instance samples at a time. The last request may exceed this number: requests are not split.
         """
         self._concurrency = concurrency
         self._wanted: WeightVersion | None = None

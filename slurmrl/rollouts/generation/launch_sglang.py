@@ -35,7 +35,7 @@ def listen_on(path: str) -> None:
 
 
 def unused_port() -> int:
-    """Return an unused TCP port. SGLang derives other ports from it."""
+    """Return an unused TCP port. SGLang derives other ports from this port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -65,7 +65,7 @@ def need_no_gpu() -> None:
 
 
 def read_arrays() -> None:
-    """Let requests contain the arrays of images as strings: SGLang accepts them only as tensors."""
+    """Let requests contain the arrays of images as strings: SGLang accepts only tensors."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     generate = TokenizerManager.generate_request

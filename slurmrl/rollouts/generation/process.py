@@ -338,7 +338,7 @@ def remove_unused(root: Path = ROOT) -> None:
     """Remove folders of this user's killed processes.
 
     Some files cannot be removed now, for example because another process has the lock. The next
-    process that makes a folder removes them.
+    process that makes a folder removes these files.
     """
     with suppress(OSError):
         for parent in _parents(root):
@@ -348,7 +348,7 @@ def remove_unused(root: Path = ROOT) -> None:
 
 
 def _wait_for(lock: IO[str]) -> None:
-    """Lock a file. Raises BlockingIOError if another process holds it for `LOCK_S`."""
+    """Lock a file. Raises BlockingIOError if another process holds the lock for `LOCK_S`."""
     latest = time.monotonic() + LOCK_S
     while True:
         try:

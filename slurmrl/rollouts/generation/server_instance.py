@@ -401,7 +401,7 @@ class Instance:
             raise self.error
 
     async def _probe(self, engine: ServerClient) -> None:
-        """Wait until the server answers a health check. If it does not, the server is lost."""
+        """Wait until the server answers a health check. Without an answer, the server is lost."""
         answer = asyncio.ensure_future(self._answer(engine))
         try:
             await self._listen(answer)
@@ -428,7 +428,7 @@ class Instance:
                 await asyncio.sleep(PROBE_S)
 
     async def _listen(self, answer: asyncio.Future[None]) -> None:
-        """Return when the server answers. Raises RunFailedError if it has ended or hangs."""
+        """Return when the server answers. Raises RunFailedError after its end or if it hangs."""
         loop = asyncio.get_running_loop()
         silent_s = 0.0
         while not answer.done() and not self._ended.done():

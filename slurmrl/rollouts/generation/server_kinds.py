@@ -62,7 +62,7 @@ server, or only the worker's engine needs them. (A server cannot free expandable
 SOCKET = "server.sock"
 TIED = "tie_word_embeddings"
 VIDEO_FILE = "video_preprocessor_config.json"
-"""File with the settings of a processor for videos. Some processors do not load without it."""
+"""File with the settings of a processor for videos. Some processors need this file."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

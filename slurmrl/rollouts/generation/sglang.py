@@ -374,7 +374,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_PICKLE_IPC": "0",  # do not unpickle data from internal sockets
     "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
-    "SGLANG_VLM_CACHE_SIZE_MB": "0",  # its cache of images would survive updates of weights
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",  # The cache of images would survive updates of weights.
 }
 """Environment variables of a server, which override the job's variables."""
 UNCOMPILED: Mapping[str, str] = {"TORCHDYNAMO_DISABLE": "1"}

@@ -3,8 +3,8 @@
 The checks compare checksums of the server's parameters with checksums of the version's files.
 
 A server joins matrices that are separate in the files, splits parameters over its tensor ranks and
-pads the vocabulary. `parameter` does the same with tensors of the files. Parameters that it does
-not know are not compared.
+pads the vocabulary. `parameter` does the same with tensors of the files. Unknown parameters are not
+compared.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-    - DamagedCheckpointError if it is missing or incomplete;
+    - DamagedCheckpointError if the manifest is missing or incomplete;
     - CheckpointError if another version of slurmrl wrote it;
     - EnvironmentFailure if it cannot be read.
     """
@@ -124,7 +124,7 @@ def read_state(
 ) -> dict[str, Any]:
     """Return the state that ``write_manifest`` wrote.
 
-    Raises DamagedCheckpointError if it is damaged or if fields do not have the types in
+    Raises DamagedCheckpointError if the state is damaged or if fields do not have the types in
     ``fields``, and EnvironmentFailure.
     """
     return _read(directory / STATE, fields or {}, required)

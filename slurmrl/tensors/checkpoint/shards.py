@@ -176,7 +176,7 @@ class RoleCheckpoint:
         return self._files.has(rank, storage)
 
     def array(self, rank: int, storage: str) -> Array:
-        """Return an array of one rank's file, flat. Copy it before you read another array."""
+        """Return a flat array of one rank's file. Copy it before you read another array."""
         return self._files.array(rank, storage)
 
     def read(self, name: str, box: Box | None = None) -> Array:
@@ -194,7 +194,7 @@ class RoleCheckpoint:
         return target
 
     def blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Array]]:
-        """Yield box and values of parts, of at most `BLOCK_BYTES`, of a tensor's box.
+        """Yield box and values of each part of a tensor's box; parts have up to `BLOCK_BYTES`.
 
         Values have the form of `read`. Raises as `read`.
         """
@@ -331,7 +331,7 @@ class RankFiles:
         return array in self._file(rank).specs
 
     def array(self, rank: int, name: str) -> Array:
-        """Return an array of a rank's file, flat. Copy it before you read another file."""
+        """Return an array of a rank's file, flat. Copy the array before you read another file."""
         file = self._file(rank)
         try:
             found = file.flat(name)

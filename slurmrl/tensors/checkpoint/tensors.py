@@ -124,7 +124,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         """Map the file.
 
-        Raises CheckpointError if it is missing, CorruptFileError if it is incomplete,
+        Raises CheckpointError if the file is missing, CorruptFileError if it is incomplete,
         EnvironmentFailure if it cannot be read.
         """
         self.path = path

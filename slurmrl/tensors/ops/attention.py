@@ -55,7 +55,7 @@ class Packing:
         self._copies: dict[torch.device, Tensor] = {}
 
     def cu_seqlens_on(self, device: torch.device) -> Tensor:
-        """Return ``cu_seqlens`` on a device. Copy it there only once."""
+        """Return ``cu_seqlens`` on a device, with at most one copy to it."""
         if device not in self._copies:
             (copy,) = upload([self.cu_seqlens.long()], device)
             self._copies[device] = copy.to(torch.int32)
@@ -238,7 +238,7 @@ def register_flash() -> None:
 
 @cache
 def _has_flash_attn() -> bool:
-    """Return whether flash-attn is installed and has its varlen function. Some releases lack it."""
+    """Return whether flash-attn is installed and has its varlen function (not in all releases)."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
     try:

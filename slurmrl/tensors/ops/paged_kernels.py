@@ -1,8 +1,8 @@
 """Attention of single tokens over pages of a key-value cache, and writes to its cells.
 
-On GPUs, Triton kernels compute both. This module has their launches and equivalent functions in
-pure torch. Before the first use of a kernel, slurmrl compares its results for random inputs with
-these functions, because nobody would notice a wrong completion.
+On GPUs, Triton kernels compute attention and writes. This module has their launches and equivalent
+functions in pure torch. Before the first use of a kernel, slurmrl compares its results for random
+inputs with these functions, because nobody would notice a wrong completion.
 
 Shapes: T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value
 heads, D head size, M cells that a token may see.
@@ -296,8 +296,8 @@ class Sizes(NamedTuple):
 def attends(cache: Tensor, heads: int, page: int) -> bool:
     """Return whether kernels compute attention of ``heads`` query heads over a cache [C, Hkv, D].
 
-    The first call for these sizes compiles and tries them, and the host waits. Raises
-    EnvironmentFailure with SLURMRL_OPS=native if they cannot be used.
+    The first call for these sizes compiles and tries the kernels, and the host waits. Raises
+    EnvironmentFailure with SLURMRL_OPS=native if the kernels cannot be used.
     """
     if not supported(cache):
         return False

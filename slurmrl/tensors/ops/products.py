@@ -55,7 +55,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a @ b for matrices of one dtype, without gradients; write it into ``out`` if given.
 
     On processors of AMD, torch multiplies float32 matrices with MKL, which uses AVX2. oneDNN uses
-    AVX-512 and takes half the time for large products, so it computes these.
+    AVX-512 and takes half the time for large products, and so computes them.
     """
     if not _by_onednn(a, b.shape[1]):
         return torch.mm(a, b, out=out)
@@ -240,7 +240,7 @@ class PackedLayer:
     """A layer y = x + o(attention(qkv(norm(x)))), then y + down(silu(gate) * up), in one call.
 
     ``gate`` and ``up`` are the halves of gate_up(norm(y)). The weights are copied into one tensor.
-    The layer's matrices are views of it.
+    The layer's matrices are views of this tensor.
     """
 
     def __init__(

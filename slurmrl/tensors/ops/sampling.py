@@ -39,7 +39,7 @@ class Sampled(NamedTuple):
     """[S]: log-probabilities of the tokens."""
     masks: Tensor | None = None
     """[S, K] int32: tokens that ``top_k`` and ``top_p`` kept, ascending, after padding by `NONE`.
-    None if they are not recorded."""
+    None if the tokens are not recorded."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
         """Return a copy with ``change`` applied to every tensor."""

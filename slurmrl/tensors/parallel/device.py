@@ -23,8 +23,8 @@ from slurmrl.tensors.parallel import gpu
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3)."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""Variable that fixes the order in which cuBLAS sums. Without it, torch's deterministic mode
-rejects matrix products."""
+"""Variable that fixes the order in which cuBLAS sums. Without this variable, torch's deterministic
+mode rejects matrix products."""
 COMPILER_DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC", "1"
 """Variable for `torch.compile` in the user's code; torch's compiler reads it during import."""
 
@@ -58,7 +58,7 @@ GPU = Accelerator(torch.device("cuda", 0), "nccl")
 def choose(gpus: int) -> Accelerator:
     """Return the device of a worker with ``gpus`` GPUs in the plan.
 
-    Without GPUs in the plan, it is the CPU, even on a host with GPUs.
+    Without GPUs in the plan, the device is the CPU, even on a host with GPUs.
 
     Raises UsageError for a CPU build of torch, because all hosts run the same environment and
     another start would also fail. Raises UnusableGpuError, with torch's reason, if the driver or a

@@ -152,8 +152,8 @@ def topology_of(model: ModelRanks) -> ProcessTopology:
 def exchanges_heads(heads: int, kv_heads: int, tensor_ranks: int, context_ranks: int) -> bool:
     """Return whether context ranks exchange tokens for heads in attention.
 
-    If they cannot divide the heads of a tensor rank equally, they pass keys and values around a
-    ring instead.
+    If the ranks cannot divide the heads of a tensor rank equally, they pass keys and values around
+    a ring instead.
     """
     own, own_kv = heads // tensor_ranks, max(1, kv_heads // tensor_ranks)
     if own % context_ranks:

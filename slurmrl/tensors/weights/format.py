@@ -35,7 +35,7 @@ RAW = "raw"
 DELTA = "xor-zstd"
 """Encoding of a tensor by the compressed difference from the base version (`compress_delta`)."""
 SAME = "same"
-"""Encoding of a tensor that equals the base version's tensor. Nothing is stored for it."""
+"""Encoding of a tensor that equals the base version's tensor. Nothing is stored for this tensor."""
 
 
 BLOCK_BYTES = 1 << 20
@@ -129,7 +129,7 @@ class PartIndex:
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """A published version. It is full if it has no base."""
+    """A published version, which is full if it has no base."""
 
     id: VersionId
     time: float

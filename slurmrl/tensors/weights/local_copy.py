@@ -114,7 +114,7 @@ class CopiedVersion:
 
 
 class LocalCopy:
-    """The copy in ``folder`` of a version in ``versions``. One process at a time changes it.
+    """The copy in ``folder`` of a version in ``versions``. One process at a time changes the copy.
 
     A new version gets a new file, so that no process reads a mixture. During an update, the host
     stores the weights twice. If the process is killed, the old version stays.

@@ -65,7 +65,7 @@ class ModelRunner:
         """``masked`` selects the distribution of the log-probabilities.
 
         With ``masked``, log-probabilities are over the tokens that top-k and top-p keep. Otherwise,
-        they are over all tokens, as training computes them.
+        log-probabilities are over all tokens, as in training.
         """
         self._limits, self._pool, self._masked = limits, pool, masked
         self._device = decoder.head_weight().device

@@ -92,7 +92,7 @@ class SplitRanks:
     def compare(self, sampled: int, checksum: int) -> None:
         """Compare the ranks' number of sampled tokens and checksum. Collective.
 
-        Raises RunFailedError on all ranks if they differ.
+        Raises RunFailedError on all ranks if these differ.
         """
         own = torch.tensor([[sampled, checksum]], device=self.device)
         leader, *others = map(tuple, gathered(own, self.group).tolist())

@@ -1,7 +1,7 @@
 """Build the operators ahead of time: ``python -m slurmrl.tensors.ops.native [cpu] [cuda]``.
 
-Run it on a login node with compilers. Set SLURMRL_OPS_CACHE to a folder that compute nodes can
-read.
+Run the command on a login node with compilers. Set SLURMRL_OPS_CACHE to a folder that compute nodes
+can read.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def make(half: Half, toolchain: Toolchain) -> Recipe:
 def inputs(half: Half) -> dict[str, bytes]:
     """Return the half's files and the shared headers by name, in a fixed order.
 
-    Raises EnvironmentFailure if they are missing.
+    Raises EnvironmentFailure if files are missing.
     """
     own = f"{SOURCES}/{PurePath(FILES[half][0]).parent}"
     try:
@@ -264,8 +264,8 @@ def host_folder() -> Path:
 def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = None) -> Path:
     """Return the library of a recipe; build and publish it if the cache lacks it.
 
-    Raises EnvironmentFailure if it cannot be built, OwnershipError if other users can write to the
-    cache.
+    Raises EnvironmentFailure if the library cannot be built, OwnershipError if other users can
+    write to the cache.
     """
     _make_ours(cache)
     path = cache / f"{recipe.key}.so"

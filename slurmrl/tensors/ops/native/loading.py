@@ -69,7 +69,7 @@ def chosen(failure: Callable[[], str], what: str) -> bool:
     """Return whether to use Triton kernels, according to SLURMRL_OPS.
 
     ``failure`` tries the kernels and returns why they cannot be used, or "". ``what`` is their name
-    in messages. With SLURMRL_OPS=native, EnvironmentFailure is raised if they cannot be used.
+    in messages. Raises EnvironmentFailure with SLURMRL_OPS=native if the kernels cannot be used.
     """
     choice = Choice(env.OPS.get())
     if choice is Choice.TORCH:
@@ -82,7 +82,7 @@ def chosen(failure: Callable[[], str], what: str) -> bool:
 
 @cache
 def load(half: Half) -> Any:
-    """Load a half into this process and return its operators. Build it if the cache lacks it.
+    """Load a half into this process and return its operators. Build the half if the cache lacks it.
 
     If compilers are missing or fail, use a cached library that another host built from the same
     sources. Raises EnvironmentFailure if there is none.
