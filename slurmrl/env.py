@@ -65,7 +65,7 @@ USER, SITE, SLURM, SLURMRL = "user", "the site", "Slurm", "slurmrl"
 """Sources of the value of a variable."""
 
 ROOT: Variable[str] = Variable(
-    "SLURMRL_ROOT", str, "", USER, "Directory of all runs, used without `--root`."
+    "SLURMRL_ROOT", str, "", USER, "Directory of all runs for commands without `--root`."
 )
 OPS: Variable[str] = Variable(
     "SLURMRL_OPS",
@@ -110,7 +110,7 @@ PROFILE: Variable[str] = Variable(
     str,
     "",
     USER,
-    "Site profile, used without `--profile`. `a100` names the file `slurmrl/a100.yaml` in "
+    "Site profile for commands without `--profile`. `a100` names the file `slurmrl/a100.yaml` in "
     "`XDG_CONFIG_HOME`; `none` selects no profile. Default: `default`, or the only profile.",
 )
 XDG_CONFIG_HOME: Variable[str] = Variable(

@@ -80,9 +80,9 @@ class Evaluate(AlgorithmSchema):
     """With `completions`: minimum reward of a correct completion, for pass@k and maj@k. Default:
     the default of `evaluation.pass_score`. Example: `1.0`"""
     vote_pattern: Pattern | None = None
-    """With `completions`: regular expression of the answer for which a completion votes in maj@k:
-    its last match, or the group in the match. A completion without a match has no vote. Default:
-    the vote is the complete completion. Example: `'#### (.*)'`"""
+    """With `completions`: regular expression that finds a completion's answer, its vote in maj@k.
+    The vote is the last match, or the group in that match. A completion without a match has no
+    vote. Default: the vote is the complete completion. Example: `'#### (.*)'`"""
 
     suite: Word | None = None
     """Name of the suite of `evaluation.suites` that this trial evaluates; `slurmrl eval` sets it.

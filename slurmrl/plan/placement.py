@@ -188,7 +188,7 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
         return hosts, workers // hosts, tasks // hosts
     of_actor = f"workers of actor.backend '{placed['actor'].allocation}'"
     if not tasks:
-        raise AllocationError(f"{given} is not allowed: must divide the {workers} {of_actor}")
+        raise AllocationError(f"{given} is not allowed: must divide {workers} ({of_actor})")
     value = f"'{config.rollout.gpus}'" if given is None else given
     raise AllocationError(
         f"{value} is not allowed: hosts with {given or LARGEST_HOST} GPUs cannot share equally "

@@ -86,7 +86,7 @@ class Objective(Section):
     - `constant`: sum over each sequence, divided by `aggregation_length`, then mean over sequences.
     """
     aggregation_length: Annotated[PositiveInt, Unit("tokens")] | None = None
-    """Divisor of `aggregation: constant`. Default: the maximum that the policy may write in a
+    """Divisor of a sequence's sum (`aggregation: constant`). Default: the policy's maximum in a
     completion: `rollout.max_new_tokens` unless episodes have several turns. Example: `1024`"""
     entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the actor's loss. Example: `0.001`"""
@@ -163,11 +163,11 @@ class Correction(Section):
     Default: `truncate` if old log-probabilities are recomputed and completions may be stale or have
     another precision than `actor.dtype`; else `none`. Example: `truncate`"""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """Unit that has one weight.
+    """Tokens that share an importance weight.
 
-    - `token`: each token.
-    - `sequence`: the response, with the product over its tokens.
-    - `geometric`: the response, with the geometric mean over its tokens."""
+    - `token`: none; each token has its own weight.
+    - `sequence`: all tokens of a response. The weight is the product over them.
+    - `geometric`: all tokens of a response. The weight is the geometric mean over them."""
     correction_upper: PositiveFloat = 2.0
     """Upper bound of the importance weight with `correction: truncate` or `mask`."""
     correction_lower: NonNegativeFloat = 0.0

@@ -155,7 +155,7 @@ class Slurm(JobOptions):
     - `chain`: the next of `links` jobs continues.
     - `requeue`: Slurm requeues the same job. `links` is ignored, and the chain ends if the batch
       process itself is killed.
-    - `none`: nothing continues. Slurm does not requeue the job."""
+    - `none`: the trial stops. Slurm does not requeue the job."""
     spares: NonNegativeInt = 0
     """Additional hosts in a fixed group's job that replace lost hosts. Example: `1`"""
     signal_lead_s: PositiveInt = 120

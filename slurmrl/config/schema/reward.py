@@ -115,7 +115,7 @@ class Reward(Section):
     the rank's process scores all its completions in one call."""
     parts: dict[PartName, RewardPart] = Field(default_factory=dict)
     """Functions whose weighted scores are added, by names of your choice. Each part is also the
-    metric `reward/<name>`: the mean of its scores before the weight. Example: `{correct: {name:
+    metric `reward/<name>`: the mean of its scores, not weighted. Example: `{correct: {name:
     math}, form: {name: "rewards.py:form", weight: 0.2}}`"""
 
     @model_validator(mode="after")

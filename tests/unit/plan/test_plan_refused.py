@@ -133,7 +133,7 @@ LONGROPE = {
         (
             ["evaluation.max_new_tokens=300"],
             "evaluation.dataset.max_prompt_tokens",
-            "sequence, prompt and completion, has more than 512 tokens",
+            "sequence (prompt and completion) has more than 512 tokens",
         ),
         (["actor.architecture.rope_scaling=", "dataset.max_prompt_tokens="], None, ""),
     ],

@@ -47,7 +47,7 @@ def test_kept_results_belong_to_the_installed_versions() -> None:
     assert supported == PICTURE_FAMILIES
 
 
-def test_changed_result_is_reported_in_both_directions() -> None:
+def test_better_and_worse_results_are_reported() -> None:
     before = {"llama": {"load": "", "lora": "no adapters"}}
     assert not differences({"llama": {"load": "", "lora": "other words"}}, before)
     assert differences({"llama": {"load": "broken"}}, before) == [
