@@ -256,7 +256,7 @@ def _of_directory() -> SlurmrlError | None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return EnvironmentFailure("the current directory was removed: change to another one (cd)")
+        return EnvironmentFailure("the current directory was removed: cd to another directory")
     return None
 
 

@@ -332,7 +332,7 @@ class Remarks:
         reasons = [reason for name in missing if (reason := without_schema(name))]
         if reasons and self._config.tools != ():  # the user may choose `[]`
             return (
-                f"no JSON schema can be made ({'; '.join(reasons)}): add what is missing, "
+                f"no JSON schema can be made ({'; '.join(reasons)}): add the missing parts, "
                 "or describe the tools in dataset.tools"
             )
         return "describe the tools in dataset.tools, the rows' tools or a system prompt"

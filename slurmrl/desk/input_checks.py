@@ -310,7 +310,7 @@ class InputChecks:
                 message = (
                     f"'{path}' was trained with another tokenizer than '{folder}': {token!r} is "
                     f"{other.get(token, 'no token')} there and {known[token]} here; {use.role} and "
-                    "actor must share one"
+                    "actor must share a tokenizer"
                 )
                 key = dotted((*role_key(use.role), "path"))
                 yield Finding("tokenizer", Weight.FAILED, message, key)

@@ -406,7 +406,7 @@ def check_file_ownership(path: Path, *, calls: SystemCalls = REAL) -> list[str]:
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise OwnershipError(
                 f"{path} has mode {mode:04o}, so other users can change what runs in your name; "
-                f"check what it contains, then run: chmod go-w '{path}'"
+                f"check its content, then run: chmod go-w '{path}'"
             )
         for directory in _ancestors(path):
             warnings += _check_ancestor(directory, calls)
@@ -429,8 +429,8 @@ def _check_own(run: Path, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode) & 0o777
     if mode != DIRECTORY_MODE:
         raise OwnershipError(
-            f"{run} has mode {mode:04o}, not {DIRECTORY_MODE:04o}; check who changed it and what "
-            f"it contains, then run: chmod {DIRECTORY_MODE:o} '{run}'"
+            f"{run} has mode {mode:04o}, not {DIRECTORY_MODE:04o}; check who changed it, and its "
+            f"content, then run: chmod {DIRECTORY_MODE:o} '{run}'"
         )
 
 
@@ -453,7 +453,7 @@ def _check_ancestor(directory: Path, calls: SystemCalls) -> list[str]:
     if found.st_mode & stat.S_IWOTH and not sticky:
         raise OwnershipError(
             f"{directory} is world-writable (mode {stat.S_IMODE(found.st_mode):04o}): any user "
-            "could replace what is in it; choose another directory"
+            "could replace its files; choose another directory"
         )
     warnings = []
     if found.st_mode & stat.S_IWGRP and not sticky:

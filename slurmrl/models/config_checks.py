@@ -140,7 +140,7 @@ def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     if rotary and sizes["head_dim"] % 2:
-        problems.append(f"head_dim {sizes['head_dim']} is odd; rotary positions need an even one")
+        problems.append(f"head_dim {sizes['head_dim']} is odd; rotary positions need an even size")
     if not rotary and sizes["head_dim"] * heads != sizes["hidden_size"]:
         problems.append(
             f"hidden_size {sizes['hidden_size']} is not a multiple of num_attention_heads {heads}"

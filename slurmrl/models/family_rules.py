@@ -163,7 +163,7 @@ def problems(full: Mapping[str, Any]) -> list[str]:
         return found
     rotated = int(full["qk_rope_head_dim"])
     if rotated % 2:
-        found.append(f"qk_rope_head_dim {rotated} is odd; rotary positions need an even one")
+        found.append(f"qk_rope_head_dim {rotated} is odd; rotary positions need an even size")
     for name, size in (("head_dim", rotated), (KEY_SIZE, full["qk_nope_head_dim"] + rotated)):
         if full.get(name) not in (None, size):
             found.append(f"{name} is {full[name]!r}, but the sizes of the heads imply {size}")

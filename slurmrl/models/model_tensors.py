@@ -132,7 +132,7 @@ def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Hea
     if missing:
         messages.append(f"the files lack {_some(missing)}, which config.json implies")
     if other:
-        messages.append(f"shapes differ from those that config.json implies: {_some(other)}")
+        messages.append(f"shapes contradict config.json: {_some(other)}")
     if quantized:
         floats = ", ".join(CODES[dtype] for dtype in FLOATS)
         messages.append(f"{_some(quantized)}: quantized weights are not supported, only {floats}")

@@ -138,7 +138,7 @@ def _avoided(status: Status) -> Iterator[StatusFinding]:
         named = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
         why = plain(status["avoided"][0]["why"])[-120:]
         text = f"jobs exclude {named} ({hosts[0]}: {why})"
-        undo = f"to use one again: slurmrl resume {status['trial']} --include HOST"
+        undo = f"to use a host again: slurmrl resume {status['trial']} --include HOST"
         yield StatusFinding("avoided", f"{text}; {undo}")
 
 
@@ -166,7 +166,7 @@ def _interrupted(status: Status) -> StatusFinding:
     if not status["incarnations"]:
         return StatusFinding("interrupted", f"{why} and no incarnation ever began; {again}")
     last = status["incarnations"][-1]["how"]
-    return StatusFinding("interrupted", f"{why} (the last one: {last}); {again}")
+    return StatusFinding("interrupted", f"{why} (last incarnation: {last}); {again}")
 
 
 def _jobs_left(status: Status) -> Iterator[str]:
@@ -265,9 +265,9 @@ def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
     text = f"the trainers wait {plain(rollouts['waits_for'])}: no task runs{why}"
     if failed := rollouts["failed"]:
         host = f" on {failed['host']}" if failed["host"] else ""
-        text += f"; the last one ({failed['task']}{host}) failed: {failed['why']}"
+        text += f"; the last task ({failed['task']}{host}) failed: {failed['why']}"
     elif ended:
-        text += f"; the last one: job {ended[-1]['job_id']} {ended[-1]['reason']}"
+        text += f"; the last task: job {ended[-1]['job_id']} {ended[-1]['reason']}"
     yield StatusFinding("rollouts", text)
 
 

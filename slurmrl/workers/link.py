@@ -100,7 +100,7 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
         return f"the trial has ended ({end.kind})"
     newest = newest_submission(paths)
     if newest is not None and newest.number > submission:
-        return f"submission {submission} was superseded by a newer one"
+        return f"a newer submission has superseded submission {submission}"
     if by := stop_requested_by(paths, submission):
         return f"submission {submission} was stopped by {by}"
     return None

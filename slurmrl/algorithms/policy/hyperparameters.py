@@ -229,8 +229,8 @@ class Correction(Section):
             chosen = f"correction: {self.correction}"
             chosen = chosen if self.corrects else f"reject_by: {self.reject_by}"
             raise ValueError(
-                f"{chosen} is not allowed with recompute_logprobs: false: it compares recomputed "
-                "log-probabilities with generation's; remove one of the two"
+                f"{chosen} is not allowed with recompute_logprobs: false, because it compares "
+                "recomputed log-probabilities; remove one of the two"
             )
         return self
 

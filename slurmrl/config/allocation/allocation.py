@@ -166,7 +166,7 @@ class Allocation:
         if product != self.stage_size or experts.ep != self.sizes["ep"]:
             raise AllocationError(
                 f"attention needs {self.world_size} ranks (d*t*p*c) and the experts need "
-                f"{product * self.sizes['pp']} (d*t*p*e): both must need the same number"
+                f"{product * self.sizes['pp']} (d*t*p*e): the numbers must be equal"
             )
 
 

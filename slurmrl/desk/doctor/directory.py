@@ -66,7 +66,7 @@ def owner(folder: Path) -> Check:
             "ownership",
             f"a new file of user {os.geteuid()} with mode 0600 belongs to user {status.st_uid} "
             f"with mode {mode:04o}",
-            "the file system maps users or modes (root squash, idmap, ACLs): use another one",
+            "the file system maps users or modes (root squash, idmap, ACLs): choose another --root",
         )
     if warnings:
         advice = "if this is not intended, choose another --root or change the folder's mode"
@@ -149,7 +149,7 @@ def inodes(folder: Path) -> Check:
         return ok("inodes", "not counted by this file system")
     measured = f"{system.f_favail} free of {system.f_files}"
     if system.f_favail < FEW_INODES:
-        advice = "delete old runs: each one has several thousand small files"
+        advice = "delete old runs: each run has several thousand small files"
         return warning("inodes", measured, advice, free=float(system.f_favail))
     return ok("inodes", measured, free=float(system.f_favail))
 

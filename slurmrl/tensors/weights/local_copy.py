@@ -188,9 +188,7 @@ class LocalCopy:
                 patient = False
         if state is not None and to is None:
             return self._copied(state)
-        wanted = (
-            "no weight version" if to is None else f"neither weight version {to} nor a later one"
-        )
+        wanted = "no weight version" if to is None else f"neither version {to} nor a later version"
         reasons = "; ".join(dict.fromkeys(problems)) or "nothing was published"
         raise WeightVersionError(f"{wanted} in {self._versions} can be read: {reasons}")
 

@@ -80,7 +80,7 @@ class Agent:
             code = self._serve_one()
             if code is not None:
                 return code
-            logger.info("incarnation %d has ended; waiting for the next one", self._served)
+            logger.info("incarnation %d has ended; waiting for the next incarnation", self._served)
 
     def _roll_out(self) -> int:
         """Supervise a rollout task to its end; return the exit code.

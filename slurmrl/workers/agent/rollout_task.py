@@ -164,7 +164,7 @@ class RolloutTask:
             logger.warning("cannot look for a new incarnation, will retry: %s", error)
             return
         if newest is not None and newest.number > host.submission:
-            raise TrialEndedError(f"submission {host.submission} was superseded by a newer one")
+            raise TrialEndedError(f"a newer submission has superseded submission {host.submission}")
         if state.incarnation > host.serving:
             host.serving = state.incarnation
             logger.info("this task now serves incarnation %d", state.incarnation)

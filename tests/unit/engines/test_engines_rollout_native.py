@@ -558,7 +558,7 @@ def test_thousand_simultaneous_requests_are_served() -> None:
         ((-1, 5), None, {}, "token -1 is not in the vocabulary of 37"),
         ((5,) * 64, None, {}, "64 tokens leaves no room .* context of 64"),
         ((5,) * 70, None, {}, "70 tokens leaves no room"),
-        ((5,) * 30, Limits(cache_tokens=32), {}, "30 tokens with up to 10 new ones does not fit"),
+        ((5,) * 30, Limits(cache_tokens=32), {}, "30 tokens with up to 10 new tokens does not fit"),
         ((5,), None, {"stop_strings": ("x",)}, "no tokenizer"),
     ],
 )

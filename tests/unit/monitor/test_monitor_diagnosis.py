@@ -116,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
             rollouts=NONE_RUNS, groups=[group("rollout", "TIMEOUT", reason="reached its limit")]
         ),
         "rollouts",
-        "…no task runs; the last one: job 42_0 reached its limit",
+        "…no task runs; the last task: job 42_0 reached its limit",
     ),
     "no rollout task is wanted": (
         status(rollouts=rollouts(tasks=[], wanted=0)),
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "interrupted": (
         interrupted(incarnations=[ENDED]),
         "interrupted",
-        "…(the last one: preempted (SIGTERM), handed over…slurmrl resume add/1",
+        "…(last incarnation: preempted (SIGTERM), handed over…slurmrl resume add/1",
     ),
     "interrupted, rollout tasks are left": (
         interrupted(

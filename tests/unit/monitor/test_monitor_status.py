@@ -110,7 +110,7 @@ def test_rollout_tasks_have_their_own_last_error(run: FakeRun) -> None:
     assert (len(second), second[-1]) == (200, "…")
     assert second in status_text.one(status)
     assert (
-        "the last one (rollout/1 on n7) failed: rank 0: ValueError: second" in status["diagnosis"]
+        "the last task (rollout/1 on n7) failed: rank 0: ValueError: second" in status["diagnosis"]
     )
 
 

@@ -83,7 +83,7 @@ def test_status_names_user_who_stopped_the_trial(run: FakeRun, scheduler: FakeSc
     scheduler.tasks = [task(0, JobState.COMPLETED), task(1, JobState.CANCELLED)]
     status = status_of(run, scheduler)
     assert (status["state"], status["stopped_by"]) == ("INTERRUPTED", user_name())
-    assert status["diagnosis"].startswith(f"stopped by {user_name()} (the last one: ")
+    assert status["diagnosis"].startswith(f"stopped by {user_name()} (last incarnation: ")
     assert "slurmrl resume add/1" in status["diagnosis"]
 
 

@@ -152,7 +152,7 @@ def test_local_copy_is_kept_without_a_later_full_version(damage: str, tmp_path: 
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
     copy.advance(version(2))
     DAMAGE[damage](tmp_path / "versions" / "3.1" / "part-1.bin")
-    with pytest.raises(WeightVersionError, match=r"neither weight version 3\.1 nor a later one"):
+    with pytest.raises(WeightVersionError, match=r"neither version 3\.1 nor a later version"):
         copy.advance(version(3))
     held = copy.held()
     assert held is not None

@@ -98,7 +98,7 @@ def test_unreachable_directory_does_not_end_the_job(
 def test_supervisor_exits_after_a_newer_submission(paths: RunPaths) -> None:
     for number in (1, 2):
         submission(paths, number)
-    assert reason_to_leave(paths, 1) == "submission 1 was superseded by a newer one"
+    assert reason_to_leave(paths, 1) == "a newer submission has superseded submission 1"
     assert reason_to_leave(paths, 2) is None
 
 

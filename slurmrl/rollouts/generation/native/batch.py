@@ -158,7 +158,7 @@ class ContinuousBatch:
         pages, page = self._limits.pages, self._limits.page_tokens
         if pages is not None and -(-limit // page) > pages:
             raise UsageError(
-                f"{name}: a prompt of {prompt} tokens with up to {limit - prompt} new ones does "
+                f"{name}: a prompt of {prompt} tokens with up to {limit - prompt} new tokens does "
                 f"not fit into the cache of {pages * page} tokens; allow fewer new tokens or "
                 "a larger cache (rollout.episode.cache_gib)"
             )
