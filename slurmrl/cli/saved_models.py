@@ -188,7 +188,7 @@ def export(
     """Export a checkpoint's model to a folder for transformers or PEFT, and print the folder.
 
     The command works while the trial runs and after it has ended. It first verifies the checkpoint
-    by checksum, and writes nothing if it is damaged.
+    by checksum, and writes nothing if the checkpoint is damaged.
     """
     from slurmrl.desk import trials
     from slurmrl.workers.master.exporting import export_step

@@ -110,7 +110,7 @@ def _limits(text: str) -> list[str]:
     "--time-limit",
     callback=_checked(_limits),
     metavar="TIME,...",
-    help="Time limits of one job to compare. Default: cluster.slurm.time.",
+    help="Job time limits to compare. Default: cluster.slurm.time.",
 )
 @click.option(
     "--trace",
@@ -207,7 +207,7 @@ def _limits(text: str) -> list[str]:
 @click.option(
     "--reward-seconds",
     type=SECONDS,
-    help="Measured time of the rewards of a step, in addition to its predicted seconds.",
+    help="Measured time of the rewards of a step, to be added to the predicted seconds.",
 )
 @click.option(
     "--groups-per-hour",
@@ -280,7 +280,7 @@ def _check_options(options: dict[str, Any]) -> None:
 def _check_costs(costs: TrialCosts, options: dict[str, Any]) -> None:
     """Raise UsageError for options that do not apply to the trial."""
     if costs.step_s <= 0:
-        raise click.UsageError("a step must take some time: --step-seconds is 0")
+        raise click.UsageError("--step-seconds must be above 0, because a step takes time")
     if costs.tasks is not None and options["reward_seconds"]:
         raise click.UsageError(
             "--reward-seconds does not apply to rollout tasks; give --groups-per-hour"

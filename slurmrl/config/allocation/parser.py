@@ -71,7 +71,7 @@ def parse_components(text: str) -> Components:
     if len(components) > 2:
         for component, start in zip(components, starts, strict=True):
             if not component.name:
-                scanner.fail("three or more components each need a [name]", start)
+                scanner.fail("if there are three or more components, each needs a [name]", start)
     return components
 
 
@@ -278,7 +278,7 @@ class Scanner:
         start = self.position
         digits = self.take(_DIGITS)
         if not digits or digits.startswith("0") or len(digits) > 7 or int(digits) > LARGEST_SIZE:
-            rule = f"a whole number from 1 to {LARGEST_SIZE} without leading zeros"
+            rule = f"an integer from 1 to {LARGEST_SIZE} without leading zeros"
             self.fail(f"'{letter}' needs {rule}", start)
         return int(digits)
 

@@ -29,7 +29,7 @@ SLOW_S = 0.2
 """Median seconds of an operation above which starts and commits of a run become slow."""
 SLOW_ADVICE = (
     "the file server is slow or busy: runs work, but start and commit slowly; try another file "
-    "system, and keep cluster.heartbeat_s far longer"
+    "system, and keep cluster.heartbeat_s well above these times"
 )
 GIB = 2**30
 LEAST_BYTES = GIB

@@ -81,7 +81,7 @@ def unserved_on_cpus(kind: str, shape: ModelShape, arguments: Sequence[str] = ()
     """Return why a server on CPUs cannot serve a trained model; empty if it can."""
     if kind == "sglang":
         sinks = shape.biased_experts and last_value(arguments, ATTENTION) is None
-        return "SGLang's default attention on CPUs has no sinks" if sinks else ""
+        return "SGLang's default attention on CPUs does not support sinks" if sinks else ""
     if shape.experts:
         return "vLLM on CPUs cannot load new weights of a model with experts from files"
     if shape.head_dim < LEAST_HEAD:

@@ -30,7 +30,7 @@ def test_allocation_bar_binds_tighter_than_plus(
 @pytest.mark.parametrize(
     ("text", "position", "rule"),
     [
-        ("sglang:d4+fsdp:d4+fsdp[x]:d1", 1, "components each need a [name]"),
+        ("sglang:d4+fsdp:d4+fsdp[x]:d1", 1, "components, each needs a [name]"),
         ("sglang[r]:d4+fsdp[r]:d4", 14, "two components are named 'r'"),
         ("sglang:d4|fsdp:d4", 11, "needs a [name]"),
         ("sglang:d4|fsdp[a]:d2", 11, "needs 2 ranks"),

@@ -51,11 +51,11 @@ def test_allocation_string_gives_engine_and_axes(
         ("fsdp", 5, "expected ':'"),
         ("sglang.d2t2p1", 7, "expected ':'"),
         ("fsdp:", 6, "expected a dimension of fsdp: d, t, c"),
-        ("fsdp:d", 7, "needs a whole number from 1"),
-        ("fsdp:d0", 7, "needs a whole number from 1"),
+        ("fsdp:d", 7, "needs an integer from 1"),
+        ("fsdp:d0", 7, "needs an integer from 1"),
         ("fsdp:d04", 7, "without leading zeros"),
         ("fsdp:d1.5", 8, "expected a dimension"),
-        ("fsdp:d99999999", 7, "needs a whole number from 1 to 1000000"),
+        ("fsdp:d99999999", 7, "needs an integer from 1 to 1000000"),
         ("fsdp:d4d2", 8, "dimension 'd' is repeated"),
         ("fsdp:d2p2", 8, "fsdp has no dimension 'p'; allowed: d, t, c"),
         ("sglang:d4c2", 10, "sglang has no dimension 'c'"),
@@ -64,7 +64,7 @@ def test_allocation_string_gives_engine_and_axes(
         ("fsdp[]:d2", 6, "expected a name"),
         ("fsdp[a:d2", 7, "expected ']'"),
         ("fsdp:d2)", 8, "expected '+'"),
-        ("fsdp:d\u0662", 7, "needs a whole number"),
+        ("fsdp:d\u0662", 7, "needs an integer"),
     ],
 )
 def test_errors_point_at_the_character_and_list_allowed_values(

@@ -530,7 +530,7 @@ def test_wrong_trace_is_rejected(
         ("--task-wait=3h", "need rollout tasks"),
         ("--slow-hosts=1.5", "1.5 is not in the range"),
         ("--slow-factor=0.5", "0.5 is not in the range"),
-        ("--step-seconds=0", "a step must take some time"),
+        ("--step-seconds=0", "must be above 0"),
         ("--response-tokens=1e6", "a mean of 1e+06 tokens is too long: completions have at most"),
         ("--prompt-tokens=9e5", "a mean of 900000 tokens is too long: prompts have at most"),
     ],
