@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
 from slurmrl.env import user_name
-from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
+from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build
@@ -319,8 +320,9 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     """
     if not is_prepared(paths):
         for left in paths.run.parent.glob(f"{calls.TEMPORARY_PREFIX}*"):
-            if time.time() - left.stat().st_mtime > 24 * 3600:  # its submitter was killed
-                shutil.rmtree(left, ignore_errors=True)
+            with suppress(FileNotFoundError):  # its submitter may just rename it
+                if time.time() - left.stat().st_mtime > 24 * 3600:
+                    shutil.rmtree(left, ignore_errors=True)
         made = RunPaths(calls.temporary_beside(paths.run))
         try:
             _fill(made, settings, plan, recorder)
@@ -328,8 +330,6 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
             atomic.sync_directory(paths.run.parent)
             return True
         except OSError as error:
-            if isinstance(error, EnvironmentFailure):
-                raise
             if not is_prepared(paths):
                 raise calls.explain(error, "make the run directory", paths.run) from error
         finally:
