@@ -330,13 +330,9 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables = {**self._tokenizer.special_tokens_map, **self._options}
-        plain = [
-            {key: value for key, value in message.items() if value is not None and key != "weight"}
-            for message in messages
-        ]
         try:
             rendered: Any = render_jinja_template(
-                conversations=[plain],
+                conversations=[[*map(_plain, messages)]],
                 tools=tools,
                 chat_template=self._template(tools),
                 add_generation_prompt=generate,
@@ -379,6 +375,17 @@ def template_file(config: DatasetConfig) -> str | None:
     except UnicodeDecodeError as error:
         message = f"{config.chat_template} is not UTF-8 text: {error.reason}"
         raise ConfigError((Problem("", "chat_template", message),)) from error
+
+
+def _plain(message: Message) -> Message:
+    """Return a message without 'weight' and nulls: templates take a null ``image`` for an image."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [
+            {key: each for key, each in part.items() if each is not None} for part in content
+        ]
+    plain = {**message, "content": content, "weight": None}
+    return {key: value for key, value in plain.items() if value is not None}
 
 
 def _overlap(end: str, start: str) -> int:

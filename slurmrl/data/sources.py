@@ -10,14 +10,13 @@ import json
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from slurmrl.data.conversations import is_messages
 from slurmrl.data.image_files import as_text, is_content
 from slurmrl.data.source_files import (
     NOT_AN_OBJECT,
@@ -51,6 +50,7 @@ cannot be rows."""
 BATCH_ROWS = 256
 SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema", "arguments")
 """Keys that tools and tool calls have in addition to their names."""
+CALL_KEYS = ("tool_calls", "function_call")
 
 
 def open_source(
@@ -389,7 +389,7 @@ def _converted(number: int, row: dict[str, Any]) -> SourceRow:
 
 
 def _with_own_keys(value: Any) -> Any:
-    """Return a value with null for NaN, and without null in tools, calls and parts of messages.
+    """Return a value with null for NaN, and without null in tools and tool calls.
 
     Arrow gives all objects of a column the same keys, and null to the keys that a row lacks. pandas
     writes NaN for a missing number.
@@ -401,17 +401,11 @@ def _with_own_keys(value: Any) -> Any:
     if is_content(value):
         return as_text(value)
     if isinstance(value, dict):
-        return {key: _under_key(key, each, value) for key, each in value.items()}
+        return {
+            key: _without_nulls(each) if key in CALL_KEYS else _with_own_keys(each)
+            for key, each in value.items()
+        }
     return value
-
-
-def _under_key(key: str, value: Any, above: Mapping[str, Any]) -> Any:
-    """Return the value of a key of ``above``. Templates mistake a null ``image`` for an image."""
-    if key in ("tool_calls", "function_call"):
-        return _without_nulls(value)
-    if key == "content" and "role" in above and is_messages(value):
-        value = [{name: each for name, each in part.items() if each is not None} for part in value]
-    return _with_own_keys(value)
 
 
 def _is_tool(value: Any) -> bool:

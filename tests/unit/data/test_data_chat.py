@@ -40,6 +40,10 @@ PARTS = CHATML.replace(
 ONLY_PARTS = CHATML.replace(
     "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
 )
+PICTURED = PARTS.replace(
+    "{{ part.text", "{% if 'image' in part %}<image>{% else %}{{ part.text"
+).replace("trim }}", "trim }}{% endif %}")
+"""Like Qwen2-VL's template: each part with the key ``image`` is an image."""
 COUNTING = "{{ messages | length }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 JOINED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -152,6 +156,18 @@ def test_text_parts_reach_every_template(site: Site, template: str, text: str) -
     answer = [{"type": "text", "text": "Bye"}]
     sample = site.sample({"messages": [*turns, {"role": "assistant", "content": answer}]})
     assert site.marked(sample) == f"{shown}[Bye<|im_end|>]\n"
+
+
+def test_null_keys_of_parts_do_not_change_the_text(site: Site) -> None:
+    """Rows from tables have them: all objects of a column have the same keys."""
+    site.template(PICTURED)
+    parts = [{"type": "text", "text": "Hi", "image": None}]
+    asked = {"role": "user", "content": parts}
+    sample = site.sample({"messages": [asked, {"role": "assistant", "content": parts}]})
+    shown = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert site.marked(sample) == f"{shown}[Hi<|im_end|>]\n"
+    prompts = site.sample({"prompt": [asked]}, type="prompt", chat_template=True)
+    assert site.tokenizer.decode(prompts.tensor("prompt_ids")) == shown
 
 
 def test_system_message_tools_and_weights_of_a_row_take_precedence(site: Site) -> None:

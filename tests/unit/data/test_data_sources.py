@@ -219,22 +219,6 @@ def test_arrow_rows_have_no_null_keys_of_other_rows(tmp_path: Path) -> None:
         assert [found["tools"] for found in rows] == [[tool] for tool in plain]
 
 
-def test_arrow_parts_of_a_message_have_no_null_keys_of_other_parts(tmp_path: Path) -> None:
-    """Templates such as Qwen2-VL's treat a part with the key ``image`` as an image."""
-    image = {"bytes": None, "path": "a.png"}
-    parts = [{"type": "image", "image": image}, {"type": "text", "text": "hi"}]
-    path = write(tmp_path, "parquet", [{"messages": [{"role": "user", "content": parts}]}])
-    (found,) = read_records(path, "id").rows
-    assert found["messages"][0]["content"] == parts
-
-
-def test_arrow_content_outside_a_message_keeps_its_nulls(tmp_path: Path) -> None:
-    """A reward may read such a column."""
-    row = {"content": [{"unit": None, "value": 1}, {"unit": "m", "value": 2}]}
-    (found,) = read_records(write(tmp_path, "parquet", [row]), "id").rows
-    assert found == row
-
-
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-9])
