@@ -164,8 +164,7 @@ def load_video(
             except (ImageError, MemoryError):
                 raise
             except Exception as error:  # PyAV's errors have no common base
-                reason = _line(error)
-                raise ImageError(f"('{_shown(video)}') is damaged: {reason}") from error
+                raise ImageError(f"('{_shown(video)}') is damaged: {_line(error)}") from error
     check_video(base, video)
     places = choose(len(video), None)
     frames = []
