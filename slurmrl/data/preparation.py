@@ -23,7 +23,7 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import template_file
 from slurmrl.data.encoder import RowTokens
 from slurmrl.data.image_files import base_of
-from slurmrl.data.image_sources import ImageFiles, Sources, images_of
+from slurmrl.data.image_sources import Sources, images_of
 from slurmrl.data.prepared import VERSION, PreparedRows, PreparedWriter, read_manifest
 from slurmrl.data.records import MOST_PROBLEMS, NumberedRow, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import CHUNK_ROWS, IMAGE_ROWS, RowTokenizer
@@ -209,9 +209,10 @@ def _make(
         source = reader.records.source
         content, state = source.fingerprint(), source.state
         if pictures:
-            reader.images.write(directory, calls=calls)
-            content, state = reader.images.fingerprint(content), reader.images.state(state)
-        writer.publish(wanted, content, state, reader.left_out)
+            images = reader.tokens.images
+            images.write(directory, calls=calls)
+            content, state = images.fingerprint(content), images.state(state)
+        writer.publish(wanted, content, state, reader.tokens.left_out)
     seconds = time.monotonic() - began
     logger.info("tokenized %d rows of %s in %.1f s", reader.records.rows, config.path, seconds)
 
@@ -247,19 +248,9 @@ class TokenReader:
             Path(config.path), config.id_key, config.split, convert=own_convert(self.kind)
         )
         self._checks = RowChecks(self.kind, self.records.where)
-        self._tokens = RowTokenizer(self.kind, tokenizer, self.records.where, directory)
+        self.tokens = RowTokenizer(self.kind, tokenizer, self.records.where, directory)
         self._most_rows = IMAGE_ROWS if config.media_keys else CHUNK_ROWS
         self._progress = progress
-
-    @property
-    def images(self) -> ImageFiles:
-        """The files of images that were read."""
-        return self._tokens.images
-
-    @property
-    def left_out(self) -> int:
-        """Number of rows above the length limits."""
-        return self._tokens.left_out
 
     def __iter__(self) -> Iterator[tuple[NumberedRow, RowTokens]]:
         """Yield the rows within the length limits.
@@ -273,7 +264,7 @@ class TokenReader:
             for record in chunk:
                 self._checks.add(record.number, record.row)
             if self._checks.fillable:
-                made = self._tokens.tokens([(record.number, record.row) for record in chunk])
+                made = self.tokens.tokens([(record.number, record.row) for record in chunk])
                 for record, row in zip(chunk, made, strict=True):
                     if row is not None:
                         yield record, row
@@ -288,7 +279,7 @@ class TokenReader:
                 problems += error.problems
         if problems:
             raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
-        self._tokens.finish()
+        self.tokens.finish()
 
     def _chunks(self) -> Iterator[list[NumberedRow]]:
         chunk: list[NumberedRow] = []

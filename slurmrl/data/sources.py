@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 CUT: Final = "the file ends in this row, so the file may be incomplete"
-SPACE = " \t\r\n"
 BOM = codecs.BOM_UTF8
 TOKEN_CHARACTERS = 16
 """Maximum length of a JSON literal that the end of the buffer can cut. Numbers can be longer, but
@@ -270,7 +269,7 @@ class JsonArray(RowSource):
         while True:
             rest = len(self._text)
             at = self._at
-            while at < rest and self._text[at] in SPACE:
+            while at < rest and self._text[at] in " \t\r\n":
                 at += 1
             self._step(at - self._at)
             if at < rest:
@@ -322,7 +321,7 @@ class ArrowFiles(RowSource):
             for place, path in enumerate(self.files):
                 self._first.append(number + 1)
                 for batch, share in _batches(path):
-                    for row in batch.to_pylist():
+                    for row in _rows(batch):
                         if self._most_bytes is not None and made > self._most_bytes:
                             self.whole = False
                             return
@@ -337,9 +336,9 @@ class ArrowFiles(RowSource):
             form = "" if wrong_beginning(path) else other_form(path)
             message = form or f"not a complete {path.suffix.removeprefix('.')} file: {reason}"
             raise ConfigError((Problem(str(path), "", message),)) from error
-        except pyarrow.ArrowNotImplementedError as error:
+        except (pyarrow.ArrowNotImplementedError, ValueError, OverflowError) as error:
             message = f"pyarrow cannot read it: {error}; save the rows as JSONL"
-            raise ConfigError((Problem(str(path), "", message),)) from error
+            raise ConfigError((Problem(self.where(number + 1), "", message),)) from error
         except OSError as error:
             raise unreadable(self.path, error) from error
 
@@ -380,11 +379,23 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
                 yield batch.slice(start, BATCH_ROWS), min(file.tell() / max(file.size(), 1), 1.0)
 
 
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
+    """Yield rows up to a row without a Python form. Raises ValueError, OverflowError."""
+    names = batch.schema.names
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"several columns have the name {min(twice)!r}")
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for place in range(batch.num_rows):
+            yield from batch.slice(place, 1).to_pylist()
+
+
 def _converted(number: int, row: dict[str, Any]) -> SourceRow:
     try:
         plain = json.dumps(_with_own_keys(row), default=_plain, ensure_ascii=False)
         return parsed(number, plain.encode())
-    except _NoJsonError as error:
+    except TypeError as error:
         return SourceRow(number, b"", None, str(error))
 
 
@@ -425,14 +436,10 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-class _NoJsonError(TypeError):
-    """The value cannot be written as JSON."""
-
-
 def _plain(value: Any) -> str:
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
     kind = type(value).__name__
-    raise _NoJsonError(f"holds a value of type {kind}, which has no JSON form; drop that column")
+    raise TypeError(f"holds a value of type {kind}, which has no JSON form; drop that column")

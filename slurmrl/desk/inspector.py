@@ -111,7 +111,7 @@ class DataReader:
             longest = max(longest, *lengths)
             equal += reader.kind.equal_pairs(row)
         reader.finish()
-        counts = {"rows": rows, "left_out": reader.left_out, "tokens": tokens}
+        counts = {"rows": rows, "left_out": reader.tokens.left_out, "tokens": tokens}
         counts |= {"targets": targets, "longest": longest, "equal_pairs": equal}
         found = Remarks(part, first, lambda: self._tokenizer)
         episode = self.config.rollout.episode

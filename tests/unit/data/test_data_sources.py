@@ -187,8 +187,29 @@ def test_column_that_pyarrow_cannot_read_is_one_problem(
         raise pyarrow.ArrowNotImplementedError("nested data")
 
     monkeypatch.setattr("slurmrl.data.sources._batches", reject)
-    with pytest.raises(ConfigError, match=r"parquet: pyarrow cannot read it: nested data; save"):
+    with pytest.raises(ConfigError, match=r"row 1: pyarrow cannot read it: nested data; save"):
         read_records(write(tmp_path, "parquet", ROWS), "id")
+
+
+@pytest.mark.parametrize(
+    ("table", "where", "message"),
+    [
+        (pyarrow.table([[1, 2], [3, 4]], names=["a", "a"]), 1, "several columns have the name 'a'"),
+        (pyarrow.table({"a": pyarrow.array([0, 2**40], "timestamp[s]")}), 2, "date value out of"),
+        (
+            pyarrow.table({"a": pyarrow.array([b"x", b"\xff"]).view("string")}),
+            2,
+            "can't decode byte",
+        ),
+    ],
+)
+def test_table_without_a_python_form_is_one_problem(
+    tmp_path: Path, table: Any, where: int, message: str
+) -> None:
+    """Of two columns with one name, pyarrow would return only the last one."""
+    parquet.write_table(table, path := tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match=rf"parquet, row {where}: .*{message}.*; save the rows"):
+        read_records(path, "id")
 
 
 def test_arrow_rows_have_no_null_keys_of_other_rows(tmp_path: Path) -> None:
