@@ -135,6 +135,7 @@ BEGINNINGS: Final = {
     b"PK\x03\x04": "is a ZIP archive, or a workbook; unpack it first, or save it as CSV",
     b"PAR1": "is a Parquet file; rename it to *.parquet",
     b"ARROW1": "is an Arrow file; save it as Parquet",
+    b"\xff" * 4: "is an Arrow file; name the folder that datasets has saved, or save it as Parquet",
     b"SQLite format 3": "is a database of SQLite; export its rows as JSONL",
     b"\xff\xfe\x00\x00": _UTF.format("UTF-32"),
     b"\x00\x00\xfe\xff": _UTF.format("UTF-32"),
