@@ -185,9 +185,11 @@ def _decoded(
     import numpy as np
 
     stream = container.streams.video[0]
-    if (total := stream.frames) == 0:  # Some formats do not store this number.
+    if total := stream.frames:  # A cut without new encoding keeps packets that no player shows.
+        total -= sum(packet.is_discard for packet in container.demux(stream))
+    else:  # Some formats do not store this number.
         total = sum(1 for _ in container.decode(video=0))
-        container.seek(0)
+    container.seek(0)
     rate = stream.average_rate or stream.guessed_rate
     if total < LEAST_FRAMES or not rate:
         raise ImageError(f"('{name}') has {total} frames at rate {rate}: list its frames as images")

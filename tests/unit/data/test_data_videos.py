@@ -271,6 +271,30 @@ def test_frame_of_a_file_that_ends_early_is_missing(tmp_path: Path) -> None:
         image_files.load_video(tmp_path, "a.mp4", lambda *_: [0, 9], ImageFiles())
 
 
+def test_frames_that_a_cut_has_hidden_are_not_counted(tmp_path: Path) -> None:
+    """A cut without new encoding keeps the frames from the last key frame on, and hides them."""
+    av = pytest.importorskip("av")
+    write_video(tmp_path / "a.mp4", frames=12, rate=10)
+    path = str(tmp_path / "b.mp4")
+    with av.open(str(tmp_path / "a.mp4")) as source, av.open(path, "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                early = round(0.5 / packet.time_base)
+                packet.stream, packet.pts, packet.dts = (
+                    stream,
+                    packet.pts - early,
+                    packet.dts - early,
+                )
+                target.mux(packet)
+    whole, cut = (
+        image_files.load_video(tmp_path, name, lambda total, _: range(total), ImageFiles())
+        for name in ("a.mp4", "b.mp4")
+    )
+    assert (whole.total, cut.total) == (12, 7)
+    np.testing.assert_array_equal(cut.frames, whole.frames[5:])
+
+
 def test_video_is_turned_as_its_file_says(tmp_path: Path) -> None:
     """Phones store the frames of portrait videos in landscape form."""
     pytest.importorskip("av")
