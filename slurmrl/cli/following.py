@@ -226,7 +226,7 @@ class TrialFollower:
         return not (self._local and active) or time.monotonic() >= self._leave_at
 
     def _interrupted(self, count: int) -> bool:
-        """Stop a local run after a commit at the first Ctrl-C; kill it at the second.
+        """At the first Ctrl-C, stop a local run after a commit; at the second Ctrl-C, kill it.
 
         Return whether to stop following.
         """

@@ -482,7 +482,7 @@ def profile_cluster(
     rows = [("NUMBER", "MEASURED"), *((key, f"{value:.3g}") for key, value in numbers.items())]
     click.echo("\n".join(table(rows, width())))
     click.echo(f"wrote {path}")
-    if output is not None or not found.hardware.isalnum():  # The GPU type cannot select this file.
+    if output is not None or not found.hardware.isalnum():  # No GPU type can select this file.
         click.echo(f"  use it  slurmrl search CONFIG cluster.hardware={path}")
     elif found.hardware != CPU:
         click.echo(f"  use it  slurmrl search CONFIG cluster.slurm.gpu_type={found.hardware}")

@@ -33,7 +33,7 @@ MOST_FILES = 10_000
 NO_CODE: Final = ("examples", "docs", "CHANGELOG.md")
 """Entries of the package that no run needs."""
 FIRST: Final = "__init__.py"
-"""The only module outside of the archive, which tells Python where the other modules are."""
+"""The package's own module, which tells Python where the other modules are."""
 PLACE: Final = f"""
 
 # The other modules are in {ARCHIVE}: unzip -l {ARCHIVE}

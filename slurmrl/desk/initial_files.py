@@ -111,7 +111,7 @@ def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
     """Write all files or none; return the files that are new or changed.
 
     Each file appears once it is complete. The first file is written last, so that its existence
-    implies the others.
+    implies the other files.
 
     Raises UsageError for an existing file with another content without ``force``, and
     EnvironmentFailure for files that cannot be written.

@@ -313,7 +313,7 @@ def _request(proposal: Proposal, code: int) -> dict[str, Any]:
 
 
 def newest_submitted(paths: RunPaths) -> int:
-    """Return the number of the newest submission; 0 before the first.
+    """Return the number of the newest submission; 0 if there is none.
 
     Raises UsageError while another process is submitting.
     """

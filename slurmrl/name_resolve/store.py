@@ -142,7 +142,7 @@ class NameStore:
             raise NameNotFoundError(f"no key {key!r}")
 
     def reset(self) -> None:
-        """Delete the keys that were added with ``delete_on_exit``, unless others replaced them."""
+        """Delete the keys added with ``delete_on_exit``, unless other writers replaced them."""
         while self._temporary:
             key, data = self._temporary.popitem()
             atomic.remove_exactly(self._path(key), data, calls=self._calls)

@@ -229,7 +229,7 @@ CPUS: Final = 8
 """Default number of cores of a worker with a GPU, which also run the reward, tokenization,
 checkpoints and NCCL."""
 SHARE_OF_MEMORY: Final = 0.9
-"""Share of a host's memory that a default request may use. Slurm may reserve the rest."""
+"""Share of a host's memory that a default request may use. Slurm may reserve memory for itself."""
 MEMORY_OPTIONS: Final = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
 
 

@@ -84,7 +84,7 @@ def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
     top = reference.partition(":")[0].partition(".")[0]
     try:
         with without_torch(), warnings.catch_warnings():
-            # `wrong_class` rejects fields that shadow others, with a better message.
+            # `wrong_class` rejects fields that shadow other fields, with a better message.
             warnings.filterwarnings("ignore", "Field name .* shadows")
             _use_module_of(top, folders)
             return import_own(KIND, reference)

@@ -44,7 +44,7 @@ def choose(name: str, *, asks_slurm: bool) -> str:
         return name
     if asks_slurm:
         return "slurm"
-    import shutil  # This import is slow, and every command imports this module.
+    import shutil  # Slow import: every command imports this module.
 
     if shutil.which("sbatch") is None:
         return "local"

@@ -290,7 +290,7 @@ HELD: Final = "JobHeldUser"
 """Slurm's reason for a pending element that its user holds."""
 
 FINISHED: Final = "Job has already finished"
-"""Message of scontrol if some elements of an array have ended. scontrol changes the rest."""
+"""Message of scontrol if some elements have ended. scontrol changes the other elements."""
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def claimant_words(claim: Mapping[str, Any]) -> str:
 logger = log.get(__name__)
 
 NO_LONGER_PENDING = "no longer pending"
-"""scontrol's message if some elements have just started. scontrol changes the rest."""
+"""scontrol's message if some elements have just started. scontrol changes the other elements."""
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 JOB = FieldType("a job id", lambda value: isinstance(value, str) and bool(_JOB.fullmatch(value)))
 

@@ -192,7 +192,7 @@ def ways(checked: Checked, request: SearchRequest, gpus: int) -> Iterator[GpuUse
 
 
 def _splits(gpus: int) -> Iterator[int]:
-    """Yield numbers of GPUs for the trainers; rollout tasks use the rest.
+    """Yield numbers of GPUs for the trainers; rollout tasks use the other GPUs.
 
     The numbers are eighths of all GPUs, powers of two, and numbers that leave a power of two.
     Powers of two often divide batches and heads.
@@ -345,7 +345,7 @@ def _in_order(
 
 
 def _cleared(checked: Checked, scheme: GpuUse) -> Variant:
-    """Return the configuration with this engine for generation and without a number of hosts."""
+    """Return the configuration with the engine of ``scheme`` and without a number of hosts."""
     config = checked.config
     cluster = config.cluster.model_copy(update={"hosts": None})
     rollout = config.rollout

@@ -250,7 +250,7 @@ def time_left_s(pace_s: float | None, step: int, total: int | None) -> float | N
 def commit_times(events: Iterable[Event]) -> tuple[float | None, float | None]:
     """Return the longest duration of the newest commits, and training's longest wait for a commit.
 
-    Both are in seconds; None if unknown.
+    Both durations are in seconds; None if unknown.
     """
     newest = [event for event in events if event["kind"] == "commit"][-RECENT_COMMITS:]
     taken = [s for event in newest if (s := _number(event.get("seconds"))) is not None]

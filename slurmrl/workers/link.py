@@ -355,7 +355,7 @@ class LeaderLock:
         return None if holder.host in now.hosts else Left.PUT_BACK
 
     def _beats(self, holder: Turn) -> bool:
-        """Return whether the holder's first agent renews its lease and its job has not ended."""
+        """Return whether the holder's job has not ended and its first agent renews the lease."""
         ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in ends):
             return False

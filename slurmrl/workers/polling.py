@@ -70,7 +70,7 @@ class Presence:
         """Time at which a check first found a directory missing; None while all exist."""
 
     def check(self) -> None:
-        """Raise if the run directory or a directory for messages was removed.
+        """Raise an error if the run directory or a directory for messages was removed.
 
         Raises RunGoneError for the run directory. Raises ReportedError for a directory for
         messages. The next start creates it again.

@@ -71,7 +71,7 @@ def scratch(root: Path) -> Iterator[RunPaths]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Turn the first of ENDINGS into SystemExit, so that the job is cancelled; ignore others.
+    """Turn the first of ENDINGS into SystemExit, so that the job is cancelled; then ignore all.
 
     Ignored signals (nohup) stay ignored. Outside of the main thread, Python allows no handlers.
     """

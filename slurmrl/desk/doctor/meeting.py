@@ -220,7 +220,7 @@ class Server:
 
     def __init__(self, folder: Path, token: str, address: str) -> None:
         self.has_connected = threading.Event()
-        """Set once this host has connected to all others."""
+        """Set once this host has connected to all other hosts."""
         self.said_bye = threading.Event()
         outer, self._folder, self._token = self, folder, token
 

@@ -405,7 +405,7 @@ class Machine:
         return min(self.gpu.link, network) * self.efficiency.links
 
     def exchange(self, size: int, stride: int) -> float:
-        """Return the bytes per second that each rank of a group sends to all others."""
+        """Return the bytes per second that each rank of a group sends to all other ranks."""
         outside = 1 - self._inside(size, stride) / size
         network = self.gpu.network / outside if outside else self.gpu.link
         return min(self.gpu.link, network) * self.efficiency.links

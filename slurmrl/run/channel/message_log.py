@@ -5,9 +5,9 @@ Each message is a frame: magic, length and checksum, then a JSON object. Pipes a
 0      4        8       12
 | SRL1 | length | crc32 | JSON ...          integers little-endian, crc32 over length and JSON
 
-A log consists of segment files (``name``, ``name~1``, …). Each begins with a frame that holds its
-writer's nonce. A full segment ends with a frame that names the next segment, which already exists.
-Readers never see these frames.
+A log consists of segment files (``name``, ``name~1``, …). Each segment begins with a frame that
+holds its writer's nonce. A full segment ends with a frame that names the next segment, which
+already exists. Readers never see these frames.
 """
 
 from __future__ import annotations

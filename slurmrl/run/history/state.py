@@ -184,7 +184,7 @@ class Begun:
     commit: Record | None
     """The incarnation's last commit."""
     end: Record | None
-    """The first end of the trial between this BEGIN and the next, even if it was later resumed."""
+    """The first end of the trial before the next BEGIN, even if the trial was later resumed."""
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,6 @@ def settings(paths: RunPaths) -> dict[str, Any]:
 
 
 def uuid(paths: RunPaths) -> str:
-    """Return the identifier that distinguishes this trial from others with the same name."""
+    """Return the identifier that distinguishes this trial from trials with the same name."""
     found: str = documents.read(paths.identity, {"uuid": TEXT}, ("uuid",))["uuid"]
     return found

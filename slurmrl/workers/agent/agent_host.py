@@ -200,7 +200,7 @@ class Host:
         return state
 
     def check_fence(self) -> None:
-        """Raise if the current incarnation must end. Rollout tasks ignore the end of incarnations.
+        """Raise an error if the incarnation must end. Rollout tasks ignore ends of incarnations.
 
         Raises:
             StaleIncarnationError: a newer incarnation has begun.

@@ -197,8 +197,8 @@ LOOK_S = 3.0
 class LeaseGuard:
     """Renews the lease every ``beat_s`` and reads the history every ``check_s``.
 
-    The host is fenced while others may consider it dead: it then starts no new work. It is fenced
-    after a failed renewal, or ``ttl_s`` seconds after the last successful renewal began (the
+    The host is fenced while other hosts may consider it dead: it then starts no new work. It is
+    fenced after a failed renewal, or ``ttl_s`` seconds after the last successful renewal began (the
     process was suspended or hung). A successful renewal and then a successful read of the history
     lift the fence. If the directory does not answer, no process ends.
     """
@@ -215,7 +215,7 @@ class LeaseGuard:
     ) -> None:
         """``beat`` renews the lease; ``check`` raises if the incarnation must end.
 
-        Both raise EnvironmentFailure while the directory does not answer.
+        Both functions raise EnvironmentFailure while the directory does not answer.
         """
         self._beat = beat
         self._check = check

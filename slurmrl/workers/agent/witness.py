@@ -54,7 +54,7 @@ SEEN = f"Seen by {PY_SPY}:\n"
 SEEN_THREAD = re.compile(r"^Thread .*\n", re.M)
 SEEN_FRAME = re.compile(r"^    (?P<name>.+) \((?P<file>.+\.py|<.+>):(?P<line>\d+)\)$", re.M)
 MOST_FILES = 10
-"""Maximum number of files that one agent keeps; a new file replaces the oldest."""
+"""Maximum number of files that one agent keeps; a new file replaces the oldest file."""
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ def _merged_actor(paths: RunPaths) -> Exporter:
 def _of_commit(
     paths: RunPaths, step: int | None, make: Callable[[Commit], Made], *, how: str
 ) -> Made:
-    """Make an export or folder of a commit; take another commit if the run deletes the first.
+    """Make an export or folder of a commit; take another commit if the run deletes it.
 
     ``how`` names the option that chooses a commit, for the message about a damaged commit.
     """

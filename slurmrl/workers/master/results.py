@@ -270,8 +270,8 @@ def _names(directory: Path) -> list[str]:
 def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
     """Merge the records of an item from several calls.
 
-    Raises UsageError if two calls give a score of the same name, because one would silently replace
-    the other.
+    Raises UsageError if two calls give a score of the same name, because one score would silently
+    replace the other score.
     """
     line: dict[str, object] = {}
     givers: dict[str, str] = {}

@@ -284,7 +284,7 @@ class AttemptWakeups:
     def receive(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
         """Schedule reads of the result logs of attempts that have sent wake-ups.
 
-        Read `AT_ONCE` logs at once and the others at `RESULTS_PER_S`.
+        Read `AT_ONCE` logs at once and the other logs at `RESULTS_PER_S`.
         """
         if self._wakeups is None:
             return

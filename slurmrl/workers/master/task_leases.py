@@ -126,7 +126,7 @@ class TaskLeases:
         }
 
     def _silent(self) -> set[str]:
-        """Return attempts that cannot write but have not ended, if others can take their items."""
+        """Return living attempts that cannot write, if other attempts can take their items."""
         silent = {one.name for one in self._living.values() if one.silent_s >= SILENT_S}
         return silent if self.able().keys() - silent else set()
 
@@ -243,7 +243,7 @@ class SampleChecks:
             heapq.heappush(self._due, _Check(self._clock(), next(self._numbers), sample))
 
     def keep(self, samples: Iterable[StoredGroup]) -> None:
-        """Keep the results and checks of these samples; forget all others."""
+        """Keep the results and checks of these samples; forget all other samples."""
         wanted = set(samples)
         self.sound &= wanted
         self._due = [check for check in self._due if check.sample in wanted]

@@ -60,9 +60,9 @@ class _Writing:
 class VersionPublisher:
     """Publishes one version at a time in ``folder``; each of ``ranks`` writes a part.
 
-    ``permit`` raises if this incarnation is not the newest. A version is full, not a delta, if it
-    is the first version of an incarnation, or follows a failure or an unreadable version
-    (`distrust`). In these cases, the ranks lack a usable base for a delta in their memory.
+    ``permit`` raises if this incarnation is not the newest incarnation. A version is full, not a
+    delta, if it is the first version of an incarnation, or follows a failure or an unreadable
+    version (`distrust`). In these cases, the ranks lack a usable base for a delta in their memory.
     """
 
     def __init__(

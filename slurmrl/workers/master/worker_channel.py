@@ -170,7 +170,7 @@ class WorkerChannel:
         self._wake()
 
     def _queue(self, *batch: Order) -> Callable[[], None]:
-        """Return a function that appends the batch. Repeated calls append only the rest."""
+        """Return a function that appends the batch. Repeated calls append only missing orders."""
         batches = iter([[CONTROL_LOG.to_json(order) for order in batch]])
         return lambda: self._log.append(*next(batches, ()))
 

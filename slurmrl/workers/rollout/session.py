@@ -262,7 +262,7 @@ class ResultWriter:
         self._samples = SampleWriter(paths.rollout_samples(*place), calls=calls)
         self._log = LogWriter(paths.rollout_results(*place), calls=calls, durable=True)
         self.settled = True
-        """Whether all messages are on disk. If not, the next call of `record` writes the rest."""
+        """Whether all messages are on disk. If not, the next call of `record` writes them first."""
         self._append(Joined(agent=agent))
 
     def record(self, messages: Sequence[RolloutResult], groups: Sequence[SampleGroup]) -> None:

@@ -141,7 +141,7 @@ def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
 
 
 def _wanted(paths: RunPaths) -> bool:
-    """Return whether the report is enabled. Read only this setting, to ignore errors in others."""
+    """Return whether the report is enabled. Read only this setting: ignore errors in the file."""
     section = source.read(paths.config).values.get("logging")
     return not (isinstance(section, dict) and section.get("report") is False)
 

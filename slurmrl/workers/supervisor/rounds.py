@@ -70,7 +70,7 @@ class JobHosts:
 
     paths: RunPaths
     needed: int
-    """Number of hosts that the group needs; the others are spares."""
+    """Number of hosts that the group needs; the other hosts are spares."""
     hosts: tuple[str, ...] = ()
     end: float | None = None
     """Time at which the job reaches its time limit, by this host's clock."""
