@@ -15,17 +15,10 @@ if TYPE_CHECKING:
     import asyncio
 
 ARGUMENTS: Final = ("prompts", "completions", "rows")
-PER_COMPLETION: Final = (
-    "token_ids",
-    "finished",
-    "sample_ids",
-    "indices",
-    "siblings",
-    "model_scores",
-)
-"""Arguments with a value for each completion, which a reward requests by its parameters' names."""
 MODEL_SCORES: Final = "model_scores"
 """Argument that exists only if a reward model scores the completions."""
+PER_COMPLETION: Final = ("token_ids", "finished", "sample_ids", "indices", "siblings", MODEL_SCORES)
+"""Arguments with a value for each completion, which a reward requests by its parameters' names."""
 PER_CALL: Final = ("step", "evaluation")
 """Arguments with one value for a call. Rewards request these by name, too."""
 Stats = dict[str, tuple[float, float]]

@@ -102,7 +102,8 @@ class PoolProcess:
         self._requests, self._replies = self._process.stdin, self._process.stdout
         os.set_blocking(self._requests.fileno(), False)
         os.set_blocking(self._replies.fileno(), False)
-        self._pidfd = os.pidfd_open(self._process.pid)
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
         self._most_bytes = program.most_reply_bytes
         self._unsent = b""
         self._unread = b""
@@ -112,10 +113,6 @@ class PoolProcess:
         self.deadline = time.monotonic() + START_LIMIT_S
         if program.setup is not None:
             self._unsent = _line(program.setup)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def idle(self) -> bool:
@@ -161,10 +158,15 @@ class PoolProcess:
         self._requests.close()
 
     def close(self, deadline: float = 0.0) -> None:
-        """Wait for the process until the deadline; then kill and reap it and its session."""
+        """Wait for the process until the deadline; then kill it, its session and descendants."""
+        left = list(_descendants(self.pid))
         self._ended(max(deadline - time.monotonic(), 0.0))
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
+        for pidfd in left:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
         self._process.wait()
         os.close(self._pidfd)
         self._replies.close()
@@ -199,6 +201,15 @@ class PoolProcess:
         assert result is not None, "it has ended"
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         return f"its process ended ({exit_words(code)})"
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield a pidfd of each descendant. Some may lead sessions, so that no session contains all."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # The thread or its child has ended.
+            for child in map(int, children.read_text().split()):
+                yield os.pidfd_open(child)
+                yield from _descendants(child)
 
 
 def _line(message: Mapping[str, Any]) -> bytes:
@@ -296,7 +307,9 @@ class ProcessPool:
         for process in list(self._processes):
             self._work(process, batch)
         for process in [each for each in self._processes if time.monotonic() > each.deadline]:
-            batch.unanswered(process.request, self._late(batch))
+            over = time.monotonic() > batch.end
+            late = batch.too_late if over else f"it took longer than {self._timeout_s:g} s"
+            batch.unanswered(process.request, late)
             self._drop(process)
 
     def _hand_out(self, batch: _Requests) -> None:
@@ -363,11 +376,6 @@ class ProcessPool:
                     f"{self._program.name} failed to start three times in a row"
                     f"{self._program.hint}; its messages are in the worker's log"
                 )
-
-    def _late(self, batch: _Requests) -> str:
-        if time.monotonic() > batch.end:
-            return batch.too_late
-        return f"it took longer than {self._timeout_s:g} s"
 
 
 class _Requests:

@@ -207,18 +207,13 @@ def _scorer(part: RewardPart, cores: int, of_one_prompt: bool) -> CheckedReward 
 
 def applies(settings: RewardPart, row: Row) -> bool:
     """Return whether a part scores a row."""
-    return all(
-        any(_same(value_at(row, key), value) for value in _alternatives(wanted))
-        for key, wanted in settings.where.items()
-    )
-
-
-def _alternatives(wanted: Any) -> Sequence[Any]:
-    return wanted if isinstance(wanted, tuple) else (wanted,)
+    return all(_same(value_at(row, key), wanted) for key, wanted in settings.where.items())
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Return whether two JSON values are equal; true does not equal 1."""
+    """Return whether a JSON value equals a value or one of a tuple; true does not equal 1."""
+    if isinstance(wanted, tuple):
+        return any(_same(value, each) for each in wanted)
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 

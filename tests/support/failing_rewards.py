@@ -53,19 +53,25 @@ def score(
         case "close pipes":
             os.closerange(3, PIPES)
         case "fork":
-            _leave_a_process(folder)
+            _leave_a_process(folder, session=False)
             os._exit(1)
         case "leave":
             _leave_a_process(folder)
+        case "hang":
+            _leave_a_process(folder)
+            time.sleep(3600)
         case "split":
             os.fork()
     return [float(len(completion))]
 
 
-def _leave_a_process(folder: str) -> None:
-    """Fork a process that keeps the pipes open, and start one that ignores SIGTERM."""
+def _leave_a_process(folder: str, *, session: bool = True) -> None:
+    """Fork a process that keeps the pipes open, and start one that ignores SIGTERM.
+
+    If the reward's process lives, the started process leads a session.
+    """
     program = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)"
-    started = subprocess.Popen([sys.executable, "-c", program])
+    started = subprocess.Popen([sys.executable, "-c", program], start_new_session=session)
     forked = os.fork()
     if forked == 0:
         time.sleep(3600)

@@ -96,9 +96,9 @@ def test_forked_reward_process_sends_no_answers(make: Make) -> None:
 
 
 def test_leftover_processes_are_killed_without_delay(make: Make, tmp_path: Path) -> None:
-    """The processes hold pipes of the scoring process open and ignore SIGTERM."""
-    reward = make(options={"folder": str(tmp_path)})
-    assert judge(reward, ["fork", "leave"]) == [None, 5.0]
+    """They hold pipes of the scoring process open, ignore SIGTERM and lead sessions."""
+    reward = make(options={"folder": str(tmp_path)}, timeout_s=3.0)
+    assert judge(reward, ["fork", "hang", "leave"]) == [None, None, 5.0]
     reward.close()
     pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
     assert pids
