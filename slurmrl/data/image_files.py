@@ -96,8 +96,7 @@ def check_image(base: Path, image: ImageValue) -> None:
 
     Raises UnreadableInputError for errors that may pass.
     """
-    with _opened(base, image):
-        pass
+    _opened(base, image).close()
 
 
 def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -> Image:
@@ -109,6 +108,8 @@ def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -
 
     with _opened(base, image, files) as opened:
         try:
+            if opened.format == "PNG":  # Pillow decodes it without comparing its checksums.
+                _pillow().open(opened.fp).verify()
             return _rgb(ImageOps.exif_transpose(opened))
         except ImageError as error:
             raise ImageError(f"('{_shown(image)}') {error}") from error
@@ -199,8 +200,7 @@ def _decoded(
         if frame.is_corrupt:  # the decoder has filled in missing pixels
             raise ImageError(f"('{name}') is damaged at frame {place}")
         if place in wanted:
-            turned = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4)
-            found[place] = turned
+            found[place] = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
         if place >= max(wanted):
             break
     if missing := sorted(wanted - found.keys()):

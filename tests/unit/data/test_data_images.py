@@ -125,6 +125,7 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
         ({"prompt": "Is it <image>?"}, "", "has 0 images, but .* has <image>"),
         ({"images": [3]}, "images", "has an image 1 that must be the path of a file"),
         ({"images": ["cut.png"]}, "", "an image .*'cut.png'.* is damaged"),
+        ({"images": ["flipped.png"]}, "", "an image .*'flipped.png'.* is damaged"),
         ({"images": ["a.png"], "prompt": "<image> <image>"}, "", "has more image parts"),
         ({"images": ["a.png", "b.png"], "prompt": "<image>"}, "", "no place for 1 of them"),
         ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
@@ -151,6 +152,7 @@ def test_unusable_image_is_a_problem_of_its_row(
     Image.fromarray(noise).save(folder / "heavy.png")
     whole = (folder / "b.png").read_bytes()
     (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "flipped.png").write_bytes(whole[:-13] + bytes([whole[-13] ^ 1]) + whole[-12:])
     good = {"prompt": "How many?", "images": ["a.png"]}
     path = write_rows(folder, good, {"prompt": "How many?", **row})
     config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
