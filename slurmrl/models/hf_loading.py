@@ -188,6 +188,9 @@ def make_model(
         if type(module) is nn.Linear:
             module.__class__ = Linear
     _limit_time_steps(made)
+    experts = (p for name, p in made.named_parameters() if ".experts." in name and p.dim() == 3)
+    if any(size % 8 for p in experts for size in p.shape[1:]):
+        made.set_experts_implementation("eager")  # Grouped products need rows of 16 bytes.
     return made
 
 

@@ -111,8 +111,7 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, routes: Routes, block: int, per_token: int, experts: int) -> None:
         super().__init__()
-        self._routes, self._block = routes, block
-        self._per_token, self._experts = per_token, experts
+        self._routes, self._block, self._sizes = routes, block, (experts, per_token)
         self.taken: list[Tensor] = []
         """Experts [T, K] of each ``topk``."""
         self._filled: tuple[Any, Any] = (None, None)
@@ -127,7 +126,7 @@ class _Choice(TorchFunctionMode):
         if func not in TOPK:
             return result
         scores = args[0] if args else (kwargs or {})["input"]
-        if (*scores.shape[1:], *result.indices.shape[1:]) != (self._experts, self._per_token):
+        if (*scores.shape[1:], *result.indices.shape[1:]) != self._sizes:
             return result
         taken = self._routes.chosen(self._block, result.indices)
         self.taken.append(taken)

@@ -165,6 +165,18 @@ def test_recorded_experts_keep_their_weights_outside_of_the_chosen_groups() -> N
     assert torch.equal(experts, torch.tensor([[1, 6]]).expand(30, -1))
 
 
+def test_experts_of_any_size_train() -> None:
+    """torch's grouped products reject rows that are not a multiple of 16 bytes."""
+    values = tiny("qwen3_moe", **CHANGES, moe_intermediate_size=6)
+    trained = engine(architecture=values, implementation="hf")
+    batch = SequenceSample.from_default([30], ["a"], {"input_ids": torch.arange(30)})
+
+    def loss(outputs: dict[str, Tensor], _: SequenceSample) -> Any:
+        return outputs["logp"].sum(), {}
+
+    assert trained.train_batch(batch, loss, 1.0)["grad_norm"] > 0
+
+
 def test_replay_is_rejected_for_models_without_known_routers() -> None:
     assert "no experts to replay" in refusal(HFConfig.from_hf(tiny("olmo2")))
     assert "cannot build a dbrx model" in refusal(HFConfig.from_hf({"model_type": "dbrx"}))
