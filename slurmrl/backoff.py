@@ -41,8 +41,8 @@ class Backoff:
     Until pauses reach ``last_s``, each takes about ``1 - 1 / growth`` of the total wait: a third
     by default.
 
-    Each pause is shortened at random by up to a quarter, so that a thousand processes that start
-    waiting together do not poll a metadata server in step. The random generator is private,
+    Each pause is shortened at random by up to a quarter. A thousand processes that start waiting
+    together therefore do not poll a metadata server in step. The random generator is private,
     because training processes seed the global ones.
     """
 

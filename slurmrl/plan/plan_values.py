@@ -417,7 +417,7 @@ def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wan
 
 
 def split_over_hosts(plan: Plan) -> list[str]:
-    """Return the models with a tensor-parallel group on several hosts that fits on one host."""
+    """Return models whose tensor-parallel groups would fit on a host but are on several hosts."""
     split = []
     for name, model in plan.models.items():
         per_host, size = plan.group(model.group).workers_per_host, model.sizes["tp"]

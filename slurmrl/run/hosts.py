@@ -201,7 +201,7 @@ def leave_functions(
 
     ``job``: name of the group's first array; ``exclude``: hosts that the user excludes, in Slurm's
     form. If set-up lines follow, ``number`` is the submission's number, and ``fail`` is the command
-    that ends the trial with its last argument as the reason.
+    that ends the trial; its last argument is the reason.
     """
     values = {
         "run": str(run),

@@ -200,7 +200,7 @@ class LocalChain:
         return self._last or bool(signal.sigpending() & others)
 
     def _at_once(self) -> int:
-        """Return the number of links that may run now. It is 0 for tasks without trainers."""
+        """Return the number of links that may run now, which is 0 for tasks without trainers."""
         try:
             if is_orphaned(self._run, self._group):
                 return 0

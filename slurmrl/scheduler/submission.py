@@ -60,7 +60,7 @@ CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 HEARTBEAT = FieldType(
     "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
 )
-"""Type of the heartbeat interval. It is bounded, because ``slurmrl status`` waits for it."""
+"""Type of the heartbeat interval, which is bounded because ``slurmrl status`` waits for it."""
 REQUEST: Fields = {
     "scheduler": TEXT,
     "total_steps": INTEGER,

@@ -11,8 +11,8 @@ deadline limits such waits.
 On request, a process writes its stacks, even if it hangs. On SIGQUIT, the interpreter's fault
 handler writes the Python stacks of all threads into memory that the process shares with its agent.
 The fault handler runs inside the signal handler, so it works while the interpreter lock is held or
-a collective never ends. It fails only if the process is stopped or blocked in the kernel. The pulse
-thread then adds the parts that need Python (torch's flight recorder) and the last line.
+a collective never ends. The handler fails only if the process is stopped or blocked in the kernel.
+The pulse thread then adds the parts that need Python (torch's flight recorder) and the last line.
 """
 
 from __future__ import annotations

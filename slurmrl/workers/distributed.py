@@ -5,11 +5,11 @@ torch's TCPStore would listen on a port without authentication, so any user of t
 change the addresses to which ranks connect. The store has one file per key. While the group forms,
 each rank writes its keys once and reads the other ranks' keys once.
 
-torch's flight recorder shows the current collective of a rank. It always records the collectives of
-NCCL and gloo (TORCH_FR_BUFFER_SIZE entries, 2000 by default). For each group, torch also keeps the
-numbers of the newest collective that has begun and the newest collective that has ended. These
-numbers are cheap to read. Reading the entries takes milliseconds, so this module reads them only
-when a collective does not end.
+torch's flight recorder shows the current collective of a rank. The recorder always records the
+collectives of NCCL and gloo (TORCH_FR_BUFFER_SIZE entries, 2000 by default). For each group, torch
+also keeps the numbers of the newest collective that has begun and the newest collective that has
+ended. These numbers are cheap to read. Reading the entries takes milliseconds, so this module reads
+them only when a collective does not end.
 """
 
 from __future__ import annotations

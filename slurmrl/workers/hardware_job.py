@@ -1,6 +1,6 @@
 """The program of the job that measures hardware.
 
-``python -P -m slurmrl.workers.hardware_job FOLDER`` runs on each host of the job. It reads
+``python -P -m slurmrl.workers.hardware_job FOLDER`` runs on each host of the job. The program reads
 ``ask.json`` and starts a process for each rank of the host. Then it writes ``result.<task>.json``
 with the measured points of all these ranks, or with the error of one rank.
 """

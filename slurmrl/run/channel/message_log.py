@@ -147,11 +147,12 @@ class LogWriter:
         self._offset = self._create(0)
 
     def append(self, *messages: Message) -> None:
-        """Append messages in one write. Readers see them together or one after the other.
+        """Append messages in one write. Readers see the messages together or one after the other.
 
         Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
-        already. The next append, even without messages, writes them first. Never append them again.
-        Raises CorruptFileError if something else has replaced the file. A retry would not help.
+        already. The next append, even without messages, writes them first. Never append the same
+        messages again. Raises CorruptFileError if something else has replaced the file. A retry
+        would not help.
         """
         if any(OWN in message for message in messages):
             raise UsageError(f"a message cannot have the key {OWN!r}")

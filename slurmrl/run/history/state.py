@@ -1,7 +1,7 @@
 """The state of a trial, from the records of its history, and safe appending to the history.
 
-Decisions use the whole history. For display, `recent` reads only the end of the history. Otherwise,
-every refresh of ``slurmrl status`` would read thousands of files. It relies on two invariants:
+Decisions use the whole history. For display, `recent` reads only its end, because every refresh of
+``slurmrl status`` would otherwise read thousands of files. `recent` relies on two invariants:
 
 - The records of an incarnation have no records of another incarnation between them, so bisection
   finds each BEGIN.

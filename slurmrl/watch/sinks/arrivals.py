@@ -149,7 +149,7 @@ def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
 def turn(
     folder: Path, sleep: Callable[[float], None] = time.sleep, held_s: int = HELD_S
 ) -> Iterator[None]:
-    """Wait for the right to send evaluations to a trial's sinks. Hold it during the context.
+    """Wait for the right to send evaluations to a trial's sinks; hold it during the context.
 
     Several evaluations may end at the same time, on any hosts. A process takes the next turn by
     exclusive creation of its file, and creates another file at its end. SIGALRM kills a holder

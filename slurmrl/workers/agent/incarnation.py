@@ -247,7 +247,7 @@ class Incarnation:
         return value
 
     def retry(self, what: str, action: Callable[[], T]) -> T:
-        """Run an action on the shared directory. Repeat it while the directory does not answer."""
+        """Run an action on the shared directory. Retry while the directory does not answer."""
         return retry(what, action, self.turn)
 
     def turn(self, timeout_s: float) -> None:

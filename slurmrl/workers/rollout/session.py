@@ -1,10 +1,10 @@
 """Items that masters have requested from a rollout task, and the messages about them.
 
-`Session` is a state machine without files, processes or clocks. It decides which items the task
-generates, records, returns or forgets. An attempt answers each item of a lease at most once: it
-records the samples or returns the item. `ResultWriter` writes samples and the attempt's result log,
-which has no other writer. `MasterWakeups` exchanges wake-ups with the master in the asyncio loop
-(see `run.channel.wakeups`). This module does not import torch.
+`Session` is a state machine without files, processes or clocks. The session decides which items the
+task generates, records, returns or forgets. An attempt answers each item of a lease at most once:
+it records the samples or returns the item. `ResultWriter` writes samples and the attempt's result
+log, which has no other writer. `MasterWakeups` exchanges wake-ups with the master in the asyncio
+loop (see `run.channel.wakeups`). This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The watchers of a job with spares: job steps that requeue the job if its batch host is lost.
 
 ``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST`` runs
-on other hosts of the job. It requeues the job when Slurm has taken away HOST, on which the batch
-process runs. A job with spares needs watchers (see `workers.link`). Agents notice the loss sooner,
-but there may be no agent left to notice it, for example if the trainers run on one host.
+on other hosts of the job. The watcher requeues the job when Slurm has taken away HOST, on which the
+batch process runs. A job with spares needs watchers (see `workers.link`). Agents notice the loss
+sooner, but there may be no agent left to notice it, for example if the trainers run on one host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fork server of a host. It forks workers from a process that has done all imports.
+"""The fork server of a host, which forks workers from a process that has done all imports.
 
 The agent starts one fork server. In each incarnation, the agent sends one ``fork`` per rank, with
 the worker's end of a new pipe, the file for its stacks and the rank's devices. The fork server
@@ -47,7 +47,7 @@ POLL_S = 0.01
 
 
 def preload(run: Path, group: str) -> None:
-    """Import the modules that the workers of a group need. Later garbage collections ignore them.
+    """Import the modules that a group's workers need. Later garbage collections ignore them.
 
     Do not import the user's modules, because their import may have side effects.
     """
