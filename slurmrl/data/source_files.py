@@ -145,8 +145,6 @@ BEGINNINGS: Final = {
     b'\x00{\x00"': _UTF.format("UTF-16BE"),
 }
 """Problem of a file by its first bytes."""
-
-
 HEAD_BYTES: Final = 1 << 16
 """Number of bytes at the start of a file that are examined."""
 
@@ -251,7 +249,8 @@ def _table(separator: str) -> str:
 SPLITS, SAVED = "dataset_dict.json", "state.json"
 NAMES_OF_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-_SHARD = re.compile(r"(.+?)(-(\d+)-of-(\d+))?\.parquet")
+_SHARD = re.compile(r"(.+?)(-(\d+)-of-(\d+)(-[0-9a-f]+)?)?\.parquet")
+OTHERS: Final = "(others)"
 
 
 def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
@@ -273,13 +272,12 @@ def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
         own = inputs.read_json(path / SAVED).get("_split")
         _check_split(path, split, [own] if own else [])
         return _saved(path)
-    matches = [match for name in sorted(names) if (match := _SHARD.fullmatch(name))]
-    shards = {match.string: _split_of(match) for match in matches}
+    shards = {one: _split_of(one) for name in sorted(names) if (one := _SHARD.fullmatch(name))}
     if not shards:
         raise ConfigError((Problem("", "path", f"'{path}' is not allowed: {no_dataset(path)}"),))
-    splits = [name or "(others)" for name in dict.fromkeys(shards.values())]
-    _check_split(path, split, splits if any(shards.values()) else [])
-    chosen = [match for match in matches if split in (None, shards[match.string])]
+    splits = list(dict.fromkeys(shards.values()))
+    _check_split(path, split, splits if splits != [OTHERS] else [])
+    chosen = [match for match, own in shards.items() if split in (None, own)]
     _check_numbers(path, chosen)
     return [path / match.string for match in chosen]
 
@@ -295,24 +293,26 @@ def no_dataset(path: Path) -> str:
 
 
 def _split_of(match: re.Match[str]) -> str:
-    """Return ``train`` for ``train.parquet`` or ``train-00000-of-00002.parquet``, else ""."""
-    return match[1] if match[2] or match[1] in NAMES_OF_SPLITS else ""
+    """Return ``train`` for ``train.parquet``, ``math_train-1.parquet`` or numbered files."""
+    words = [match[1]] if match[2] else re.split(r"[-._ \d]+", match[1].lower())
+    return next((word for word in words if match[2] or word in NAMES_OF_SPLITS), OTHERS)
 
 
 def _check_numbers(path: Path, files: Sequence[re.Match[str]]) -> None:
     """Reject incomplete or mixed sets of files such as ``train-00000-of-00002.parquet``."""
-    sets: dict[str, dict[str, set[int]]] = {}
+    sets: dict[str, dict[str, list[int]]] = {}
     for file in files:
         if file[2]:
-            sets.setdefault(file[1], {}).setdefault(file[4], set()).add(int(file[3]))
+            sets.setdefault(file[1], {}).setdefault(file[4], []).append(int(file[3]))
     for name, totals in sets.items():
-        if len(totals) > 1:
-            has = " and ".join(f"-of-{total}" for total in totals)
+        versions = [total for total, each in totals.items() for _ in range(each.count(each[0]))]
+        if len(versions) > 1:
+            has = " and ".join(f"-of-{total}" for total in versions)
             message = f"{path} has files of two versions of {name} ({has}); remove one version"
             raise ConfigError((Problem("", "path", message),))
         ((total, present),) = totals.items()
         first = 1 if int(total) in present else 0
-        missing = sorted(set(range(first, first + int(total))) - present)
+        missing = sorted(set(range(first, first + int(total))).difference(present))
         if missing:
             lacks = f"{name}-{missing[0]:0{len(total)}d}-of-{total}.parquet"
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
