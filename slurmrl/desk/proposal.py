@@ -40,7 +40,7 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.submission import Claimant, submission_numbers, wanted_tasks
+from slurmrl.scheduler.submission import Claimant, is_copied, submission_numbers, wanted_tasks
 
 logger = log.get(__name__)
 
@@ -339,16 +339,22 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
 
 
 def _fill(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> None:
-    atomic.make_private_directory(paths.run)
-    check_owner(paths)
     for directory in paths.directories():
         atomic.make_private_directory(directory)
+    check_owner(paths)
     atomic.probe_link(paths.run)
+    identify(paths)
+    trial_code.take_snapshot(paths, recorder.code, recorder)
+    rewrite(paths, settings, plan)
+
+
+def identify(paths: RunPaths, newest: int = 0) -> None:
+    """Write the uuid of a new trial, or of a copy of the trial that made submission ``newest``."""
+    if paths.identity.exists() and not is_copied(paths, newest):
+        return
     who = {"time": time.time(), **asdict(Claimant.of_this_process())}
     claim = {"uuid": uuid.uuid4().hex, "version": slurmrl.__version__, **who}
     atomic.replace(paths.identity, json.dumps(claim).encode())
-    trial_code.take_snapshot(paths, recorder.code, recorder)
-    rewrite(paths, settings, plan)
 
 
 def check_owner(paths: RunPaths) -> None:

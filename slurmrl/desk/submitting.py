@@ -30,6 +30,7 @@ from slurmrl.desk.proposal import (
     begun_configuration,
     check_owner,
     free_name,
+    identify,
     is_prepared,
     prepare,
     rewrite,
@@ -124,6 +125,7 @@ def submit(proposal: Proposal) -> Submitted:
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
     number = claim_submission(proposal.paths, outlook.submission, _request(proposal, code))
+    identify(proposal.paths, outlook.submission)
     if proposal.update_code:
         notes += (f"runs the current code: {proposal.paths.snapshot(code)}",)
     ids = _hand_over(proposal, scheduler, number, code, None if fresh else state)
@@ -300,7 +302,6 @@ def _snapshot(proposal: Proposal) -> int:
 def _request(proposal: Proposal, code: int) -> dict[str, Any]:
     """Return the content of a submission's request."""
     config = proposal.settings.config
-    lead_s = config.cluster.slurm.signal_lead_s if proposal.kind == "slurm" else None
     return {
         "scheduler": proposal.kind,
         "run": str(proposal.paths.run),
@@ -308,7 +309,7 @@ def _request(proposal: Proposal, code: int) -> dict[str, Any]:
         "continue": config.cluster.slurm.continue_,
         "total_steps": None if proposal.settings.algorithm.one_pass else config.total_steps,
         "heartbeat_s": PollIntervals.of(proposal.plan.hosts, config.cluster.heartbeat_s).beat_s,
-        "signal_lead_s": lead_s,
+        "signal_lead_s": config.cluster.slurm.signal_lead_s if proposal.kind == "slurm" else None,
     }
 
 

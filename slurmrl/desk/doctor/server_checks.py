@@ -23,12 +23,7 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import SERVER_KINDS, ServerRules
 from slurmrl.plan.estimates.shape import ModelShape, config_values, least_context
-from slurmrl.rollouts.generation.fitness import (
-    ServedModel,
-    check_context,
-    examine,
-    field_of,
-)
+from slurmrl.rollouts.generation.fitness import ServedModel, check_context, examine, field_of
 
 TIMEOUT_S = 60.0
 OUTPUT_BYTES = 2**16
@@ -112,11 +107,7 @@ def running_settings(config: Config) -> dict[str, Any] | None:
         values = _served(config).to_hf(head="lm", dtype=config.actor.dtype)
     except (AllocationError, UsageError):
         return None
-    needs = ServedModel.of(
-        values,
-        text=rollout.needs_text,
-        experts=rollout.replay_experts,
-    )
+    needs = ServedModel.of(values, text=rollout.needs_text, experts=rollout.replay_experts)
     return {
         "backend": backend,
         "addresses": list(rollout.servers),

@@ -12,7 +12,7 @@ import pytest
 
 from slurmrl.config.load import load_resolved
 from slurmrl.desk import submitting, trial_jobs
-from slurmrl.desk.proposal import propose, propose_resume
+from slurmrl.desk.proposal import propose, propose_resume, trial_uuid
 from slurmrl.desk.submitting import Submitted, submit
 from slurmrl.desk.trial_jobs import cancel
 from slurmrl.env import user_name
@@ -361,6 +361,23 @@ def test_new_option_takes_the_next_free_name(again: Submit, config: Path) -> Non
     assert (again(new=True).trial, submit(late).trial) == ("add/4", "add/5")
     assert again("trial=x", new=True).trial == "add/x"
     assert again("trial=x", new=True).trial == "add/x-2"
+
+
+def test_resumed_copy_gets_its_own_uuid(again: Submit, scheduler: FakeScheduler) -> None:
+    original = again().paths
+    root = original.run.parents[2]
+    copied = RunPaths.of(root.with_name("archive"), user_name(), "add", "1")
+    shutil.copytree(original.run, copied.run)
+    submit(propose_resume(copied, [], scheduler="local"))
+    submit(propose_resume(original, [], scheduler="local"))
+    first, copy, resumed = (request.uuid for request in scheduler.requests)
+    assert first == resumed != copy == trial_uuid(copied)
+    shutil.rmtree(original.run)
+    moved = RunPaths.of(root.with_name("moved"), user_name(), "add", "1")
+    shutil.copytree(copied.run, moved.run)
+    shutil.rmtree(copied.run)
+    submit(propose_resume(moved, [], scheduler="local"))
+    assert trial_uuid(moved) == copy
 
 
 def test_resume_uses_the_recorded_configuration(
