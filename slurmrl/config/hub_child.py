@@ -53,6 +53,7 @@ class RepositoryFetcher:
     def fetch(self) -> str:
         """Make the folder of the revision's newest commit unless complete; return the commit."""
         from huggingface_hub import HfApi
+        from huggingface_hub.utils import WeakFileLock
 
         reference = self._reference
         info = HfApi().repo_info(
@@ -65,14 +66,18 @@ class RepositoryFetcher:
         target = self._home / commit
         if not damage(target):
             return commit
-        made = self._home / f"{commit}.{os.getpid()}"
-        try:
-            self._make(commit, made)
-            self._publish(made, target)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
-        atomic.sync_directory(self._home)
-        shutil.rmtree(self._home / "fetching", ignore_errors=True)
+        made, lock = self._home / f"{commit}.{os.getpid()}", self._home / "lock"
+        self._home.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):  # Processes share the download of a repository.
+            lock.chmod(0o600)
+            if damage(target):  # Another process may have fetched it in the meantime.
+                try:
+                    self._make(commit, made)
+                    self._publish(made, target)
+                finally:
+                    shutil.rmtree(made, ignore_errors=True)
+                atomic.sync_directory(self._home)
+                shutil.rmtree(self._home / "fetching", ignore_errors=True)
         return commit
 
     def _publish(self, made: Path, target: Path) -> None:

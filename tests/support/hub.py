@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     breaks_after: int | None = None
+    pause_s: float = 0.0
+    """Seconds before each downloaded file."""
 
     def commit(self, name: str, files: Mapping[str, bytes | str], branch: str = "main") -> str:
         """Put files into a repository; return the commit."""
@@ -115,6 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         if path not in files:
             return self._reject(404, "EntryNotFound")
+        time.sleep(self.hub.pause_s)
         most = self.hub.breaks_after
         if self.command == "GET" and most is not None and len(self.hub.downloads) > most:
             self.close_connection = True

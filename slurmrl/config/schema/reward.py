@@ -5,14 +5,7 @@ from __future__ import annotations
 from itertools import combinations, starmap
 from typing import Annotated, Any, Final
 
-from pydantic import (
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    model_validator,
-)
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from slurmrl.config.schema.base import (
     OWN_CODE,

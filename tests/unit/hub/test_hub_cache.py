@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_commit_is_downloaded_once_and_then_found_offline(
     assert cache.fetch(reference) == folder
     assert len(hub.downloads) == downloads
     left = sorted(path.name for path in folder.parent.iterdir())
-    assert left == [first, f"{first}.json", "revisions"]
+    assert left == [first, f"{first}.json", "lock", "revisions"]
     second = hub.commit("datasets/org/sums", {"train.jsonl": LINES * 2})
     assert cache.fetch(reference).name == second
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -69,6 +70,22 @@ def test_commit_is_downloaded_once_and_then_found_offline(
     assert cache.pinned(other, str(folder)) == other
     with pytest.raises(UnreachableHubError, match=r"org/other cannot be reached from here"):
         cache.fetch(parse("hf://org/other", HubKind.DATASET))
+
+
+def test_two_revisions_are_fetched_at_once(
+    hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each child process waits for the other, because both download into one folder."""
+    files = {"config.json": "{}", **{f"{n}.safetensors": f"{n}" for n in range(6)}}
+    commits = [
+        hub.commit("models/org/m", files),
+        hub.commit("models/org/m", {**files, "config.json": "[]"}, branch="v2"),
+    ]
+    hub.pause_s = 0.2
+    references = [parse(name, HubKind.MODEL) for name in ("hf://org/m", "hf://org/m@v2")]
+    with ThreadPoolExecutor() as pool:
+        folders = list(pool.map(cache.fetch, references))
+    assert [folder.name for folder in folders] == commits
 
 
 def test_repository_problems_are_explained(
@@ -159,7 +176,7 @@ def test_cached_commit_with_lost_files_is_downloaded_again(
         assert {path: path.read_bytes() for path in folder.rglob("*.arrow")} == before
         assert damage(folder) == ""
         left = sorted(path.name for path in folder.parent.iterdir())
-        assert left == [commit, f"{commit}.json", "revisions"]
+        assert left == [commit, f"{commit}.json", "lock", "revisions"]
 
 
 @pytest.mark.parametrize(
