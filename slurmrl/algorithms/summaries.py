@@ -58,7 +58,7 @@ def majorities(
         outcomes[vote].append(right)
     silent = len(outcomes.pop(None, []))
     shares = {vote: sum(rights) / len(rights) for vote, rights in outcomes.items()}
-    if set(shares.values()) <= {1.0}:  # every vote is correct, so any may win
+    if set(shares.values()) <= {1.0}:  # Every vote is correct, so any vote may win.
         return [pass_at_k(n, n - silent, k) for k in sizes]
     if not any(shares.values()):
         return [0.0] * len(sizes)

@@ -258,7 +258,7 @@ class _Marks:
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             marked["tool_calls"] = [self._call(call, where) for call in calls]
-        if isinstance(call := message.get("function_call"), Mapping):  # older tool call form
+        if isinstance(call := message.get("function_call"), Mapping):  # older form of tool calls
             marked["function_call"] = self._call(call, where)
         return marked
 

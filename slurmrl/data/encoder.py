@@ -140,7 +140,7 @@ class Encoder:
 
     @cached_property
     def _pictures(self) -> PictureEncoder:
-        from slurmrl.data.picture_encoder import PictureEncoder  # only datasets with images need it
+        from slurmrl.data.picture_encoder import PictureEncoder  # Only image datasets need it.
 
         return PictureEncoder(self._config, self._tokenizer, self._directory, self.images)
 

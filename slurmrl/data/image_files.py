@@ -197,7 +197,7 @@ def _decoded(
     places = choose(total, float(rate))
     wanted, found = set(places), dict[int, Array]()
     for place, frame in enumerate(container.decode(video=0)):
-        if frame.is_corrupt:  # the decoder has filled in missing pixels
+        if frame.is_corrupt:  # The decoder has filled in missing pixels.
             raise ImageError(f"('{name}') is damaged at frame {place}")
         if place in wanted:
             found[place] = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
@@ -278,7 +278,7 @@ def _opened(base: Path, image: ImageValue, files: ImageFiles | None = None) -> I
         opened: Image = pillow.open(BytesIO(content) if path is None else path)
     except (ImageError, MemoryError):
         raise
-    except pillow.DecompressionBombError as error:  # raised before the size is known
+    except pillow.DecompressionBombError as error:  # Pillow raises it before the size is known.
         raise ImageError(f"('{name}') has too many pixels; {most}") from error
     except Exception as error:  # Pillow's decoders raise errors without a common base
         _require_lasting(error, base, image)
@@ -296,7 +296,7 @@ def _path(base: Path, image: str) -> Path:
     path = base / image
     try:
         inputs.check_file(path)
-    except ValueError as error:  # UsageError, or an impossible path
+    except ValueError as error:  # a UsageError or an invalid path
         _require_lasting(error.__cause__, base, image)
         raise ImageError(f"('{_shown(image)}') cannot be read: {error}") from error
     return path

@@ -228,7 +228,7 @@ class _Ids:
 
     def _duplicates(self, where: Callable[[int], str]) -> Iterator[tuple[int, str]]:
         """Read the file again to find the ids whose hashes occur more than once."""
-        import numpy as np  # slow to import, and most commands read at most one row
+        import numpy as np  # Most commands do not need this slow import.
 
         hashes, counts = np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)
         often = frozenset(hashes[counts > 1].tolist())

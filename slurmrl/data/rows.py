@@ -330,7 +330,7 @@ class Remarks:
                 "or describe the tools in a system prompt"
             )
         reasons = [reason for name in missing if (reason := without_schema(name))]
-        if reasons and self._config.tools != ():  # the user may choose `[]`
+        if reasons and self._config.tools != ():  # `[]` is the user's choice.
             return (
                 f"no JSON schema can be made ({'; '.join(reasons)}): add the missing parts, "
                 "or describe the tools in dataset.tools"

@@ -36,7 +36,7 @@ class Weights:
     """The parameters of a model folder as tensors, by the decoder's names."""
 
     def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
-        """Open the files, which may lack the value head. Raises UsageError for another config."""
+        """Open the files, which may lack the value head. Raises UsageError for a mismatch."""
         self._parameters = FolderParameters(folder, config, head)
         if problem := other_projection(folder, config, head):
             raise UsageError(f"{folder}: {problem}")

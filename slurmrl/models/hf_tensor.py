@@ -238,7 +238,7 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
     }
     heads = inner.config.get_text_config().to_dict().get("num_attention_heads")
     for each in sorted(between - of_parts):
-        # Such a module is not split: a rank would apply all its values to only the rank's heads.
+        # A rank would apply such a module's values, which are for all heads, to only its own heads.
         if len(whole[each]) > 1 or whole[each][0] == heads:
             raise UsageError(
                 f"{kind} models cannot be split over tensor ranks with "

@@ -131,7 +131,7 @@ class CheckedReward:
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
-            import asyncio  # slow to import, and rarely needed
+            import asyncio  # slow import, rarely needed
 
             self._loop = asyncio.Runner()
         return self._loop.run(_awaited(returned))

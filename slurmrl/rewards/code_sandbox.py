@@ -219,7 +219,7 @@ class Sandbox:
                     return "too many processes"
         finally:
             os.close(pidfd)
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its pid stays reserved
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # Its pid stays reserved.
         if ended is None or ended.si_code != os.CLD_EXITED:
             return f"signal {ended.si_status if ended else 0}"
         return f"exit code {ended.si_status}" if ended.si_status else ""
@@ -279,7 +279,7 @@ class Sandbox:
         settings = self._settings
         seconds = int(timeout_s) + 2
         processes = settings["most_processes"]
-        if not self.process_table:  # the limit counts all processes of the user
+        if not self.process_table:  # The limit counts all processes of the user.
             processes += _threads_of_user()
         limits = {
             resource.RLIMIT_CPU: seconds,
@@ -479,7 +479,7 @@ def main(settings: dict[str, Any]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    preamble()  # import modules once for all programs
+    preamble()  # Import modules once for all programs.
     exec(compile(settings["equality"], "code_equality.py", "exec"), EQUALITY)
     methods = vars(context)["_concrete_contexts"]  # a spawned process could not import the program
     methods.update(dict.fromkeys(methods, methods["fork"]))

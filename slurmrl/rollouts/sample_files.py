@@ -126,7 +126,7 @@ class SampleWriter:
                 pwrite_all(descriptor, data, 0, self._calls)
                 self._calls.fsync(descriptor)
         except OSError as error:
-            discard(path, self._calls)  # free its space on a full disk
+            discard(path, self._calls)  # Free the file's space on a full disk.
             if isinstance(error, FileNotFoundError):
                 self._make_folder_again()
             raise explain(error, "write", path) from error

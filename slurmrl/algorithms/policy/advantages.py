@@ -340,7 +340,7 @@ def moments(
     squares = all_reduce_sum(centered.square().sum())
     degrees = (count - 1.0).clamp(min=1.0) if unbiased else count
     found = torch.stack([mean, (squares / degrees).sqrt()])
-    mean_of_all, deviation = found.tolist()  # the host waits for a GPU only here
+    mean_of_all, deviation = found.tolist()  # The host waits for a GPU only here.
     return mean_of_all, deviation
 
 

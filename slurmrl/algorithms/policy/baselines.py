@@ -158,7 +158,7 @@ class GreedyRolloutInterface(RolloutInterface):
     ) -> CallResult:
         """Generate one completion of each prompt from the most probable tokens."""
         result = super().generate(engine, sample, _greedy(context))
-        if result.sample is None:  # another rank of this model copy has the completions
+        if result.sample is None:  # Another rank of this model copy has the completions.
             return result
         names = {key: GREEDY + key for key in COMPLETION if key in result.sample.keys}
         lengths = result.stats["response_length"]

@@ -308,7 +308,7 @@ def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Co
     """
     low, high = settings.reject_lower, settings.reject_upper
     match settings.reject_by:
-        case "ratio":  # means and sums of ratios are computed from logarithms
+        case "ratio":  # Compute means and sums of ratios from logarithms.
             values = log_ratio
             low, high = (None if bound is None else _log(bound) for bound in (low, high))
         case "k1":
@@ -389,7 +389,7 @@ def second_moment_mask(
     moved = mask & (log_ratio * advantages > 0)
     bits = moments.view(torch.int32)
     wide = moments.double()
-    # Find the largest limit between these two whose mean square is small enough.
+    # Find, between ``small`` and ``large``, the largest limit whose mean square is small enough.
     small = torch.full((), -1, dtype=torch.int64, device=bits.device)
     large = torch.full((), LARGEST_BITS + 1, dtype=torch.int64, device=bits.device)
     for _ in range(LARGEST_BITS.bit_length()):

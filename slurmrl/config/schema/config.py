@@ -295,8 +295,8 @@ class Config(Section):
     def evaluations(self) -> dict[str, Config]:
         """The configuration with which each suite is evaluated, by the suite's name.
 
-        Each has the suite's dataset, settings and reward. An evaluation without suites has the name
-        `WHOLE`.
+        Each configuration has the suite's dataset, settings and reward. An evaluation without
+        suites has the name `WHOLE`.
         """
         if self.evaluation is None or not self.evaluation.suites:
             return {} if self.evaluation is None else {WHOLE: self}

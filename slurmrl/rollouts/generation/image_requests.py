@@ -36,7 +36,7 @@ CACHED: Final = 8
 def placeholders_of(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the placeholders' token ids from a ``config.json`` object; none without images.
 
-    The first placeholder is for images. The second is for videos, which requests do not have.
+    The first placeholder is for images. The second is for videos, which requests do not support.
     """
     family = values.get("model_type")
     if family not in PICTURE_FAMILIES:

@@ -95,7 +95,7 @@ class ServerProcess:
         return f"{self._program.name} ended ({words})"
 
     def last_words(self) -> ServerLog:
-        """Return the end of this start's output. Reading may wait for a shared directory."""
+        """Return the last output of the server. Reading may wait for a shared directory."""
         return read_end(self._program.log, self._begin)
 
     def close(self) -> None:

@@ -212,7 +212,7 @@ class SglangDialect(HttpDialect):
 TILE = 8192
 """Number of 32-bit words that are summed to one hash."""
 CHUNK = {"cpu": 16 * TILE, "cuda": 512 * TILE}
-"""Number of words that are computed at a time. These fit a CPU's cache, or need 100 MB of a GPU."""
+"""Number of words that are computed at a time, for a CPU's cache or 100 MB of a GPU's memory."""
 MOST_WORDS = 2**31 - 1
 """Maximum number of words that SGLang's kernel can count."""
 BITS = 2**32 - 1

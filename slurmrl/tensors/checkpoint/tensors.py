@@ -57,14 +57,14 @@ NUMPY_DTYPES: dict[str, str] = {
 DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
 """Rank of each dtype in files. Larger elements come first, for alignment, as in the package."""
 CHUNK_BYTES = 2**20
-"""Number of bytes that are hashed and written at a time. They fit into the cache of a core."""
+"""Number of bytes that are hashed and written at a time: as many as a core's cache holds."""
 MAX_HEADER_BYTES = 100 * 10**6
 
 
 KIND: Final = "xxh3_128"
 """Kind of the checksums that slurmrl writes."""
 BUFFER_BYTES = 2**18
-"""Number of bytes that are read and hashed at a time. They fit into the cache of a core."""
+"""Number of bytes that are read and hashed at a time: as many as a core's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _header(entries: list[TensorEntry], metadata: Mapping[str, str]) -> bytes:
 
 
 def _xxh3_128() -> Any:
-    import xxhash  # Only commands that compute checksums need it.
+    import xxhash  # Only commands that compute checksums import this.
 
     return xxhash.xxh3_128()
 

@@ -399,7 +399,7 @@ def _prefixes(
     """Yield two groups of views for each prefix.
 
     The first group has views [1, H, readers, ...] of ``per_reader`` tensors [N, H, ...]. The second
-    has views [1, H, length, ...] of ``per_key`` tensors [T, H, ...].
+    group has views [1, H, length, ...] of ``per_key`` tensors [T, H, ...].
     """
     sizes = [prefix.readers for prefix in packing.prefixes]
     parts = (x.split_with_sizes(sizes) for x in per_reader)

@@ -153,7 +153,7 @@ def _gated_gradient(
 
 
 def alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both with contiguous rows at equal strides. Do not copy halves of one tensor."""
+    """Return gate and up with contiguous rows at equal strides. Do not copy halves of a tensor."""
     if gate.stride() != up.stride() or gate.stride(1) != 1:
         return gate.contiguous(), up.contiguous()
     return gate, up

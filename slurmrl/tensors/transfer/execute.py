@@ -160,7 +160,7 @@ class Mover:
             self._finish(under_way)
             following = {leg.number for leg in self._sends.get(slot + 1, ())}
             arrived = {n: found for n, found in under_way.arriving.items() if n in following}
-            del under_way  # Free its buffers before the next slot allocates.
+            del under_way  # Free the slot's buffers before the next slot allocates.
         if not slots:
             self._copy_local()
 

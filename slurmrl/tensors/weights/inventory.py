@@ -47,7 +47,7 @@ class StoredVersion:
     """Base version of the deltas; None for a full version."""
     tensors: int | None = None
     chain: int | None = None
-    """Number of versions that a host without a copy must read. It is 1 for a full version."""
+    """Number of versions that a host without a copy must read; 1 for a full version."""
     frozen: str | None = None
     """Fingerprint of the frozen weights to which a version of adapters belongs."""
     problem: str | None = None

@@ -62,7 +62,7 @@ FILE = "model.safetensors"
 STATE = "state.json"
 LOCK = "lock"
 LOCK_TIMEOUT_S = 1800.0
-"""Time limit for waiting for the lock. It is longer than any update of a copy."""
+"""Time limit for waiting for the lock, which is longer than any update of a copy."""
 MOST_OPEN = 256
 """Maximum number of files that are open at once; the limit of a process is often 1,024."""
 READ_BYTES = 4 << 20
@@ -74,7 +74,7 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class CopyState:
-    """The state of a copy. It is replaced when a new file is complete."""
+    """The state of a copy, which is replaced when a new file is complete."""
 
     id: VersionId
     versions: str
