@@ -165,9 +165,11 @@ def test_recorded_experts_keep_their_weights_outside_of_the_chosen_groups() -> N
     assert torch.equal(experts, torch.tensor([[1, 6]]).expand(30, -1))
 
 
-def test_experts_of_any_size_train() -> None:
+@pytest.mark.parametrize("field", ["moe_intermediate_size", "intermediate_size"])
+def test_experts_of_any_size_train(field: str) -> None:
     """torch's grouped products reject rows that are not a multiple of 16 bytes."""
-    values = tiny("qwen3_moe", **CHANGES, moe_intermediate_size=6)
+    family = "gpt_oss" if field == "intermediate_size" else "qwen3_moe"
+    values = tiny(family, **CHANGES, **{field: 6})
     trained = engine(architecture=values, implementation="hf")
     batch = SequenceSample.from_default([30], ["a"], {"input_ids": torch.arange(30)})
 
