@@ -222,8 +222,7 @@ def length_of_run(draft: Draft) -> Iterator[Problem]:
     """
     config, name, one_pass = draft.config, draft.algorithm.name, draft.algorithm.one_pass
     if config.total_steps is None and (draft.trained or not one_pass):
-        message = f"is required: the number of steps of {name}"
-        yield draft.problem(("total_steps",), message)
+        yield draft.problem(("total_steps",), f"is required: the number of steps of {name}")
     if not one_pass:
         return
     if config.dataset.weights:
@@ -306,8 +305,7 @@ def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
         if config.dataset.is_chat and not dataset.is_chat:
             yield (
                 f"{dotted(place)}: its prompts get no chat template, but the training prompts get "
-                f"one; "
-                f"set {dotted((*place, 'chat_template'))}: true to apply the template here too"
+                f"one; set {dotted((*place, 'chat_template'))}: true to apply the template here too"
             )
     for suite, own in config.evaluations.items():
         evaluation = own.evaluation
@@ -319,12 +317,14 @@ def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _unfinished_warmups(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Yield notes on learning rates that a short run never reaches."""
-    steps = (config.total_steps or 0) * algorithm.minibatches * algorithm.epochs
+    """Yield notes on warm-ups that are longer than the run or than the schedule."""
     for role in (use.role for use in uses_of(config, algorithm) if use.trained):
-        warmup = config.model(role).optimizer.warmup_steps
+        options, key = config.model(role).optimizer, dotted((*role_key(role), "optimizer"))
+        trained = (config.total_steps or 0) - algorithm.untrained_steps(role)
+        steps, warmup = trained * algorithm.optimizer_steps, options.warmup_steps
         if warmup > steps > 0:
-            yield (
-                f"{dotted((*role_key(role), 'optimizer', 'warmup_steps'))} {warmup} is more than "
-                f"the {steps} optimizer steps of the run: the learning rate never reaches lr"
-            )
+            reason = f"the {steps} optimizer steps of the run: the learning rate never reaches lr"
+            yield f"{key}.warmup_steps {warmup} is more than {reason}"
+        elif options.schedule != "constant" and 0 < (options.schedule_steps or 0) <= warmup:
+            reason = "includes the warm-up: the learning rate falls to its minimum right after it"
+            yield f"{key}.schedule_steps {options.schedule_steps} {reason} (warmup_steps {warmup})"

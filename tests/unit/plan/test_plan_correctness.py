@@ -88,6 +88,9 @@ def _metrics(settings: Settings) -> list[str]:
     return known_metrics(settings.config, settings.algorithm)
 
 
+ACTOR = "actor.optimizer"
+
+
 @pytest.mark.parametrize(
     ("overrides", "notes"),
     [
@@ -95,6 +98,11 @@ def _metrics(settings: Settings) -> list[str]:
         (("total_steps=4", "actor.optimizer.warmup_steps=8"), []),
         (("total_steps=4", "critic.optimizer.warmup_steps=100"), ["critic"]),
         (("total_steps=4", "ref.optimizer.warmup_steps=100"), []),
+        (
+            ("total_steps=5", "algorithm.critic_warmup_steps=1", f"{ACTOR}.warmup_steps=9"),
+            ["actor"],
+        ),
+        ((f"{ACTOR}.warmup_steps=9", f"{ACTOR}.schedule_steps=9"), []),
     ],
 )
 def test_unreached_part_of_a_learning_rate_schedule_gives_a_note(
@@ -104,3 +112,14 @@ def test_unreached_part_of_a_learning_rate_schedule_gives_a_note(
     found = [note for note in settings.notes if "warmup_steps" in note]
     assert [note.partition(".")[0] for note in found] == notes
     assert all("more than the 8 optimizer steps of the run" in note for note in found)
+
+
+def test_schedule_within_the_warm_up_gives_a_note(load_ppo: Load) -> None:
+    settings = load_ppo(
+        *(f"{ACTOR}.{key}" for key in ("warmup_steps=3", "schedule_steps=3", "schedule=linear"))
+    )
+    (found,) = (note for note in settings.notes if "warmup_steps" in note)
+    assert found == (
+        "actor.optimizer.schedule_steps 3 includes the warm-up: the learning rate falls to its "
+        "minimum right after it (warmup_steps 3)"
+    )
