@@ -452,7 +452,7 @@ def _beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> F
 def _of_data(section: str, problem: Any) -> Finding:
     """Return the finding for a problem of the data.
 
-    A problem without a place is located in the configuration, any other in the data file.
+    A problem without a place is located in the configuration, any other problem in the data file.
     """
     if not problem.where:
         key = f"{section}.{problem.key}" if problem.key else section

@@ -175,7 +175,7 @@ def tasks_inside(config: Config, placed: Mapping[str, Placement]) -> tuple[int, 
 def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[int, int, int]:
     """Return the hosts of the trainers' job, and the workers and rollout tasks on each host.
 
-    Raises AllocationError if the hosts cannot have equally many.
+    Raises AllocationError if the hosts cannot have equally many workers.
     """
     workers, (tasks, size) = trainers(placed.values()), tasks_inside(config, placed)
     given, total = config.cluster.workers_per_host, workers + tasks * size

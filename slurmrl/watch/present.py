@@ -241,7 +241,7 @@ def step_time_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> 
 
 
 def time_left_s(pace_s: float | None, step: int, total: int | None) -> float | None:
-    """Return the seconds until the last step at this pace."""
+    """Return the seconds until the last step at ``pace_s`` per step."""
     if pace_s is None or total is None:
         return None
     return max(total - step, 0) * pace_s

@@ -470,7 +470,7 @@ def export_types(
 
 
 def _measured(start: FolderTensors, entry: TensorEntry, dtype: str) -> Survival:
-    """Measure the kept update of one tensor. Ignore tensors that the initial model lacks."""
+    """Measure the kept share of a tensor's update. Ignore tensors that the initial model lacks."""
     specs = start.specs()
     name = stored_name(entry.name, specs)
     if name is None or specs[name].shape != entry.spec.shape:
