@@ -295,7 +295,7 @@ def test_frames_that_a_cut_has_hidden_are_not_counted(tmp_path: Path) -> None:
     np.testing.assert_array_equal(cut.frames, whole.frames[5:])
 
 
-def test_video_is_turned_as_its_file_says(tmp_path: Path) -> None:
+def test_video_is_rotated_as_its_file_states(tmp_path: Path) -> None:
     """Phones store the frames of portrait videos in landscape form."""
     pytest.importorskip("av")
     write_video(tmp_path / "a.mp4", frames=4, rate=10)

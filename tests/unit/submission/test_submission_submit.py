@@ -393,7 +393,7 @@ def test_resume_uses_the_recorded_configuration(
     assert Plan.from_json(paths.plan.read_text()).trial == "1"
 
 
-def test_resume_cannot_rename(again: Submit) -> None:
+def test_resume_cannot_rename_a_trial(again: Submit) -> None:
     paths = again().paths
     with pytest.raises(UsageError, match="cannot rename"):
         propose_resume(paths, ["trial=2"])
