@@ -135,8 +135,8 @@ def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> N
         stored = as_tensor(files.read(name, boxes[weight]), specs[name].dtype)
         if not torch.equal(stored.to(values.dtype), values):
             raise UsageError(
-                f"transformers changes {name} of {source} when it loads the weight, so an adapter "
-                "of it cannot be merged; leave it out of lora.targets"
+                f"transformers changes {name} of {source} when it loads the weight, so adapters "
+                "of this weight cannot be merged; leave it out of lora.targets"
             )
 
 

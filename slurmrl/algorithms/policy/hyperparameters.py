@@ -86,7 +86,7 @@ class Objective(Section):
     - `constant`: sum over each sequence, divided by `aggregation_length`, then mean over sequences.
     """
     aggregation_length: Annotated[PositiveInt, Unit("tokens")] | None = None
-    """Divisor of a sequence's sum (`aggregation: constant`). Default: the policy's maximum in a
+    """Number that divides the sum over a sequence (`constant`). Default: the policy's maximum in a
     completion: `rollout.max_new_tokens` unless episodes have several turns. Example: `1024`"""
     entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the actor's loss. Example: `0.001`"""

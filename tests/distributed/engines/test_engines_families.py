@@ -165,7 +165,7 @@ def test_recomputation_changes_no_result(
 
 
 @pytest.mark.parametrize(("units", "mode"), [("root", "off"), ("layers", "full")])
-def test_transformers_model_trains_like_the_built_in_one(
+def test_transformers_model_trains_like_the_built_in_model(
     ranks: RankPool, tmp_path: Path, units: str, mode: str
 ) -> None:
     source = tmp_path / "source"
@@ -233,7 +233,7 @@ def test_export_of_a_transformers_model_can_be_loaded(ranks: RankPool, tmp_path:
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_transformers_model_generates_like_the_built_in_one(
+def test_transformers_model_generates_like_the_built_in_model(
     ranks: RankPool, tmp_path: Path, units: str
 ) -> None:
     """Generation is the first call of the engine, and ranks make different numbers of steps."""

@@ -106,7 +106,7 @@ def test_padded_microbatches_of_single_sequences_are_minimal_in_number(
     assert len(row_microbatches(lengths, budget, packed=False)) == min(possible)
 
 
-def test_short_sequences_are_not_padded_to_a_long_one() -> None:
+def test_short_sequences_are_not_padded_to_a_long_sequence() -> None:
     lengths = [[8000], *[[100]] * 80]
     assert row_microbatches(lengths, 16384, packed=False) == [[0, 1], list(range(2, 81))]
     assert row_microbatches(lengths, 16384, packed=True) == [list(range(81))]

@@ -50,7 +50,7 @@ def test_decoded_text_keeps_its_spaces_if_the_tokenizer_would_correct_them(tmp_p
     assert dialogue.decode(ids) == "x != y ! ."
 
 
-def test_tokenizer_in_a_model_directory_splits_like_a_separate_one(tmp_path: Path) -> None:
+def test_tokenizer_in_a_model_directory_splits_like_a_separate_tokenizer(tmp_path: Path) -> None:
     """AutoTokenizer of transformers 5 gives every qwen2 model the splitting rules of Qwen2."""
     words = ["x", "12", " ", "+", "\n", END, PAD]
     core = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=PAD))

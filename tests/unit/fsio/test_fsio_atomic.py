@@ -268,7 +268,7 @@ def test_files_are_private_with_any_umask(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_make_private_directory_does_not_change_an_existing_one(tmp_path: Path) -> None:
+def test_make_private_directory_does_not_change_an_existing_directory(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o755)

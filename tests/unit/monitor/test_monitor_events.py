@@ -34,7 +34,7 @@ def test_incomplete_event_is_skipped(tmp_path: Path) -> None:
     assert [event["kind"] for event in events.read_all(paths)] == ["ready"]
 
 
-def test_no_events_are_read_before_the_first_one(tmp_path: Path) -> None:
+def test_no_events_are_read_before_the_first_event(tmp_path: Path) -> None:
     assert events.read_all(RunPaths(tmp_path)) == []
 
 

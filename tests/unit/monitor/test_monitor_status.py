@@ -193,7 +193,7 @@ def test_hosts_of_a_job_come_from_its_tasks(tmp_path: Path) -> None:
     assert [one["host"] for one in status["groups"][0]["tasks"]] == ["n3", "n7"]
 
 
-def test_attempt_of_an_earlier_job_is_not_shown_for_the_current_one(run: FakeRun) -> None:
+def test_attempt_of_an_earlier_job_is_not_shown_for_the_current_job(run: FakeRun) -> None:
     run.attempt("41_0", number=0, host="old")
     status = look(run, task(0, FAILED), task(1, PENDING))
     (shown,) = status["groups"][0]["tasks"]
@@ -294,7 +294,7 @@ def test_trial_that_was_never_submitted_is_interrupted_without_groups(tmp_path: 
     assert (status["state"], status["total_steps"], status["groups"]) == ("INTERRUPTED", None, [])
 
 
-def test_newest_submission_with_a_request_is_used(run: FakeRun) -> None:
+def test_status_reads_the_newest_submission_with_a_request(run: FakeRun) -> None:
     for number in range(2, 12):
         run.submission(number, scheduler="slurm")
     run.paths.submission(12).mkdir()

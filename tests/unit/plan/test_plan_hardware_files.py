@@ -59,7 +59,7 @@ def test_gpu_is_recognized_from_slurm_gpu_types(own_folder: Path) -> None:
     assert hardware_of(cluster("h100", gpus_per_worker=0)) is None, "ranks without GPUs"
 
 
-def test_own_profile_replaces_the_shipped_one(own_folder: Path) -> None:
+def test_own_profile_replaces_the_shipped_profile(own_folder: Path) -> None:
     (own_folder / "h100.yaml").write_text(OWN)
     found = known(hardware_of(cluster()))
     assert found.efficiency.products == 0.5

@@ -50,7 +50,7 @@ def test_wrong_metric_is_rejected_with_a_similar_name(
     assert "eval/kl" in error
 
 
-def test_default_metrics_are_those_of_the_progress_line(
+def test_default_metrics_are_the_metrics_of_the_progress_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(tmp_path, trial="1")

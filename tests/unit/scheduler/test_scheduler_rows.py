@@ -244,7 +244,7 @@ ACCOUNTED = "41_0|COMPLETED|0:0|n0|a|2026-01-01T00:00:00|None"
 
 
 @pytest.mark.parametrize("banner", BANNERS)
-def test_rows_are_found_among_lines_of_a_wrapper(banner: str) -> None:
+def test_rows_are_found_among_lines_that_a_wrapper_prints(banner: str) -> None:
     assert states.queue(banner.format(ROW)) == states.queue(ROW)
     assert states.control(banner.format(CONTROLLED)) == states.control(CONTROLLED)
     assert states.accounting(banner.format(ACCOUNTED)) == states.accounting(ACCOUNTED)

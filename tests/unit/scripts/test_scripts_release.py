@@ -72,7 +72,7 @@ def test_fragment_with_a_wrong_name_or_text_is_a_problem(
     assert len(found) == (0 if said else 1)
 
 
-def test_release_collects_fragments_in_a_new_section_or_a_prepared_one(
+def test_release_collects_fragments_in_a_new_or_prepared_section(
     module: Any, tmp_path: Path
 ) -> None:
     root = place(

@@ -132,7 +132,7 @@ DAMAGE = {"cut": cut, "flipped byte": flip, "missing": Path.unlink}
 @pytest.mark.parametrize("file", ["part-0.bin", MANIFEST])
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("begin", [None, 2], ids=["late", "held"])
-def test_damaged_version_is_skipped_until_the_next_full_one(
+def test_damaged_version_is_skipped_until_the_next_full_version(
     begin: int | None, damage: str, file: str, tmp_path: Path
 ) -> None:
     bits = published(tmp_path / "versions", 6, whole_every=4)  # 1 and 5 are whole

@@ -52,7 +52,7 @@ def test_bases_of_kept_versions_are_kept() -> None:
     assert superseded([one.id for one in manifests], manifests, 1) == []
 
 
-def test_unfinished_versions_are_removed_after_a_later_full_one() -> None:
+def test_unfinished_versions_are_removed_after_a_later_full_version() -> None:
     known = [VersionId(1, 1), VersionId(2, 1), VersionId(3, 1), VersionId(4, 1)]
     assert superseded(known, of("1.1"), 1) == []
     assert superseded(known, of("1.1", "3.1"), 1) == known[:2]

@@ -80,7 +80,7 @@ def test_export_of_adapters_imports_no_torch(tmp_path: Path, form: str) -> None:
     assert files(own) == files(tmp_path / "other")
 
 
-def test_file_layout_from_a_child_process_equals_the_local_one(
+def test_file_layout_from_a_child_process_equals_the_local_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For a family that cannot be exported, both give the same error message."""

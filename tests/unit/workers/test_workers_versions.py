@@ -144,7 +144,7 @@ def test_publisher_writes_a_full_version_at_its_interval(trial: Trial) -> None:
     assert all(0 < one.stall_s <= one.seconds for one in outcomes)
 
 
-def test_old_versions_are_removed_after_enough_newer_full_ones(trial: Trial) -> None:
+def test_old_versions_are_removed_after_enough_newer_full_versions(trial: Trial) -> None:
     publisher = trial.publisher(whole_every=2, keep_whole=2)
     for step in range(5):
         publish(publisher, step)
