@@ -196,7 +196,9 @@ def remove(paths: RunPaths) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         paths.run.rename(aside)
         for left in paths.run.parent.glob(f"{ASIDE}*"):
-            shutil.rmtree(left)
+            while left.exists():
+                with suppress(FileNotFoundError):  # Another removal may be completing it too.
+                    shutil.rmtree(left)
     except OSError as error:
         raise EnvironmentFailure(f"{error.filename}: {error.strerror}") from error
     with suppress(OSError):

@@ -14,7 +14,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.desk import submitting, trial_jobs
 from slurmrl.desk.proposal import propose, propose_resume, trial_uuid
 from slurmrl.desk.submitting import Submitted, submit
-from slurmrl.desk.trial_jobs import cancel
+from slurmrl.desk.trial_jobs import cancel, remove
 from slurmrl.env import user_name
 from slurmrl.errors import (
     ConfigError,
@@ -361,6 +361,23 @@ def test_new_option_takes_the_next_free_name(again: Submit, config: Path) -> Non
     assert (again(new=True).trial, submit(late).trial) == ("add/4", "add/5")
     assert again("trial=x", new=True).trial == "add/x"
     assert again("trial=x", new=True).trial == "add/x-2"
+
+
+def test_two_trials_are_removed_at_once(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (again(f"trial={number}").paths for number in (1, 2))
+    rmtree = shutil.rmtree
+
+    def removed_by_another(folder: Path, **options: Any) -> None:
+        rmtree(folder, **options)
+        if not options:
+            raise FileNotFoundError(2, "No such file or directory", "file")
+
+    monkeypatch.setattr(shutil, "rmtree", removed_by_another)
+    remove(first)
+    remove(second)
+    assert not first.run.parent.exists()
 
 
 def test_resumed_copy_gets_its_own_uuid(again: Submit, scheduler: FakeScheduler) -> None:
