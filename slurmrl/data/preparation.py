@@ -119,7 +119,7 @@ def sweep(
 
 
 def _remove_unfinished(folder: Path, incarnation: int, calls: SystemCalls) -> None:
-    """Remove data that older incarnations did not finish, whose pictures may fill the disk."""
+    """Remove unfinished data of older incarnations: their pictures may fill the disk."""
     for name in atomic.list_names(folder, calls=calls):
         match = _NAME.fullmatch(name)
         if match and int(match[2]) < incarnation:

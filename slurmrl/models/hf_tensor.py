@@ -417,7 +417,7 @@ class RankElements(NamedTuple):
 
 @lru_cache(maxsize=16)
 def rank_elements(values: str, head: Head, ranks: int) -> RankElements | None:
-    """Return the elements on the first of ``ranks`` ranks for a ``config.json``, given as JSON.
+    """Return the numbers of elements on the first of ``ranks`` ranks, for a config in JSON.
 
     Return None if transformers cannot build the model, or if the ranks cannot share it.
     """

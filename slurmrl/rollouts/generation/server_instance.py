@@ -428,7 +428,7 @@ class Instance:
                 await asyncio.sleep(PROBE_S)
 
     async def _listen(self, answer: asyncio.Future[None]) -> None:
-        """Return when the server answers. Raises RunFailedError after its end or if it hangs."""
+        """Return when the server answers. Raises RunFailedError if the server ends or hangs."""
         loop = asyncio.get_running_loop()
         silent_s = 0.0
         while not answer.done() and not self._ended.done():

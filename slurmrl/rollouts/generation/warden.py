@@ -113,7 +113,7 @@ class Leftovers:
 def child_pids() -> list[int]:
     """Return the children of this process, including adopted children and zombies.
 
-    Return [] on a kernel without this list.
+    Return [] if the kernel does not list children.
     """
     try:
         with open("/proc/thread-self/children", encoding="ascii") as file:

@@ -135,7 +135,7 @@ def _read(files: FolderTensors, name: str, spec: TensorSpec, axis: int, own: ran
 
 
 def _beside_encoder(name: str, specs: Collection[str]) -> str:
-    """Return the name in files of a parameter of a language model next to an image encoder.
+    """Return a parameter's name in the files of a language model with an image encoder.
 
     The result is empty for the encoder: servers store some of its parameters in other forms, and a
     frozen encoder is the same in all versions.
@@ -348,7 +348,7 @@ class WeightChecks:
         digest: Digest,
         ended: threading.Event,
     ) -> None:
-        """Add missing expected checksums. Stop if ``ended`` is set, when no caller waits."""
+        """Add missing expected checksums. Stop once ``ended`` is set: no caller waits any more."""
         config = read_values(folder)
         files = open_folder(folder)
         for each in held:

@@ -151,8 +151,8 @@ class Schedule:
     def isolate(self) -> None:
         """Prevent other sequences from sharing pages of the running sequences.
 
-        The pool stores a page only after the pages before it. Marking the first page of a sequence
-        as shared, without storing it, therefore keeps all its pages private.
+        The pool stores the pages of a sequence in order. If the first page counts as shared but is
+        not stored, the pool therefore stores no page of the sequence.
         """
         for sequence in self.running:
             sequence.shared = max(sequence.shared, 1)
