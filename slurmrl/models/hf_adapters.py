@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
@@ -39,6 +40,8 @@ from slurmrl.tensors.ops.products import Dropout, low_rank_linear
 
 STATE_SPACE = "A_log"
 """Name of a parameter that only state-space layers and linear attention have."""
+BYPASSED = "is read by a kernel that does not call the layer, so an adapter would have no effect"
+SHARED = "shares its weight with another layer, so its adapter cannot be merged"
 USE_OF_WEIGHT = r"self\.{}\.weight\b(?!\.(?:dtype|device|shape))"
 
 
@@ -179,7 +182,7 @@ def _chosen(
     model: PreTrainedModel, config: HFConfig, head: Head, lora: Lora
 ) -> tuple[dict[str, nn.Module], str | None]:
     """Return the layers with adapters by name, or the reason why the model cannot have them."""
-    layers, bypassed = _layers(model, head)
+    layers, unable = _layers(model, head)
     if any(isinstance(each, Conv1D) for each in layers.values()) != (
         config.model_type in TRANSPOSED
     ):
@@ -190,7 +193,7 @@ def _chosen(
     found = {target: [name for name in layers if matches(name, target)] for target in targets}
     missing = [target for target, names in found.items() if not names]
     if missing and (lora.targets is not None or len(missing) == len(found)):
-        return {}, _missing(model, config, missing[0], layers, bypassed)
+        return {}, _missing(model, config, missing[0], layers, unable)
     names = {name for each in found.values() for name in each}
     return {name: layer for name, layer in layers.items() if name in names}, None
 
@@ -200,16 +203,14 @@ def _missing(
     config: HFConfig,
     target: str,
     layers: Mapping[str, nn.Module],
-    bypassed: Sequence[str],
+    unable: Mapping[str, str],
 ) -> str:
     """Return why no layer has an adapter for a target."""
     able = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
     what = f"this {config.model_type} model"
-    if any(matches(name, target) for name in bypassed):
-        return (
-            f"kernels of {what} read the weight of '{target}' without calling the layer, so an "
-            f"adapter would have no effect; allowed: {able}"
-        )
+    for name, reason in unable.items():
+        if matches(name, target):
+            return f"'{target}' of {what} {reason}; allowed: {able}"
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3 and (matches(name, target) or f".{target}." in f".{name}"):
             return (
@@ -224,8 +225,8 @@ def _missing(
     return f"{what} has no linear layer '{target}'; it has {able}"
 
 
-def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return linear layers by name, and the names of layers whose weights are read directly.
+def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return linear layers by name, and for other linear layers why they cannot have adapters.
 
     Both results exclude the output layer, a value head and parts that read images or sounds.
     """
@@ -233,8 +234,9 @@ def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], l
     if (reader := PictureReader.of(model)) is not None:
         text = set(reader.text.modules())
         ends += [module for module in model.modules() if module not in text]
+    owners = Counter(id(module._parameters.get("weight")) for module in model.modules())
     layers: dict[str, nn.Module] = {}
-    bypassed = []
+    unable = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear | Conv1D) or any(layer is end for end in ends):
             continue
@@ -243,10 +245,12 @@ def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], l
         if hasattr(parent, STATE_SPACE) and re.search(
             USE_OF_WEIGHT.format(own), _source(type(parent).__module__, type(parent).__qualname__)
         ):
-            bypassed.append(name)
+            unable[name] = BYPASSED
+        elif owners[id(layer.weight)] > 1:
+            unable[name] = SHARED
         else:
             layers[name] = layer
-    return layers, bypassed
+    return layers, unable
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:

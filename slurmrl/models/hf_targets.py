@@ -9,7 +9,7 @@ has the shape of W in every family, and the rows of ``lora_B`` are the rows of W
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,16 +92,18 @@ def adapted_tensors(
 ) -> dict[str, str]:
     """Return the name in the files of each adapted weight of ``shapes``.
 
-    ``specs`` are the tensors of the model's files, whose names may begin differently. Raises
-    UsageError if the files do not store a weight as one tensor of its shape.
+    ``specs`` are the tensors of the model's files, which may name the modules around a layer
+    differently. A weight is the tensor of its layer number whose name has the longest end in common
+    with the weight's name, of at least two parts, such as ``q_proj.weight``. Raises UsageError if
+    the files do not store a weight as one tensor of its shape.
     """
-    ends: dict[str, list[str]] = {}
+    stored: dict[str, list[str]] = {}
     for name in specs:
-        ends.setdefault(_of_layer(name), []).append(name)
+        stored.setdefault(_of_layer(name)[0], []).append(name)
     found = {}
     for weight, shape in shapes.items():
         name = weight.removeprefix(MODULE)
-        same = [name] if name in specs else ends.get(_of_layer(name), [])
+        same = [name] if name in specs else _nearest(name, stored.get(_of_layer(name)[0], []))
         fitting = [each for each in same if specs[each].shape == tuple(shape)]
         if len(fitting) != 1:
             problem = "in another form" if not fitting else f"ambiguously ({', '.join(fitting)})"
@@ -113,8 +115,20 @@ def adapted_tensors(
     return found
 
 
-def _of_layer(name: str) -> str:
-    """Return a tensor's name from the number of its layer on; without a number, the whole name."""
+def _nearest(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names whose ends have the most parts in common with ``name``, at least two."""
+    lengths = {each: _common(_of_layer(name)[::-1], _of_layer(each)[::-1]) for each in others}
+    most = max(lengths.values(), default=0)
+    return [each for each, length in lengths.items() if length == most >= 2]
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return the number of equal parts at the beginning of both."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _of_layer(name: str) -> list[str]:
+    """Return the parts of a tensor's name from the number of its layer on; without one, all."""
     parts = name.split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
-    return ".".join(parts[number:])
+    return parts[next((index for index, part in enumerate(parts) if part.isdigit()), 0) :]

@@ -40,7 +40,7 @@ FAMILIES = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma2"),
     *("gemma3_text", "gpt_oss", "glm4", "glm4_moe", "deepseek_v3", "olmo2", "phi3", "phi"),
     *("nemotron_h", "falcon_h1", "mamba2", "gpt2", "opt", "bloom", "gpt_neox", "mixtral"),
-    *("cohere2", "granitemoehybrid"),
+    *("cohere2", "granitemoehybrid", "kimi_linear"),
 )
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 LENGTHS = (5, 9, 1, 7)
@@ -212,7 +212,8 @@ def test_table_of_defaults_equals_peft() -> None:
         ("llama", ["lm_head"], "'lm_head' is the output layer"),
         ("gpt_oss", ["gate_up_proj"], "stores 'gate_up_proj' of all experts as one tensor"),
         ("qwen3_moe", ["q_proj", "experts"], "stores 'experts' of all experts as one tensor"),
-        ("falcon_h1", ["out_proj"], "kernels .* read the weight of 'out_proj' without calling"),
+        ("falcon_h1", ["out_proj"], "'out_proj' of .* is read by a kernel that does not call"),
+        ("zamba2", ["q_proj"], "'q_proj' of .* shares its weight with another layer"),
         ("llama", ["self_attn.q_proj", "mlp.up_proj"], None),
         ("llama", ["model.layers.1.self_attn.q_proj"], None),
     ],
