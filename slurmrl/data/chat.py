@@ -258,13 +258,7 @@ class ChatTemplate:
         return len(begun.removesuffix(answered[len(asked) :]))
 
     def _end_in_history(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        place: int,
-        tools: Any,
-        first: int,
-        alone: str,
+        self, text: str, messages: Sequence[Message], place: int, tools: Any, first: int, alone: str
     ) -> int:
         """Return the end of a turn whose start the template omits if other messages follow.
 

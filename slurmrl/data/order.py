@@ -47,12 +47,7 @@ class DataOrder:
     """Endless order: epoch after epoch, each in a different order."""
 
     def __init__(
-        self,
-        size: int,
-        seed: int | str,
-        *,
-        shuffle: bool = True,
-        arrange: Arrange | None = None,
+        self, size: int, seed: int | str, *, shuffle: bool = True, arrange: Arrange | None = None
     ) -> None:
         if size < 1:
             raise ValueError("a dataset without items has no order")

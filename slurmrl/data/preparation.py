@@ -44,6 +44,8 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 SMALL_VOCABULARY: Final = 1 << 16
 _NAME: Final = re.compile(r"([0-9a-f]{32})\.(\d{1,9})")
 _OF_TOKENIZERS: Final = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".bpe", ".spm", ".vocab")
+_OF_MODELS: Final = ("generation_config.json", "model.safetensors.index.json")
+"""Files that no tokenizer reads. An edit of them does not change the rows."""
 
 
 def prepare(
@@ -101,7 +103,10 @@ def find(
         with suppress(CorruptFileError):
             if read_manifest(directory, calls=calls) is not None:
                 return directory
-    raise EnvironmentFailure(f"{folder} has no prepared rows of {config.path}")
+    raise EnvironmentFailure(
+        f"{folder} has no rows of {config.path} for the present files of the tokenizer: put the "
+        "old files back"
+    )
 
 
 def sweep(
@@ -147,7 +152,7 @@ def _tokenizer_fingerprint(folder: Path) -> str:
     digest = blake2b(digest_size=16)
     for name in sorted(inputs.list_names(folder)):
         path = folder / name
-        if name.endswith(_OF_TOKENIZERS) and not path.is_dir():
+        if name.endswith(_OF_TOKENIZERS) and name not in _OF_MODELS and not path.is_dir():
             content = inputs.read(path)
             digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest()

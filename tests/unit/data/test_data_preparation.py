@@ -110,6 +110,19 @@ def test_settings_that_change_tokens_lead_to_other_files(site: Site, change: str
     assert (after == before) == (change in ("tokenizer", "tools")), "neither changes these tokens"
 
 
+def test_edit_of_generation_config_keeps_the_files(site: Site) -> None:
+    """Rollout tasks find the rows of the trainers by the files of the tokenizer."""
+    tokenizer: Any = site.tokenizer
+    config = Dataset(type="prompt", path=str(site.file))
+    first = preparation.prepare(site.data, 1, config, tokenizer, site.progress.append)
+    folder = Path(tokenizer.name_or_path)
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert preparation.find(site.data, config, tokenizer) == first
+    (folder / "tokenizer.json").write_text("{ }")
+    with pytest.raises(EnvironmentFailure, match=r"for the present files of the tokenizer: put"):
+        preparation.find(site.data, config, tokenizer)
+
+
 def test_touched_file_or_new_shuffle_seed_does_not_tokenize_again(site: Site) -> None:
     first = site.prepare(1)
     tokenized = site.texts
