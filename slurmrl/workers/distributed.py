@@ -64,11 +64,7 @@ def collective_timeout(step_timeout_s: float) -> timedelta:
 
 
 def join(
-    start: Start,
-    rank: int,
-    directory: Path,
-    accelerator: Accelerator,
-    timeout: timedelta,
+    start: Start, rank: int, directory: Path, accelerator: Accelerator, timeout: timedelta
 ) -> RunStore:
     """Form the process group of all ranks that meet in ``directory``; return its store.
 
@@ -85,11 +81,7 @@ def join(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     store = RunStore(directory, start.world_size, timeout)
     dist.init_process_group(
-        accelerator.backend,
-        store=store,
-        rank=rank,
-        world_size=start.world_size,
-        timeout=timeout,
+        accelerator.backend, store=store, rank=rank, world_size=start.world_size, timeout=timeout
     )
     # Keep the store's Python object: torch references only the C++ part, which needs the object.
     weakref.finalize(dist.group.WORLD, id, store)
@@ -252,11 +244,7 @@ class Collectives:
         since_s = max(time.time() - oldest.began, 0.0)
         ranks = tuple(_ranks(oldest.group))
         return PendingCollective(
-            name=oldest.name,
-            number=oldest.number,
-            group=oldest.group,
-            ranks=ranks,
-            since_s=since_s,
+            name=oldest.name, number=oldest.number, group=oldest.group, ranks=ranks, since_s=since_s
         )
 
     def recorded(self) -> str:

@@ -389,8 +389,7 @@ AGENT_LOG: Final = MessageSet[FromAgent](
 )
 TO_WORKER: Final = MessageSet[Start | Order]("the pipe to a worker", {"start": Start, **_WORK})
 TO_ROLLOUT_WORKER: Final = MessageSet[StartRollout | Serve | Retire](
-    "the pipe to a rollout task's worker",
-    {"start": StartRollout, "serve": Serve, "retire": Retire},
+    "the pipe to a rollout task's worker", {"start": StartRollout, "serve": Serve, "retire": Retire}
 )
 FROM_WORKER: Final = MessageSet[Answer | Failure | Pulse](
     "the pipe from a worker", {**_ANSWERS, "error": Failure, "pulse": Pulse}

@@ -32,6 +32,8 @@ class Confirm:
     from requests of an earlier incarnation that the task has not read."""
     wakeups: WakeupAddress | None = None
     """Address to which the task sends a wake-up when it has recorded results."""
+    stop_token_ids: tuple[Annotated[int, SIZE], ...] = ()
+    """The tokens that end a completion in the trainers; empty in old logs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -279,10 +279,7 @@ def claim(
     for attempt in itertools.count(taken):
         identity = Identity(group, task, attempt, host, job, job_name(environ), os.getpid())
         try:
-            store.add(
-                keys.attempt(group, task, attempt),
-                json.dumps(documents.to_json(identity)),
-            )
+            store.add(keys.attempt(group, task, attempt), json.dumps(documents.to_json(identity)))
         except NameExistsError:
             continue
         return identity

@@ -244,9 +244,7 @@ def begin_on_base(
 
     def describe(state: TrialState) -> dict[str, Any]:
         base, damages[:] = retry(
-            "check the checkpoints",
-            lambda: choose(paths, names, state),
-            timeout_s=LOOK_TIMEOUT_S,
+            "check the checkpoints", lambda: choose(paths, names, state), timeout_s=LOOK_TIMEOUT_S
         )
         return {**data, "base": base}
 

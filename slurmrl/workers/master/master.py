@@ -225,11 +225,11 @@ class Master:
         retry("read the order of the dataset", use, timeout_s=READ_S)
         template = partial(template_file, self.config.dataset)
         self.progress.use_template(retry("read the chat template", template, timeout_s=READ_S))
+        self._use_stop_tokens({answer.stop_tokens for answer in ready.values()})
         if self.rollouts is not None:
-            self.rollouts.start(self.progress.items)
+            self.rollouts.start(self.progress.items, self.progress.stop_token_ids)
         self.status.update(total_steps=self.progress.total_steps)
         self._tell_left_out(ready[0])
-        self._use_stop_tokens({answer.stop_tokens for answer in ready.values()})
 
     def _tell_left_out(self, ready: Ready) -> None:
         """Report rows that are longer than the configuration allows."""
@@ -265,7 +265,7 @@ class Master:
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
         tokens = seen.pop()
-        self.progress.stop_token_ids = [token for token, _ in tokens]
+        self.progress.use_stop_tokens([token for token, _ in tokens])
         if any(call.method == Method.GENERATE for call in self.plan.all_calls):
             named = ", ".join(f"{text!r} ({token})" for token, text in tokens)
             logger.info("a completion ends with one of these tokens: %s", named)

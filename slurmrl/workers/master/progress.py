@@ -154,6 +154,7 @@ class Progress:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
         self.dataset, self.metrics = state["dataset"], state["metrics"]
+        self.stop_token_ids = state.get("stop_token_ids") or []
         self.chat_template = state.get("chat_template")
         self.commits.restore(state["commits"])
         if missing := self.controller.state().keys() - state["controller"].keys():
@@ -209,6 +210,17 @@ class Progress:
                 "commit: put the old content back and resume, or submit a new trial"
             )
         self.chat_template = template
+
+    def use_stop_tokens(self, ids: list[int]) -> None:
+        """Set the tokens that end a completion. Raises UsageError for other tokens than before."""
+        before = self.stop_token_ids or ids
+        if {*before} != {*ids}:
+            raise UsageError(
+                f"the tokens that end a completion have changed since the last commit (ids "
+                f"{before} then, {ids} now): put the old config.json, generation_config.json and "
+                "tokenizer of the actor back and resume, or submit a new trial"
+            )
+        self.stop_token_ids = ids
 
     def _sources(self, directories: Sequence[Path]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the fingerprints of each source's files and of its tokens, by its name."""

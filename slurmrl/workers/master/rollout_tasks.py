@@ -53,6 +53,7 @@ from slurmrl.workers.master.task_attempts import (
     is_name,
 )
 from slurmrl.workers.master.task_leases import (
+    ItemRows,
     SampleChecks,
     SampleCounts,
     SampleSweep,
@@ -159,9 +160,9 @@ class RolloutTasks:
 
     # -- from the run ------------------------------------------------------------------------
 
-    def start(self, rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]]) -> None:
-        """Begin to lease items. ``rows`` returns (epoch, index) of each item."""
-        self._leases.rows = rows
+    def start(self, rows: ItemRows, stops: Sequence[int] = ()) -> None:
+        """Begin to lease items. Tasks must end completions at the tokens ``stops``."""
+        self._leases.rows, self._leases.stops = rows, tuple(stops)
 
     def look(self, dead: Collection[str], step: int) -> None:
         """When due, look for attempts, read their results, and lease items to them.

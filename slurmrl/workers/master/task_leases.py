@@ -36,6 +36,8 @@ from slurmrl.workers.master.task_attempts import (
 )
 from slurmrl.workers.rollout_messages import COUNTS_S, Abort, Confirm, Leave
 
+ItemRows = Callable[[Iterable[int]], Sequence[tuple[int, int]]]
+"""Function that returns (epoch, index) of each item."""
 LAG_S = 10.0
 """Seconds for which an attempt that loads new weights keeps a share of the items, in addition to
 twice its last delay."""
@@ -69,8 +71,10 @@ class TaskLeases:
         """
         self.step = 0
         """The last trained step; the caller keeps this up to date."""
-        self.rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]] | None = None
-        """Function that returns (epoch, index) of items; the caller sets it before `grant`."""
+        self.rows: ItemRows | None = None
+        """The caller sets this before `grant`."""
+        self.stops: tuple[int, ...] = ()
+        """Ids of the tokens at which the trainers end completions."""
         self._ledger = ledger
         self._lineage = lineage
         self._admission = admission
@@ -164,7 +168,7 @@ class TaskLeases:
             attempt.confirmed = True
             held = self._ledger.leases_of(attempt.name)
             leases = tuple(map(self._request, held))
-            attempt.post(Confirm(leases=leases, wakeups=self._wakeups))
+            attempt.post(Confirm(leases=leases, wakeups=self._wakeups, stop_token_ids=self.stops))
         attempt.post(*requests)
 
     def grant(self) -> None:

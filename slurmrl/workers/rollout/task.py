@@ -172,6 +172,7 @@ class TaskAtWork:
             for request in map(REQUEST_LOG.from_json, found):
                 self._session.take(request, time.monotonic())
                 if isinstance(request, Confirm):
+                    self._generation.check_stops(request.stop_token_ids)
                     self._meet(request.wakeups)
             await self._tell()
 

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -87,6 +87,16 @@ class Generation:
         self.counts["items"] += 1
         self.counts["episodes_failed"] += sum(bool(outcome.failure) for outcome in outcomes)
         return SampleGroup.of(key[1], key[0], outcomes, held)
+
+    def check_stops(self, ids: Sequence[int]) -> None:
+        """Raise UsageError if the trainers end completions at other tokens than this task."""
+        own = self._call.stop_token_ids
+        if ids and {*ids} != {*own}:
+            raise UsageError(
+                f"the trainers end completions at the token ids {[*ids]}, and this task would end "
+                f"them at {[*own]}: put the old config.json, generation_config.json and tokenizer "
+                "of the actor back"
+            )
 
     def close(self) -> None:
         self._episodes.close()

@@ -125,11 +125,7 @@ def build_rollout(
 
 
 def _peers(
-    paths: RunPaths,
-    start: StartRollout,
-    rank: int,
-    accelerator: Accelerator,
-    step_timeout_s: float,
+    paths: RunPaths, start: StartRollout, rank: int, accelerator: Accelerator, step_timeout_s: float
 ) -> SplitRanks | None:
     """Return the ranks of the task's model; None if there is only one rank."""
     if start.world_size == 1:

@@ -29,14 +29,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
-from slurmrl.scheduler.chain import (
-    TIMEOUT_S,
-    Link,
-    Upkeep,
-    continue_after,
-    end_chain,
-    give_back,
-)
+from slurmrl.scheduler.chain import TIMEOUT_S, Link, Upkeep, continue_after, end_chain, give_back
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
 from slurmrl.scheduler.submission import is_orphaned

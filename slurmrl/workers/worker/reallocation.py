@@ -179,10 +179,7 @@ class Residence:
     """
 
     def __init__(
-        self,
-        engines: Mapping[str, Engine],
-        offloaded: Collection[str],
-        moved: Collection[str] = (),
+        self, engines: Mapping[str, Engine], offloaded: Collection[str], moved: Collection[str] = ()
     ) -> None:
         self._engines = {name: engines[name] for name in engines if name in offloaded}
         self._moved = frozenset(moved) & frozenset(offloaded)

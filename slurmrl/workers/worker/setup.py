@@ -57,13 +57,7 @@ from slurmrl.workers.distributed import (
     take_gpus,
     wait_for_all,
 )
-from slurmrl.workers.messages import (
-    Answer,
-    Preparing,
-    Ready,
-    Start,
-    StartRollout,
-)
+from slurmrl.workers.messages import Answer, Preparing, Ready, Start, StartRollout
 from slurmrl.workers.serving import own_server, running_servers
 from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.executor import Executor, UpdateKept
@@ -89,11 +83,7 @@ class RolloutWorker(Protocol):
 
 
 def build(
-    paths: RunPaths,
-    who: RankId,
-    start: Start,
-    activity: Activity,
-    say: Callable[[Answer], None],
+    paths: RunPaths, who: RankId, start: Start, activity: Activity, say: Callable[[Answer], None]
 ) -> Executor:
     """Build the worker of a trainer from the plan. ``say`` sends a message to the master."""
     worker: Executor = _maker(paths, who)(paths, who.rank, start, activity, say)
@@ -101,10 +91,7 @@ def build(
 
 
 def build_rollout(
-    paths: RunPaths,
-    who: RankId,
-    start: StartRollout,
-    activity: Activity,
+    paths: RunPaths, who: RankId, start: StartRollout, activity: Activity
 ) -> RolloutWorker:
     """Build the worker of a rollout task from the plan."""
     worker: RolloutWorker = _maker(paths, who)(paths, who.rank, start, activity)
@@ -118,11 +105,7 @@ def _maker(paths: RunPaths, who: RankId) -> Callable[..., Any]:
 
 
 def build_trainer(
-    paths: RunPaths,
-    rank: int,
-    start: Start,
-    activity: Activity,
-    say: Callable[[Preparing], None],
+    paths: RunPaths, rank: int, start: Start, activity: Activity, say: Callable[[Preparing], None]
 ) -> Executor:
     """Build the executor of a trainer; load the weights of the commit that ``start`` names."""
     settings = read_input("the configuration", lambda: load_run_settings(paths))
@@ -133,8 +116,7 @@ def build_trainer(
     # Check the size only of initial models: the models of a checkpoint have already fitted.
     reject = partial(fit.rejection, settings) if start.base is None else _accept
     accelerator = set_up_device(
-        *(settings, plan, group, rank, start, activity, reject),
-        deterministic_on_cpus=True,
+        *(settings, plan, group, rank, start, activity, reject), deterministic_on_cpus=True
     )
     torch.manual_seed(settings.config.seed * group.world_size + rank)
     timeout = collective_timeout(settings.config.step_timeout_s)

@@ -231,6 +231,17 @@ def test_changed_chat_template_is_rejected(make_settings: Any) -> None:
     Progress(make_settings(), committed(start(make_settings()))).use_template("{{ messages }}")
 
 
+def test_changed_stop_tokens_are_rejected(make_settings: Any) -> None:
+    """Their order may change. A commit of an old version accepts any tokens."""
+    progress = start(make_settings())
+    progress.use_stop_tokens([2, 7])
+    state = committed(progress)
+    start(make_settings(), state).use_stop_tokens([7, 2])
+    with pytest.raises(UsageError, match=r"last commit \(ids \[2, 7\] then, \[2\] now\): put the"):
+        start(make_settings(), state).use_stop_tokens([2])
+    start(make_settings(), state | {"stop_token_ids": None}).use_stop_tokens([2])
+
+
 def test_data_order_needs_the_dataset(make_settings: Any) -> None:
     with pytest.raises(RuntimeError, match="use_dataset"):
         Progress(make_settings(), None).take_batch()

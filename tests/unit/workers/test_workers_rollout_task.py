@@ -26,7 +26,7 @@ from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
@@ -194,6 +194,21 @@ def asked(lease: str, *items: int, oldest: VersionId = OLD) -> dict[str, Any]:
     rows = tuple((0, item) for item in items)
     request = LeasedItems(lease=lease, holder="", items=items, rows=rows, oldest=oldest.name)
     return REQUEST_LOG.to_json(request)
+
+
+def test_task_fails_if_the_trainers_stop_at_other_tokens(trial: Trial) -> None:
+    """Someone may have edited the model's folder between the two starts."""
+
+    async def ask() -> None:
+        engine = trial.engine()
+        async with trial.live(engine) as (task, log):
+            await task.serve(3)
+            log.append(REQUEST_LOG.to_json(Confirm(stop_token_ids=(STOP, STOP + 1))))
+
+    with pytest.raises(
+        UsageError, match=r"at the token ids \[1, 2\], and this task would .* \[1\]"
+    ):
+        asyncio.run(ask())
 
 
 def test_tasks_sample_the_same_tokens_as_trainers(
