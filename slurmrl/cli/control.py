@@ -20,6 +20,7 @@ from slurmrl.cli.options import (
     trials_argument,
 )
 from slurmrl.cli.submit import carry_out, describe
+from slurmrl.errors import SlurmrlError
 
 if TYPE_CHECKING:
     from slurmrl.run.paths import RunPaths
@@ -149,20 +150,23 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     folder = trials.root_folder(root)
     # Find all trials before stopping any: a wrong name must have no effect.
     chosen = {name: trials.find(folder, name) for name in names}
-    jobs = {name: trial_jobs.stop(paths) for name, paths in chosen.items()}
+    jobs, errors = {}, list[SlurmrlError]()
     for name, paths in chosen.items():
+        try:
+            jobs[name] = trial_jobs.stop(paths)
+        except SlurmrlError as error:
+            errors.append(error)
+    for name in jobs:
         if wait:
-            how = trial_jobs.wait_until_stopped(paths, jobs[name])
+            how = trial_jobs.wait_until_stopped(chosen[name], jobs[name])
             click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
         else:
-            look = f"slurmrl status {name}{again(folder)}"
             trains = jobs[name].trainers_run()
-            how = (
-                "stops at the next step and commits"
-                if trains
-                else "is stopped: its trainers were not running"
-            )
-            click.echo(f"{name} {how}; to watch it: {look}")
+            how = "stops at the next step and commits"
+            how = how if trains else "is stopped: its trainers were not running"
+            click.echo(f"{name} {how}; to watch it: slurmrl status {name}{again(folder)}")
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors)))
     return 0
 
 

@@ -112,10 +112,21 @@ def test_stop_is_rejected_without_jobs(
     assert stop_requested_by(run.paths, 1) == ""
 
 
-def test_stop_is_rejected_for_an_ended_trial(run: FakeRun) -> None:
+def test_stop_is_rejected_for_an_ended_trial(
+    run: FakeRun, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command stops the other trials nevertheless."""
     run.end(Kind.FAILED, reason="x")
     with pytest.raises(UsageError, match="add/1 has already ended: failed"):
         trial_jobs.stop(run.paths)
+    root = run.paths.run.parents[2]
+    other = FakeRun(root, trial="2")
+    other.submission(scheduler="slurm", **{"continue": Continue.CHAIN})
+    scheduler.jobs[other.paths.run, 1] = {"trainer": ("41",)}
+    assert main(["stop", "add/1", "add/2", "--root", str(root)]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("add/2 stops at the next step and commits; to watch it: slurmrl status")
+    assert err == "Error: add/1 has already ended: failed\n"
 
 
 def test_stop_is_withdrawn_if_the_scheduler_fails(
