@@ -32,15 +32,7 @@ from slurmrl.config.schema.roles import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, dotted, value_at
 from slurmrl.desk import copying, trial_code, trials
 from slurmrl.desk.trial_code import OwnCode
-from slurmrl.desk.unpacking import (
-    CONFIG,
-    INPUTS,
-    MANIFEST,
-    WHEELS,
-    BundleManifest,
-    Member,
-    is_safe,
-)
+from slurmrl.desk.unpacking import CONFIG, INPUTS, MANIFEST, WHEELS, BundleManifest, Member, is_safe
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, discard, explain, temporary_beside

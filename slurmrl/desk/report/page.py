@@ -107,6 +107,11 @@ def chart(
             marker="braille" if colored else MARKERS[number % len(MARKERS)],
             color=COLORS[number % len(COLORS)] if colored else None,
         )
+    values = [y for curve in curves.values() for y in curve.y if y is not None]
+    low, high = min(values), max(values)
+    if (size := max(high, -low)) and not 1e-5 <= size < 1e9:  # plotext writes all their digits
+        ticks = [low + (high - low) * share / 3 for share in range(4 if low < high else 1)]
+        plotext.yticks(ticks, [f"{tick:.4g}" for tick in ticks])
     text: str = plotext.build() if colored else plotext.uncolorize(plotext.build())
     return text.rstrip("\n")
 

@@ -27,6 +27,8 @@ from slurmrl.run.samples import SamplePlace, places
 MOST_POINTS = 4000
 """Maximum number of points of a curve; a screen has fewer columns."""
 DIGITS = 7
+LARGEST = 1e300
+"""Largest number in a curve. Curves omit larger numbers, like infinities: differences overflow."""
 PLACES = ("step", TIME)
 """Keys for the position of a line on the x axis; all other keys are metrics."""
 MOST_ROWS = 10_000
@@ -170,7 +172,8 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
             if name not in PLACES and (value is None or _is_number(value)):
                 steps, values = found.setdefault(name, ([], []))
                 steps.append(line["step"])
-                values.append(None if value is None else float(f"{value:.{DIGITS}g}"))
+                known = value is not None and abs(value) <= LARGEST
+                values.append(float(f"{value:.{DIGITS}g}") if known else None)
     return {
         name: Curve(x=steps, y=values)
         for name, (steps, values) in found.items()

@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.desk.report.page import chart
-from slurmrl.desk.report.report_data import Curve, smoothed
+from slurmrl.desk.report.report_data import Curve, curves, smoothed
 from slurmrl.run.samples import KeptSampleWriter
 from tests.fake_runs import FakeRun
 
@@ -68,6 +68,19 @@ def test_chart_has_the_given_size() -> None:
     lines = text.splitlines()
     assert (len(lines), max(map(len, lines))) == (9, 200)
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e12, 1e300])
+def test_chart_of_extreme_values_has_short_ticks(size: float) -> None:
+    curve = Curve(x=[1, 2, 3], y=[0.0, size, -size])
+    text = chart("a", {"t": curve}, width=60, height=8, colored=False)
+    assert f" {size:.4g}┤" in text
+    assert max(map(len, text.splitlines())) == 60
+
+
+def test_curves_omit_numbers_whose_differences_overflow() -> None:
+    lines = [{"step": step, "a": a} for step, a in enumerate((1e308, -1.7e308, 3.0))]
+    assert curves(lines)["a"].y == [None, None, 3.0]
 
 
 def test_smoothing_starts_at_the_first_value_and_keeps_gaps() -> None:
