@@ -173,13 +173,7 @@ def kind_of(value: Any) -> str:
         return "null"
     if _is_messages(value):
         return "a list of messages"
-    kinds = {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-    }
+    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     text = json.dumps(value)
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
     return f"{kinds.get(type(value), 'an object')} ({shown})"

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
 from io import BufferedReader
+from math import isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -159,7 +160,16 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value; write null, or leave its key out")
 
 
-DECODER: Final = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+def _float(text: str) -> float:
+    """Return a number. Raises ValueError for a number such as 1e400, which would be infinite."""
+    if isinf(value := float(text)):
+        raise ValueError(f"the number {text[:40]} is too large; at most 1.79e308 is allowed")
+    return value
+
+
+DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=_float, parse_constant=_constant
+)
 
 
 def _advice(raw: bytes) -> str:
