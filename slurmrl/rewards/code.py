@@ -87,9 +87,7 @@ class CodeReward(RewardFunction):
         namespaces: Namespaces = "auto",
     ) -> None:
         check_limits(
-            test_timeout_s=test_timeout_s,
-            timeout_s=timeout_s,
-            batch_timeout_s=batch_timeout_s,
+            test_timeout_s=test_timeout_s, timeout_s=timeout_s, batch_timeout_s=batch_timeout_s
         )
         check_choice("score", score, ("all", "share"))
         self._tests_key, self._prefix_key = tests_key, prefix_key
@@ -111,10 +109,7 @@ class CodeReward(RewardFunction):
         self._scored = 0
 
     def __call__(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
+        self, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[float]:
         """Score the completions. Raises UnusableRowError for a row with unusable tests."""
         self._check_protections()

@@ -83,6 +83,11 @@ AFTER_NUMBER = re.compile(
     rf"(?<=\d)(?:\s*{WORDS}\s*({'|'.join(POWERS)})\s*\}}|\s+({'|'.join(POWERS)})\b(?!\s*[A-Za-z]))"
 )
 
+AND_A_HALF = re.compile(
+    rf"(?<![\d.,])(\d+(?:,\d{{3}})*)(?:{SPACE}+|{SPACE}*({WORDS})\s*)and\s+(?:a|one)\s+"
+    r"(half|quarter)\b(?(2)\s*\})(?!\s+of\b)"
+)
+
 CURRENCY = r"(?:\\?\$|[€£¥₹¢₽₩]|\b(?:USD|EUR|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?)(?![A-Za-z]))"
 LEADING_CURRENCY = re.compile(rf"\A([-+]?)\s*(?:US|HK|A|C)?{CURRENCY}\s*(?=[-\d.])")
 WRAPPED = (
@@ -162,6 +167,7 @@ def rewritten(text: str) -> str:
     text = ROMAN.sub(lambda match: match[1] or match[3] or r"\pi ", text)
     text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), IMAGINARY.sub(" i", text))
     text = RESIDUE.sub(residue_symbol, REPEATING.sub(fraction, text))
+    text = AND_A_HALF.sub(lambda match: f"{match[1]}.{5 if match[3] == 'half' else 25}", text)
     return SCALED.sub(scaled, BASED.sub(based_symbol, text))
 
 
@@ -256,10 +262,8 @@ def based_symbol(number: re.Match[str]) -> str:
     digits = number[1] or number[2]
     base = re.sub(r"\\text|base|[^0-9a-z]", "", number[3].lower())
     base = str(NUMERALS.index(base)) if base in NUMERALS else base
-    if any(
-        not base.isdigit() or int(digit, 16) >= int(base)
-        for digit in re.findall("[A-Fa-f]", digits)
-    ):
+    letters = re.findall("[A-Fa-f]", digits)
+    if any(not base.isdigit() or int(digit, 16) >= int(base) for digit in letters):
         return number[0]  # 5C_2 is a product with a letter
     return digits if base == "10" else rf"\Upsilon_{{{digits}base{base}}}"
 

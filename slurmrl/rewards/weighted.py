@@ -290,9 +290,7 @@ class PooledReward:
             for index, (prompt, completion, row, place) in enumerate(each)
         ]
         replies = self._pool.ask(
-            requests,
-            most=min(self._cores, MOST_PROCESSES),
-            within_s=self._settings.batch_timeout_s,
+            requests, most=min(self._cores, MOST_PROCESSES), within_s=self._settings.batch_timeout_s
         )
         errors = [_why(reply) for reply in replies]
         self._report(errors, completions, places)
