@@ -123,11 +123,11 @@ def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
 def may_change() -> str:
     """Return a message part that lists the settings a resumed trial may change.
 
-    A setting that every model has appears once.
+    A setting that every model has appears once. A trial cannot move to another root.
     """
     keys = MAY_CHANGE | LAYOUT | SCHEDULES
     of_models = {key.removeprefix("actor.") for key in keys if key.startswith("actor.")}
-    others = keys - {f"{role}.{name}" for role in SECTIONS for name in of_models}
+    others = keys - {f"{role}.{name}" for role in SECTIONS for name in of_models} - {"root"}
     return f"{', '.join(sorted(others))}; of each model: {', '.join(sorted(of_models))}"
 
 

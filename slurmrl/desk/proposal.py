@@ -186,9 +186,14 @@ def propose_resume(
     """
     if not is_prepared(paths):
         raise UsageError(f"{paths.full_name} was never submitted completely: submit it again")
+    root = paths.run.parents[2]
+    if any(text.partition("=")[0].strip() == "root" for text in overrides):
+        raise UsageError(
+            f"root: a resumed trial stays in {paths.run}; --root names the root in which resume "
+            "looks for the trial"
+        )
     before = load_resolved(paths.config)
     overrides = follow_actor(before, overrides)
-    root = paths.run.parents[2]
     current = trial_code.current_code(paths)
     folders = [*recorded_folders(current), Path.cwd()] if update_code else [current]
     settings = load_settings(

@@ -462,6 +462,8 @@ def test_submit_of_a_complete_offline_pass_submits_nothing(desk: Desk) -> None:
 def test_cancelled_trial_is_resumed(desk: Desk) -> None:
     run = desk.submitted()
     assert "to continue it: slurmrl resume add/1\n" in desk("cancel", "add/1").out
+    other = desk.rejected("resume", "add/1", "--no-check", f"root={desk.root}/b")
+    assert f"root: a resumed trial stays in {run.paths.run}; --root names" in other
     resume = ("resume", "add/1", "--no-check", "total_steps=7", "--detach")
     assert desk.json(*resume)["submission"] == 2
     run.begin()
