@@ -208,11 +208,7 @@ def _shown(value: Any) -> str:
     epilog=examples("slurmrl report grpo/1", "slurmrl report grpo/1 grpo/2 --output both.html")
 )
 @click.argument(
-    "names",
-    nargs=-1,
-    required=True,
-    metavar="EXPERIMENT/TRIAL...",
-    shell_complete=complete_trials,
+    "names", nargs=-1, required=True, metavar="EXPERIMENT/TRIAL...", shell_complete=complete_trials
 )
 @click.option(
     "--output",

@@ -74,8 +74,8 @@ def _since(context: click.Context, parameter: click.Parameter, text: str | None)
 def _moment(text: str) -> datetime:
     """Parse a time of today, a date or both; the default time zone is local. Raises ValueError."""
     if _CLOCK.fullmatch(text):
-        return datetime.fromisoformat(f"{datetime.fromtimestamp(time.time()):%Y-%m-%d} {text:0>5}")
-    return datetime.fromisoformat(text)
+        text = f"{datetime.fromtimestamp(time.time()):%Y-%m-%d} {text}"
+    return datetime.fromisoformat(re.sub(r"(?<!\d)(?=\d:)", "0", text))
 
 
 def clock(seconds: float) -> str:

@@ -334,11 +334,7 @@ def complete_sampled_steps(
 
 trial_argument = click.argument("trial", metavar="EXPERIMENT/TRIAL", shell_complete=complete_trials)
 trials_argument = click.argument(
-    "names",
-    nargs=-1,
-    required=True,
-    metavar="EXPERIMENT/TRIAL...",
-    shell_complete=complete_trials,
+    "names", nargs=-1, required=True, metavar="EXPERIMENT/TRIAL...", shell_complete=complete_trials
 )
 newest_trial_argument = click.argument(
     "trial", metavar="[EXPERIMENT/TRIAL]", required=False, shell_complete=complete_trials

@@ -63,7 +63,11 @@ class Shown(NamedTuple):
     is_flag=True,
     help="Show the graph of an evaluation, not of a training step. With suites: the first suite.",
 )
-@click.option("--svg", type=click.Path(path_type=Path), help="Write the plan to this SVG file.")
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the plan to this SVG file.",
+)
 @common
 def plan(
     target: str,

@@ -66,6 +66,7 @@ def test_plan_prints_and_draws_ranks_of_an_allocation_string(
 ) -> None:
     path = tmp_path / "a.svg"
     string = "megatron[actor]:p2t2|fsdp[ref]:d4+sglang[rollout]:d2t4"
+    assert "is a directory" in command("plan", string, "--svg", str(tmp_path), code=2).err
     out = command("plan", string, "--svg", str(path), "--table").out
     shown = [" ".join(line.split()) for line in out.splitlines()]
     assert "0 actor p0 t0 p0 t1 p1 t0 p1 t1 - - - -" in shown
