@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+BENCH = ROOT / "scripts" / "bench"
 LONG = '<properties><property name="long" value="True"/></properties>'
 RESULTS = f"""<testsuites><testsuite>
 <testcase classname="tests.unit.scheduler.test_x" name="a"/>
@@ -73,13 +76,47 @@ def test_summary_gives_rewards_speed_and_end_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cli", "plan", "train"])
 def test_benchmarks_print_help_and_reject_unknown_arguments(name: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / f"{name}.py")]
+    command = [sys.executable, str(ROOT / BENCH / f"{name}.py")]
     for arguments, code, words in ((["--help"], 0, "--rounds"), (["10"], 2, "unrecognized")):
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
         )
         assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr
         assert "Traceback" not in done.stderr
+
+
+def module_file(name: str) -> Path | None:
+    places = [folder.joinpath(*name.split(".")) for folder in (ROOT, BENCH)]
+    files = [file for one in places for file in (one.with_suffix(".py"), one / "__init__.py")]
+    return next((file for file in files if file.is_file()), None)
+
+
+@functools.cache
+def names_in(file: Path) -> set[str]:
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = {node.name for node in nodes if isinstance(node, kinds)}
+    stores = [
+        node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    found |= {node.id for node in stores}
+    return found | {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+
+
+def test_benchmarks_import_names_that_exist() -> None:
+    """The benchmarks themselves run for minutes, or need a GPU."""
+    missing = []
+    for path in sorted(BENCH.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            file = module_file(node.module)
+            ours = file is not None or node.module.startswith(("slurmrl", "tests"))
+            for name in (alias.name for alias in node.names if ours):
+                known = file is not None and name in names_in(file)
+                if not known and module_file(f"{node.module}.{name}") is None:
+                    missing.append((path.name, node.module, name))
+    assert missing == []
 
 
 def test_help_of_the_tests_is_printed_without_a_setup(tmp_path: Path) -> None:
