@@ -10,11 +10,12 @@ import sys
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
-PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), set, frozenset})
-CONTAINERS = (list, tuple, dict, deque)
-BASES: tuple[Any, ...] = (int, float, complex, str, bytes, set, frozenset, *CONTAINERS)
+PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+CONTAINERS = (set, frozenset, list, tuple, dict, deque)
+BASES: tuple[Any, ...] = (int, float, complex, str, bytes, *CONTAINERS)
 COMPARES = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
 DIFFERENT: tuple[tuple[Any, ...], ...] = (
     (1, 2, 10**9),  # No number equals all of these, not even with a tolerance or a modulus.
@@ -72,7 +73,8 @@ def _operand(node: ast.expr) -> ast.expr:
 def plain(value: Any, mocks: bool = False) -> Any:
     """Return a value in which objects that equal different values are replaced.
 
-    The replacement is a copy of a builtin type, or else an object that equals only itself.
+    The replacement is a copy of a builtin type, an empty list for another object without items, or
+    else an object that equals only itself.
 
     :param mocks: keep objects of ``mock``, such as ``ANY``, because the tests use them.
     """
@@ -92,18 +94,19 @@ def _plain(value: Any, mocks: bool) -> Any:
         base = next((base for base in BASES if issubclass(kind, base)), None)
         copy = None
         with suppress(Exception):
-            copy = base and base(value)
-        return _plain(copy, mocks) if type(copy) is base else object()
+            copy = base(value) if base else None if [*islice(value, 1)] else []
+        return _plain(copy, mocks) if type(copy) is (base or list) else object()
     base = next((base for base in CONTAINERS if issubclass(kind, base)), None)
     if base is None:
         return value
-    old = [*(dict.values(value) if base is dict else base.__iter__(value))]
+    old = [*base.__iter__(value), *(dict.values(value) if base is dict else ())]
     if PLAIN.issuperset(map(type, old)):
         return value
     new = [_plain(each, mocks) for each in old]
     if all(map(lambda one, other: one is other, old, new)):
         return value
-    return dict(zip(dict.keys(value), new, strict=True)) if base is dict else base(new)
+    half = len(new) // 2
+    return dict(zip(new[:half], new[half:], strict=True)) if base is dict else base(new)
 
 
 def _is_trusted(kind: Any, mocks: bool) -> bool:

@@ -373,6 +373,13 @@ def test_tests_fail_if_a_program_tampers_with_them(make: Make, cheat: str) -> No
         assert judge(make(), {"tests": tests}, programs) == [0.0]
 
 
+@pytest.mark.parametrize("test", ["f()[0] == {1}", "f()[1] == {1: 2}", "1 in f()[0]"])
+def test_tests_fail_for_feigned_equality_in_sets_and_keys(make: Make, test: str) -> None:
+    one = "class One:\n  __eq__ = lambda *given: True\n  __hash__ = lambda self: 1\n"
+    programs = [f"{one}def f(): return {{One()}}, {{One(): 2}}", "def f(): return {1}, {1: 2}"]
+    assert judge(make(), {"tests": [f"assert {test}"]}, programs) == [0.0, 1.0]
+
+
 def test_tests_pass_for_a_class_with_its_own_equality(make: Make) -> None:
     program = (
         "class Point:\n"
@@ -403,6 +410,12 @@ class Vector(list):
             "class Set(set):\n  def __eq__(self, o): return all(k in o for k in self)\n"
             "def f(): return Bag(), Set()",
             "assert f() == ({}, set())",
+        ),
+        (
+            "class Steps:\n  items = []\n  def __iter__(self): return iter(self.items)\n"
+            "  def __eq__(self, o): return all(x == y for x, y in zip(self, o))\n"
+            "def f(): return Steps()",
+            "assert f() == [] and f() == Steps() and f() != [1]",
         ),
         (
             "class Near(float):\n  def __eq__(self, o): return abs(float(self) - o) < 1e-6\n"
