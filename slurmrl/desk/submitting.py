@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,10 @@ def _outlook(proposal: Proposal) -> Outlook:
         notes = _notes(before, settings, commit.step)
     else:
         notes = [f"starts from the beginning with {line}" for line in changed]
+    if not proposal.update_code:
+        edited = trial_code.edited(proposal.recorder.code, trial_code.current_code(proposal.paths))
+        advice = f"slurmrl resume {proposal.trial} --update-code runs the changed file"
+        notes += [f"keeps its copy of {file}, which has changed: {advice}" for file in edited]
     return Outlook(state, complete=False, left=left, submission=newest, notes=tuple(notes))
 
 
@@ -232,21 +237,11 @@ def _other_configuration(before: Config, settings: Settings, changed: Sequence[s
 
 def _notes(before: Config, settings: Settings, step: int) -> list[str]:
     """Return notes about the changes of a trial that resumes from the commit of ``step``."""
-    algorithm = settings.algorithm
-    return [
-        *consequences(before, settings.config),
-        *moved_schedules(
-            before,
-            settings.config,
-            trained={
-                use.role: algorithm.untrained_steps(use.role)
-                for use in algorithm.roles()
-                if use.trained
-            },
-            step=step,
-            optimizer_steps=algorithm.optimizer_steps,
-        ),
-    ]
+    algorithm, now = settings.algorithm, settings.config
+    trained = [use.role for use in algorithm.roles() if use.trained]
+    untrained = {role: algorithm.untrained_steps(role) for role in trained}
+    moved = partial(moved_schedules, trained=untrained, optimizer_steps=algorithm.optimizer_steps)
+    return [*consequences(before, now), *moved(before, now, step=step)]
 
 
 def _check_code(proposal: Proposal) -> None:

@@ -24,6 +24,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from filecmp import cmp
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,6 +94,16 @@ def current_snapshot(paths: RunPaths) -> int:
 def current_code(paths: RunPaths) -> Path:
     """Return the folder of the snapshot that the newest submission runs."""
     return paths.snapshot(current_snapshot(paths))
+
+
+def edited(code: OwnCode, folder: Path) -> list[Path]:
+    """Return the files of the user's code that differ from their copies in a snapshot."""
+    found = [(path.name / name, file) for path in code.paths for name, file in copying.files(path)]
+    return [file for name, file in found if not _are_equal(file, folder / name)]
+
+
+def _are_equal(file: Path, copy: Path) -> bool:
+    return copy.is_file() and cmp(file, copy, shallow=False)
 
 
 def next_snapshot(paths: RunPaths) -> int:

@@ -205,11 +205,7 @@ def _check_of(finding: Finding) -> Check:
 
 
 def check_scheduler(
-    requested: str,
-    kind: str,
-    settings: Settings | None,
-    plan: Plan | None,
-    hosts: Hosts | None,
+    requested: str, kind: str, settings: Settings | None, plan: Plan | None, hosts: Hosts | None
 ) -> list[Check]:
     """Check that Slurm answers and has the resources of the configuration.
 

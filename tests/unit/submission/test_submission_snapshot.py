@@ -161,12 +161,14 @@ def test_installed_packages_are_not_copied(user: Path) -> None:
 
 def test_changed_file_does_not_affect_a_snapshot(user: Path, scheduler: FakeScheduler) -> None:
     paths = submit(proposed(user, MINE)).paths
-    (user / "helper.py").write_text("SCORE = 2\n")
     assert submit(proposed(user, MINE)).notes == ()
+    (user / "helper.py").write_text("SCORE = 2\n")
+    (note,) = submit(proposed(user, MINE)).notes
+    assert note.startswith(f"keeps its copy of {user / 'helper.py'}, which has changed: slurmrl")
     again = submit(propose_resume(paths, []))
     assert again.notes == ()
     assert (paths.code / "helper.py").read_text() == "SCORE = 1\n"
-    assert [request.code for request in scheduler.requests] == [paths.code] * 3
+    assert [request.code for request in scheduler.requests] == [paths.code] * 4
 
 
 def test_trial_of_another_version_is_not_modified(user: Path, scheduler: FakeScheduler) -> None:
