@@ -174,9 +174,15 @@ def _outlook(proposal: Proposal) -> Outlook:
     """
     check_owner(proposal.paths)
     newest = newest_submitted(proposal.paths)  # Read this first to detect a later submission.
-    state = fold(History(proposal.paths.history).read())
-    left = _jobs_left(proposal, state)
-    settings = proposal.settings
+    records = History(proposal.paths.history).read()
+    if not records and (saved := atomic.known_names(proposal.paths.checkpoints)):
+        raise UsageError(
+            f"{proposal.paths.history} is empty, so the trial would begin again and remove its "
+            f"checkpoints {', '.join(saved)}: restore the files of history/, or submit the "
+            "configuration with --new"
+        )
+    state = fold(records)
+    left, settings = _jobs_left(proposal, state), proposal.settings
     before, changed = _changes(settings)
     if changed and state.last_commit is not None:
         _check_code(proposal)  # Another version may have other defaults.

@@ -149,6 +149,17 @@ def test_interrupted_trial_continues(again: Submit, scheduler: FakeScheduler) ->
     assert scheduler.requests[0].uuid == scheduler.requests[1].uuid
 
 
+def test_trial_with_checkpoints_and_an_empty_history_is_rejected(again: Submit) -> None:
+    """It would begin again and remove the checkpoints."""
+    paths = again().paths
+    again()  # before the first incarnation, there are no checkpoints
+    (paths.checkpoints / "step-4.1").mkdir()
+    with pytest.raises(
+        UsageError, match=r"history is empty, .* its checkpoints step-4\.1: restore"
+    ):
+        again()
+
+
 def test_learning_rate_change_of_a_longer_run_is_reported(again: Submit) -> None:
     falling = "actor.optimizer.schedule=linear"
     train(again(falling).paths, 4)
