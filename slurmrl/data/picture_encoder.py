@@ -258,10 +258,10 @@ def _video_processors() -> tuple[Any, Any]:
             self, metadata: Any, num_frames: int | None = None, fps: float = FPS, **_: Any
         ) -> Any:
             total, factor = metadata.total_num_frames, self.temporal_patch_size
-            count: float = round((num_frames or 0) / factor) * factor
+            most = self.max_frames // factor * factor
+            count: float = min(round((num_frames or 0) / factor) * factor, most)
             if num_frames is None:
-                most = min(self.max_frames, total) // factor * factor
-                count = min(max(total / metadata.fps * fps, self.min_frames), most)
+                count = min(max(total / metadata.fps * fps, self.min_frames), most, total)
                 count = math.floor(count / factor) * factor
             return torch.arange(0, total, total / min(count, total)).int()
 

@@ -128,6 +128,8 @@ def test_frames_have_the_pixels_and_times_of_the_processor(
 def test_long_list_of_frames_is_thinned_out(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "qwen2_5_vl")
     rows = [{"prompt": "What?", "videos": [each]} for each in (FRAMES * 4, ["0.png", "0.png"])]
+    made = sample(folder, *rows, video_frames=3)
+    assert inputs(made).arguments["video_grid_thw"][0][0] == 1
     made = sample(folder, *rows, video_frames=4)
     assert inputs(made).arguments["video_grid_thw"][0][0] == 2
     assert inputs(made, 1).arguments["video_grid_thw"][0][0] == 1
