@@ -371,7 +371,7 @@ def template_file(config: DatasetConfig) -> str | None:
         raise ConfigError((Problem("", "chat_template", message),)) from error
 
 
-def _plain(message: Message) -> Message:
+def _plain(message: Message) -> dict[str, Any]:
     """Return a message without 'weight' and nulls: templates take a null ``image`` for an image."""
     content = message.get("content")
     if isinstance(content, list):

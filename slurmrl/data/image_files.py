@@ -261,7 +261,7 @@ def _rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _opened(base: Path, image: ImageValue, files: ImageFiles | None = None) -> Image:
+def _opened(base: Path, image: ImageValue, files: ImageFiles | None = None) -> Any:
     pillow, name = _pillow(), _shown(image)
     path = _path(base, image) if isinstance(image, str) else None
     try:
