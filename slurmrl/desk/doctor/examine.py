@@ -87,7 +87,9 @@ def examine(what: Examination, say: Say) -> list[Check]:
         checks += guarded("trial", "", partial(check_trial_files, settings, plan, limit_s, kind))
     if config is not None:
         offloaded = plan.offloaded if plan and plan.trainers.gpus_per_worker > 0 else ()
-        checks += server_checks.check_environment(config, sleeps=ROLLOUTS in offloaded)
+        sleeps, data = ROLLOUTS in offloaded, config.datasets().values()
+        images = any(each.media_keys for each in data)
+        checks += server_checks.check_environment(config, sleeps=sleeps, images=images)
     running_servers = server_checks.running_settings(config) if config else None
     if running_servers is not None and not what.job:
         checks += server_checks.check_running(running_servers, elsewhere=kind != "local")

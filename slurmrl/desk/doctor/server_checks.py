@@ -47,10 +47,11 @@ print(json.dumps({"version": found, "missing": missing}))
 none of its files contains, and ``import NAME`` if there is no module NAME."""
 
 
-def check_environment(config: Config, *, sleeps: bool = False) -> list[Check]:
+def check_environment(config: Config, *, sleeps: bool = False, images: bool = False) -> list[Check]:
     """Check the environment of ``rollout.python``, if the configuration has servers.
 
-    ``sleeps``: whether the servers free their GPUs while other models compute.
+    ``sleeps``: whether the servers free their GPUs while other models compute. ``images``: whether
+    rows have images, for which vLLM imports torchvision.
     """
     try:
         backend = parse(config.rollout.backend).backend if config.rollout.backend else ""
@@ -60,6 +61,7 @@ def check_environment(config: Config, *, sleeps: bool = False) -> list[Check]:
     if rules is None or python is None:
         return []
     name, more = f"{backend} server", rules.to_sleep if sleeps else ()
+    more += ("import torchvision",) if images and backend == "vllm" else ()
     advice = f"set rollout.python to the Python of an environment in which {backend} is installed"
     try:
         command = [python, "-c", LOOK, backend, *rules.words, *more]

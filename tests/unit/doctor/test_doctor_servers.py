@@ -85,6 +85,8 @@ def test_vllm_from_another_distribution_is_accepted(tmp_path: Path) -> None:
     python.chmod(0o700)
     [found] = check_environment(config(python, "vllm:d1"))
     assert (found.state, found.measured) == (State.OK, f"vllm 0.32.0 ({python})")
+    [found] = check_environment(config(python, "vllm:d1"), images=True)
+    assert (found.state, "lacks the package torchvision" in found.measured) == (State.FAILED, True)
 
 
 def test_unusable_server_python_is_named(tmp_path: Path) -> None:
