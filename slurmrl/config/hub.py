@@ -220,10 +220,7 @@ class HubCache:
         atomic.make_private_directory(self.folder)
         home = reference.home(self.folder)
         request = ChildRequest(
-            CHILD,
-            {**asdict(reference), "home": str(home)},
-            env=_environment(home),
-            shown=True,
+            CHILD, {**asdict(reference), "home": str(home)}, env=_environment(home), shown=True
         )
         reply = request.last()
         if "unreachable" in reply:

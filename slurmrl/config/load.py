@@ -106,11 +106,7 @@ def _read_profile(path: Path) -> tuple[Source, Profile | None]:
 
 
 def _merge(
-    source: Source,
-    values: dict[str, Any],
-    below: Source,
-    defaults: dict[str, Any],
-    prefix: KeyPath,
+    source: Source, values: dict[str, Any], below: Source, defaults: dict[str, Any], prefix: KeyPath
 ) -> None:
     for key, value in defaults.items():
         here = (*prefix, key)

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -167,13 +168,21 @@ def _text(path: Path) -> str:
     except OSError as error:
         kind = NO_FILE.get(error.errno or 0)
         if kind is None:
-            raise UnreadableInputError(f"{path}: cannot be read: {error.strerror}") from error
+            reason = f"cannot be read: {error.strerror}{_similar(path)}"
+            raise UnreadableInputError(f"{path}: {reason}") from error
         message = f"is {kind}, not a regular file"
         raise ConfigError((Problem(str(path), "", message),)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             (Problem(str(path), "", f"is not UTF-8 text: {error.reason}; {ENCODED}"),)
         ) from error
+
+
+def _similar(path: Path) -> str:
+    """Return a hint that names another YAML file of a similar name in the folder."""
+    others = [file.name for file in path.parent.glob("*.yaml") if file.name != path.name]
+    found = get_close_matches(path.name, others, 1)
+    return f"; did you mean {path.with_name(found[0])}?" if found else ""
 
 
 def compose(text: str, name: str) -> Node | None:
@@ -215,8 +224,7 @@ def _check_depth(text: str) -> None:
         depth -= isinstance(event, CollectionEndEvent)
         if depth > MOST_DEPTH:
             raise MarkedYAMLError(
-                problem=f"nested more than {MOST_DEPTH} levels deep",
-                problem_mark=event.start_mark,
+                problem=f"nested more than {MOST_DEPTH} levels deep", problem_mark=event.start_mark
             )
 
 

@@ -284,10 +284,7 @@ class Dataset(Section):
             return {"": self}
         return {
             name: self.model_copy(
-                update={
-                    **source.model_dump(exclude={"weight"}, exclude_none=True),
-                    "sources": {},
-                }
+                update={**source.model_dump(exclude={"weight"}, exclude_none=True), "sources": {}}
             )
             for name, source in self.sources.items()
         }

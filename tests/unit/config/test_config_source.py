@@ -133,6 +133,9 @@ def test_alias_bomb_is_rejected_at_once(tmp_path: Path) -> None:
 def test_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UnreadableInputError, match=r"absent.yaml: cannot be read: No such file"):
         load(tmp_path / "absent.yaml")
+    (tmp_path / "sft.yaml").touch()
+    with pytest.raises(UnreadableInputError, match=r"directory; did you mean .*/sft\.yaml\?"):
+        load(tmp_path / "sft.yml")
     with pytest.raises(ConfigError, match="is a directory, not a regular file"):
         load(tmp_path)
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe")
