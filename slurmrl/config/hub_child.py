@@ -53,7 +53,7 @@ class RepositoryFetcher:
     def fetch(self) -> str:
         """Make the folder of the revision's newest commit unless complete; return the commit."""
         from huggingface_hub import HfApi
-        from huggingface_hub.utils import WeakFileLock
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
         reference = self._reference
         info = HfApi().repo_info(
