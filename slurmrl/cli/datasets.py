@@ -161,7 +161,7 @@ def _print(sample: DataSample) -> None:
 @click.option(
     "--completions",
     "file",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Score the completions of a JSONL file, such as 'slurmrl samples --json' prints. Each "
     "object has the key completion. It also has id, unless objects follow the order of the rows.",

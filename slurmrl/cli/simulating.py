@@ -114,7 +114,7 @@ def _limits(text: str) -> list[str]:
 )
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, dir_okay=False),
     help="Take queue waits from this file, which holds the output of "
     "'sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit'.",
 )

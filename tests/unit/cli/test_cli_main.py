@@ -124,6 +124,8 @@ def test_version_option_prints_the_version(command: Command) -> None:
         ),
         (["resume", "add/1", "--seed", "3"], "'. A setting is written without dashes: seed=VALUE"),
         (["resume", "add"], "expected EXPERIMENT/TRIAL"),
+        (["try-reward", "x.yaml", "--completions", "."], "completions': File '.' is a directory"),
+        (["simulate", "x.yaml", "--trace", "."], "'--trace': File '.' is a directory"),
         (["cancel", "add/1"], "there are no trials"),
     ],
 )
