@@ -228,8 +228,8 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
     blocks -= {f"{MODULE}{n.rpartition('.')[0]}." for n, _, style in found if style == LATENT}
     if not dims:
         raise UsageError(f"{kind} models have no tp_plan of transformers that splits a layer")
-    # Versions of transformers without `OF_PARTS` leave norms of heads, which are between split
-    # layers, out of their plans.
+    # Norms of heads are between split layers. Versions of transformers without `OF_PARTS` leave
+    # these norms out of their plans.
     linear_biases = {f"{MODULE}{each.name}.bias" for each in found if each.style == ROWS}
     between = {
         each

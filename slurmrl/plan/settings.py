@@ -370,7 +370,7 @@ def with_present_defaults(config: Config, algorithm: Algorithm) -> Config:
         return config
     try:
         before = type(cast(BaseModel, algorithm)).model_validate(config.algorithm)
-    except ValidationError:  # The class has changed since then.
+    except ValidationError:  # The class has changed since the submission.
         return config
     return _with_algorithm(config, cast(Algorithm, before).completed(config))
 

@@ -411,7 +411,7 @@ class SampleGroup:
     def _wrong_masks(self, masks: SampledMasks) -> str | None:
         sizes, ids = np.array(masks.sizes, np.int32), np.array(masks.ids, np.int32)
         if sizes.shape != self.input_ids.shape or sizes.min() < 0 or sizes.sum() != ids.size:
-            return f"sampling masks: {sizes.size} sizes do not fit the tokens or {ids.size} ids"
+            return f"sampling masks need one size per token, and sizes that sum to {ids.size} ids"
         if (ids < 0).any():
             return "a token id of a sampling mask is negative"
         if ((sizes > 0) & (self.drawn_by < 0)).any():

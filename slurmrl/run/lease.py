@@ -64,7 +64,7 @@ class Lease:
             raise explain(error, "beat the lease", self._path) from error
 
     def _move_aside(self) -> None:
-        """Rename the object in the place of the file, unless it is this user's own file."""
+        """Rename the object at the path of the lease, unless it is a regular file of this user."""
         found = self._calls.lstat(self._path)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
             return

@@ -414,7 +414,7 @@ def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
 
 
 def _put_back(link: Link, holder: Turn, scheduler: SlurmScheduler) -> bool:
-    """Requeue the job until the running link of its array ends; return whether that worked."""
+    """Requeue the job to wait for the running link of its array; return whether it worked."""
     if continues(link) is Continue.NONE:
         return False
     try:

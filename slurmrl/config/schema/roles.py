@@ -97,7 +97,7 @@ class Lora(Section):
             return targets
         if not all(targets) or not targets or len(set(targets)) < len(targets):
             raise ValueError(
-                "must not be empty or contain an empty or a repeated name; allowed: "
+                "must have at least one name, no empty name and no name twice; allowed: "
                 f"'{ALL_LINEAR}', or a list of names of linear layers"
             )
         return targets

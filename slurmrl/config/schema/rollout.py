@@ -107,8 +107,8 @@ class Tasks(Section):
     least this number."""
     max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
     """Maximum number of steps between the oldest weights that sampled a token of a completion and
-    the weights that train on it. slurmrl drops completions that exceed this number. With 0, each
-    step waits for completions of its own weights."""
+    the weights that the completion updates. slurmrl drops completions that exceed this number.
+    With 0, each step waits for completions of its own weights."""
     max_in_flight: Annotated[PositiveInt, Unit("prompts")] | None = None
     """Maximum number of prompts on which all tasks together work. Default: as many as
     `max_staleness` allows. Example: `256`"""

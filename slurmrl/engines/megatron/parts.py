@@ -356,7 +356,7 @@ def misfits(
         if number % size:
             yield f"{spelled} does not divide {what} {number}"
     if moe is not None and moe.clamp is not None and place.etp > 1:
-        yield f"t{place.etp} of experts splits experts with biases; give experts their own layout"
+        yield f"t{place.etp} of experts cannot split their biases; give experts a layout without t"
     if moe is not None and place.tp > 1 and trains_whole:
         yield f"on t{place.tp}, experts can be trained only with sequence parallelism"
     if vocabulary // place.tp * (place.tp - 1) >= config.vocab_size:

@@ -207,7 +207,7 @@ def forward_flops_per_token(shape: ModelShape, head: Head, tp: int = 1) -> float
 def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
     """Return the seconds of the matrix products of a forward pass over ``own`` tokens.
 
-    Reading the weights is a lower bound.
+    The time to read the weights is a lower bound.
     """
     shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
     tp, etp = sizes["tp"], expert_tp(job.allocation)

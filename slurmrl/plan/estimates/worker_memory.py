@@ -227,7 +227,7 @@ def _arriving(config: Config, rollout: Placement) -> int:
 
 
 def _resident(models: Mapping[str, Memory]) -> dict[str, int]:
-    """Return the bytes by content that models keep between calls."""
+    """Return the bytes of weights, gradients and optimizers that models keep between calls."""
     kept = (0 if memory.frees_gradients else memory.gradients for memory in models.values())
     return {
         "weights": sum(memory.weights for memory in models.values()),

@@ -90,7 +90,7 @@ def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> di
     """
     options = sampling.options
     return {
-        # The slash matters: an abort also ends requests whose names begin with its name.
+        # SGLang aborts by prefix: without the slash, an abort of request 1 also ends 12.
         "rid": f"{sampling.request_id}/",
         "input_ids": list(sampling.prompt),
         "sampling_params": {

@@ -2,8 +2,8 @@
 
 Rank r of n writes its arrays to ``<role>.<r>.safetensors``. Rank 0 also writes the layout of all
 ranks' arrays, ``<role>.layout.json``, so that a reader opens only the files that it needs. Weights
-have their Hugging Face names. The name of an optimizer moment is the moment, a slash and the name
-of the weight. A file may also have arrays outside the layout, such as the rank's random state.
+have their Hugging Face names. An optimizer moment is named ``<moment>/<weight>``. A file may also
+have arrays outside the layout, such as the rank's random state.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def gated_halves(x: Tensor, activation: str) -> Tensor:
-    """Return `gated_product` of the halves of x [T, 2i], whose gradient is one tensor."""
+    """Return `gated_product` of the halves of x [T, 2i]. The gradient of x is one tensor."""
     out: Tensor = _GatedHalves.apply(x, activation)  # type: ignore[no-untyped-call]
     return out
 

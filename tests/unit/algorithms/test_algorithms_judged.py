@@ -215,7 +215,7 @@ def test_nth_sequences_keeps_values_of_those_sequences() -> None:
 
 
 @pytest.mark.parametrize("center_coef", [0.0, 0.3])
-def test_a_reward_model_equals_its_formula(center_coef: float) -> None:
+def test_loss_of_reward_model_equals_formula(center_coef: float) -> None:
     """Scores are the values at the last tokens; other positions get no gradient."""
     options = RewardModel(batch_size=3, center_coef=center_coef)
     sample = judged(LENGTHS)

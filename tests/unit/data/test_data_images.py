@@ -174,7 +174,7 @@ def test_unusable_image_is_a_problem_of_its_row(
         ("open", errno.ENOTCONN),  # a FUSE file system has stopped
     ],
 )
-def test_temporary_read_error_of_an_image_is_no_problem_of_its_row(
+def test_temporary_image_error_is_not_reported_as_problem_of_row(
     folder: Path, place: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job reads the image again, perhaps on another host."""

@@ -201,7 +201,7 @@ def test_supported_models_are_accepted() -> None:
         (DENSE, {"tp": 2}, 20, "t2 leaves a rank without a token of the vocabulary of 10"),
         (SPARSE, {"ep": 3}, 12, "e3 does not divide the number of experts 4"),
         (SPARSE, {"etp": 4}, 12, "t4 of experts does not divide their inner size 6"),
-        (CLAMPED, {"etp": 2}, 12, "t2 of experts splits experts with biases"),
+        (CLAMPED, {"etp": 2}, 12, "t2 of experts cannot split their biases"),
     ],
 )
 def test_layout_that_does_not_fit_the_model_is_reported(

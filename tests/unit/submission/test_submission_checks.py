@@ -639,7 +639,7 @@ def test_code_of_a_custom_algorithm_is_tried(
     assert message in "".join(one.message for one in found)
 
 
-def test_weights_with_nan_are_rejected_by_file_and_tensor(tmp_path: Path) -> None:
+def test_rejection_of_nan_weights_names_file_and_tensor(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     decoder = build(ModelConfig.from_hf(ARCHITECTURE))

@@ -374,7 +374,7 @@ def test_new_option_takes_the_next_free_name(again: Submit, config: Path) -> Non
     assert again("trial=x", new=True).trial == "add/x-2"
 
 
-def test_two_trials_are_removed_at_once(
+def test_concurrent_removals_of_two_trials_succeed(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (again(f"trial={number}").paths for number in (1, 2))
