@@ -25,7 +25,7 @@ from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
 from slurmrl.env import user_name
-from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build
@@ -317,8 +317,7 @@ def free_name(settings: Settings) -> str:
 def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> bool:
     """Make the run directory; return False if the trial exists, and leave it unchanged then.
 
-    ``recorder`` has the code to copy, and records its origin. The directory gets its name when it
-    is complete, so that files of two submitters never mix.
+    The directory gets its name when it is complete, so files of two submitters never mix.
 
     Raises EnvironmentFailure if the directory cannot be made or does not support links, and
     OwnershipError if other users could change it.
@@ -335,6 +334,8 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
             atomic.sync_directory(paths.run.parent)
             return True
         except OSError as error:
+            if isinstance(error, EnvironmentFailure):
+                raise
             if not is_prepared(paths):
                 raise calls.explain(error, "make the run directory", paths.run) from error
         finally:
@@ -373,10 +374,9 @@ def is_prepared(paths: RunPaths) -> bool:
 
 
 def trial_uuid(paths: RunPaths) -> str:
-    uuid_text: str = documents.parse(
-        atomic.read_needed(paths.identity), paths.identity, {"uuid": TEXT}, ("uuid",)
-    )["uuid"]
-    return uuid_text
+    file = paths.identity
+    found: str = documents.parse(atomic.read_needed(file), file, {"uuid": TEXT}, ("uuid",))["uuid"]
+    return found
 
 
 def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
