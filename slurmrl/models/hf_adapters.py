@@ -42,6 +42,7 @@ STATE_SPACE = "A_log"
 """Name of a parameter that only state-space layers and linear attention have."""
 BYPASSED = "is read by a kernel that does not call the layer, so an adapter would have no effect"
 SHARED = "shares its weight with another layer, so its adapter cannot be merged"
+NOT_LINEAR = "computes more than the product with its weight, so it cannot have an adapter"
 USE_OF_WEIGHT = r"self\.{}\.weight\b(?!\.(?:dtype|device|shape))"
 
 
@@ -248,9 +249,23 @@ def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], d
             unable[name] = BYPASSED
         elif owners[id(layer.weight)] > 1:
             unable[name] = SHARED
+        elif not _maps_rows(layer):
+            unable[name] = NOT_LINEAR
         else:
             layers[name] = layer
     return layers, unable
+
+
+def _maps_rows(layer: nn.Linear | Conv1D) -> bool:
+    """Return whether a layer maps a row to one row. Some routers and grouped layers do not."""
+    if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    state = {name: torch.empty_like(each, device="meta") for name, each in layer.named_parameters()}
+    row = torch.empty(1, layer.weight.shape[-1], device="meta", dtype=layer.weight.dtype)
+    try:
+        return isinstance(torch.func.functional_call(layer, state, row), Tensor)
+    except (RuntimeError, TypeError):  # it needs another shape or more arguments
+        return False
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:

@@ -100,18 +100,20 @@ def adapted_tensors(
     stored: dict[str, list[str]] = {}
     for name in specs:
         stored.setdefault(_of_layer(name)[0], []).append(name)
-    found = {}
+    found: dict[str, str] = {}
+    taken = set()
     for weight, shape in shapes.items():
         name = weight.removeprefix(MODULE)
         same = [name] if name in specs else _nearest(name, stored.get(_of_layer(name)[0], []))
         fitting = [each for each in same if specs[each].shape == tuple(shape)]
-        if len(fitting) != 1:
+        if len(fitting) != 1 or fitting[0] in taken:
             problem = "in another form" if not fitting else f"ambiguously ({', '.join(fitting)})"
             raise UsageError(
                 f"{folder} stores {name} {problem}, so that its adapter cannot be merged; leave it "
                 "out of lora.targets"
             )
         (found[weight],) = fitting
+        taken.add(found[weight])
     return found
 
 

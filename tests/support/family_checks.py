@@ -209,7 +209,11 @@ class Family:
         rollout = {"n": 4, "max_new_tokens": 6, **changes.pop("rollout", {})}
         return self.config(
             algorithm={"name": "grpo", "batch_size": 8, "n_minibatches": 2},
-            dataset={"type": "prompt", "path": str(ADDITION / "train.jsonl")},
+            dataset={
+                "type": "prompt",
+                "path": str(ADDITION / "train.jsonl"),
+                "max_prompt_tokens": 16,  # Llama 4 needs a limit
+            },
             rollout=rollout,
             **changes,
         )

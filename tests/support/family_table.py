@@ -30,7 +30,7 @@ SERVERS: Final = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
 COLUMNS: Final = (*picture_checks.ALL, "t2", "megatron", "builtin")
 TEXT, IMAGES = "families", "images"
 """Keys of the kept results: of families that read only text, and of families that read images."""
-LIMIT_S: Final = 900.0
+LIMIT_S: Final = 1800.0
 """Time of all checks of a family. A server's start takes up to half of it."""
 TENTHS: Final = 10
 

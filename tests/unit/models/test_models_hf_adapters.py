@@ -214,6 +214,8 @@ def test_table_of_defaults_equals_peft() -> None:
         ("qwen3_moe", ["q_proj", "experts"], "stores 'experts' of all experts as one tensor"),
         ("falcon_h1", ["out_proj"], "'out_proj' of .* is read by a kernel that does not call"),
         ("zamba2", ["q_proj"], "'q_proj' of .* shares its weight with another layer"),
+        ("llama4_text", ["router"], "'router' of .* computes more than the product"),
+        ("deepseek_v4", ["o_a_proj"], "'o_a_proj' of .* computes more than the product"),
         ("llama", ["self_attn.q_proj", "mlp.up_proj"], None),
         ("llama", ["model.layers.1.self_attn.q_proj"], None),
     ],
@@ -249,3 +251,7 @@ def test_adapter_files_of_another_model_are_rejected(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             adapted_tensors({name: shape}, specs, tmp_path)
+    shape = specs["model.layers.0.self_attn.v_proj.weight"].shape
+    names = (f"inner.model.layers.0.{each}.v_proj.weight" for each in ("self_attn", "cross_attn"))
+    with pytest.raises(UsageError, match=r"cross_attn.v_proj.weight ambiguously \(model.layers.0"):
+        adapted_tensors(dict.fromkeys(names, shape), specs, tmp_path)
