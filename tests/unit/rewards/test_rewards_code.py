@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import TestCase
+from unittest.mock import Mock
 
 import pytest
 
 from slurmrl.errors import UnusableRowError, UsageError
+from slurmrl.rewards import code_equality
 from slurmrl.rewards.code import CodeReward
 from slurmrl.rewards.code_cases import same_output, same_value
 from slurmrl.rollouts.tools.shipped import PythonTool
@@ -373,11 +376,29 @@ def test_tests_fail_if_a_program_tampers_with_them(make: Make, cheat: str) -> No
         assert judge(make(), {"tests": tests}, programs) == [0.0]
 
 
-@pytest.mark.parametrize("test", ["f()[0] == {1}", "f()[1] == {1: 2}", "1 in f()[0]"])
+@pytest.mark.parametrize(
+    "test", ["f()[0] == {1}", "f()[1] == {1: 2}", "1 in f()[0]", "1 in f()[1]"]
+)
 def test_tests_fail_for_feigned_equality_in_sets_and_keys(make: Make, test: str) -> None:
     one = "class One:\n  __eq__ = lambda *given: True\n  __hash__ = lambda self: 1\n"
     programs = [f"{one}def f(): return {{One()}}, {{One(): 2}}", "def f(): return {1}, {1: 2}"]
     assert judge(make(), {"tests": [f"assert {test}"]}, programs) == [0.0, 1.0]
+
+
+def test_lookups_walk_no_set_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk through all elements for each lookup would exceed the time limit."""
+    calls = Mock(wraps=code_equality._plain)
+    monkeypatch.setattr(code_equality, "_plain", calls)
+    space: dict[str, Any] = {"found": {(i,) for i in range(300)}, "self": TestCase()}
+    space["numbers"] = dict.fromkeys(space["found"], (1,))
+    test = """\
+for i in range(300):
+    assert (i,) in found and (-1, i) not in numbers
+    self.assertIn((i,), numbers)
+    self.assertNotIn((-1, i), container=found)
+"""
+    exec(compile(code_equality.with_plain_operands(test, space), "tests.py", "exec"), space)
+    assert calls.call_count <= 300 * 8
 
 
 def test_tests_pass_for_a_class_with_its_own_equality(make: Make) -> None:
@@ -416,6 +437,12 @@ class Vector(list):
             "  def __eq__(self, o): return all(x == y for x, y in zip(self, o))\n"
             "def f(): return Steps()",
             "assert f() == [] and f() == Steps() and f() != [1]",
+        ),
+        (
+            "class P:\n  def __init__(self, x): self.x = x\n  def __hash__(self): return 7\n"
+            "  def __eq__(self, o): return type(o) is P and self.x == o.x\n"
+            "def f(): return {P(1), P(2), math.nan, frozenset({3})}",
+            "assert P(2) in f() and P(3) not in f() and math.nan in f() and {3} in f()",
         ),
         (
             "class Near(float):\n  def __eq__(self, o): return abs(float(self) - o) < 1e-6\n"
