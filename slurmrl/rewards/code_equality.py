@@ -151,7 +151,16 @@ def _plain(value: Any, mocks: bool) -> Any:
     if all(map(operator.is_, old, new)):
         return value
     half = len(new) // 2
-    return dict(zip(new[:half], new[half:], strict=True)) if base is dict else base(new)
+    if base is dict:
+        return dict(zip(map(_hashable, new[:half]), new[half:], strict=True))
+    return base(map(_hashable, new) if base in HASHED else new)
+
+
+def _hashable(value: Any) -> Any:
+    with suppress(Exception):
+        hash(value)
+        return value
+    return object()
 
 
 def _is_trusted(kind: Any, mocks: bool) -> bool:

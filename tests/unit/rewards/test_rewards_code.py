@@ -439,6 +439,10 @@ class Vector(list):
             "assert f() == [] and f() == Steps() and f() != [1]",
         ),
         (
+            f"{VECTOR}    def __hash__(self): return 7\ndef f(): return {{Vector(): 1, 2: 3}}",
+            "assert f() != {2: 3} and {*f()} != {2} and {(each,) for each in f()} != {(2,)}",
+        ),
+        (
             "class P:\n  def __init__(self, x): self.x = x\n  def __hash__(self): return 7\n"
             "  def __eq__(self, o): return type(o) is P and self.x == o.x\n"
             "def f(): return {P(1), P(2), math.nan, frozenset({3})}",
