@@ -319,8 +319,8 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
 
     The directory gets its name when it is complete, so files of two submitters never mix.
 
-    Raises EnvironmentFailure if the directory cannot be made or does not support links, and
-    OwnershipError if other users could change it.
+    Raises EnvironmentFailure if the directory cannot be made or does not support links,
+    OwnershipError if other users could change it, and UsageError if its name is taken.
     """
     if not is_prepared(paths):
         for left in paths.run.parent.glob(f"{calls.TEMPORARY_PREFIX}*"):
@@ -330,6 +330,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
         made = RunPaths(calls.temporary_beside(paths.run))
         try:
             _fill(made, settings, plan, recorder)
+            _remove_incomplete(paths)
             os.rename(made.run, paths.run)
             atomic.sync_directory(paths.run.parent)
             return True
@@ -342,6 +343,32 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
             shutil.rmtree(made.run, ignore_errors=True)
     check_owner(paths)
     return False
+
+
+def _remove_incomplete(paths: RunPaths) -> None:
+    """Remove a run directory that an older slurmrl left when it was killed during a submission.
+
+    Raises UsageError for a directory with other files.
+    """
+    if not paths.run.is_dir() or paths.run.is_symlink() or is_prepared(paths):
+        return
+    known = {paths.identity, paths.code, paths.plan, paths.estimates, paths.config}
+    for entry in paths.run.iterdir():
+        empty = entry in paths.directories() and not any(entry.iterdir())
+        written = entry in known and paths.identity.exists()
+        if not (empty or written or entry.name.startswith((calls.TEMPORARY_PREFIX, ".code."))):
+            if is_prepared(paths):  # Another submitter has just completed the trial.
+                return
+            raise UsageError(
+                f"{paths.run} is no trial but contains {entry.name}: remove the directory, or "
+                "submit the configuration with --new"
+            )
+    aside = calls.temporary_beside(paths.run)
+    with suppress(FileNotFoundError):  # Another submitter may be removing it too.
+        os.rename(paths.run, aside)
+        if is_prepared(RunPaths(aside)):
+            os.rename(aside, paths.run)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _fill(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> None:

@@ -9,8 +9,8 @@ import pytest
 from slurmrl.config.load import load_resolved
 from slurmrl.desk import proposal as module
 from slurmrl.desk import trial_code
-from slurmrl.desk.proposal import Proposal, prepare, propose
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.desk.proposal import Proposal, prepare, propose, trial_uuid
+from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.plan.model import Plan
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import write_config
@@ -58,6 +58,26 @@ def test_killed_preparation_leaves_no_trial(
     assert make(proposal)
     assert not old.exists()
     assert load_resolved(proposal.paths.config) == proposal.settings.config
+
+
+def test_incomplete_directory_of_an_older_version_is_replaced(proposal: Proposal) -> None:
+    """Older versions made the run directory at its place, and could be killed at any point."""
+    paths = proposal.paths
+    for directory in paths.directories():
+        directory.mkdir(0o700, parents=True, exist_ok=True)
+    (paths.code / "helper.py").touch()
+    (paths.run / ".code.abc").mkdir()
+    with pytest.raises(UsageError, match=r"add/1 is no trial but contains code: remove .* --new"):
+        make(proposal)
+    paths.identity.write_text('{"uuid": "old"}')
+    (paths.logs / "mine").touch()
+    with pytest.raises(UsageError, match="contains logs: remove the directory"):
+        make(proposal)
+    (paths.logs / "mine").unlink()
+    assert make(proposal)
+    assert trial_uuid(paths) != "old"
+    assert not (paths.code / "helper.py").exists()
+    assert [one.name for one in paths.run.parent.iterdir()] == ["1"]
 
 
 def test_files_of_two_submitters_never_mix(
