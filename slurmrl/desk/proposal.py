@@ -25,7 +25,13 @@ from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
 from slurmrl.env import user_name
-from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
+from slurmrl.errors import (
+    ConfigError,
+    CorruptFileError,
+    EnvironmentFailure,
+    Problem,
+    UsageError,
+)
 from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build
@@ -40,7 +46,7 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.submission import Claimant, is_copied, submission_numbers, wanted_tasks
+from slurmrl.scheduler.submission import Claimant, is_another, submission_numbers, wanted_tasks
 
 logger = log.get(__name__)
 
@@ -381,13 +387,28 @@ def _fill(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceW
     rewrite(paths, settings, plan)
 
 
-def identify(paths: RunPaths, newest: int = 0) -> None:
-    """Write the uuid of a new trial, or of a copy of the trial that made submission ``newest``."""
-    if paths.identity.exists() and not is_copied(paths, newest):
+def identify(paths: RunPaths) -> None:
+    """Write the uuid of a new trial, or of a copy that still has the uuid of its original."""
+    if paths.identity.exists() and not _has_uuid_of_original(paths):
         return
     who = {"time": time.time(), **asdict(Claimant.of_this_process())}
     claim = {"uuid": uuid.uuid4().hex, "version": slurmrl.__version__, **who}
     atomic.replace(paths.identity, json.dumps(claim).encode())
+
+
+def _has_uuid_of_original(paths: RunPaths) -> bool:
+    """Return whether a submission names another run directory that has the same uuid.
+
+    An earlier submission of the copy may have been killed before it wrote another uuid.
+    """
+    own = trial_uuid(paths)
+    for number in submission_numbers(paths):
+        with suppress(FileNotFoundError, CorruptFileError):
+            made = documents.read(paths.submission_request(number)).get("run")
+            other = RunPaths(Path(str(made))).identity
+            if is_another(paths, made) and documents.read(other).get("uuid") == own:
+                return True
+    return False
 
 
 def check_owner(paths: RunPaths) -> None:

@@ -126,7 +126,7 @@ def submit(proposal: Proposal) -> Submitted:
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
     number = claim_submission(proposal.paths, outlook.submission, _request(proposal, code))
-    identify(proposal.paths, outlook.submission)
+    identify(proposal.paths)
     if proposal.update_code:
         notes += (f"runs the current code: {proposal.paths.snapshot(code)}",)
     ids = _hand_over(proposal, scheduler, number, code, None if fresh else state)

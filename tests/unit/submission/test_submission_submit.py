@@ -408,6 +408,30 @@ def test_resumed_copy_gets_its_own_uuid(again: Submit, scheduler: FakeScheduler)
     assert trial_uuid(moved) == copy
 
 
+def test_copy_gets_its_own_uuid_after_a_killed_submission(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a copy that an older version has submitted with the original's uuid."""
+
+    def kill(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    original = again().paths
+    copied = RunPaths.of(original.run.parents[2].with_name("archive"), user_name(), "add", "1")
+    shutil.copytree(original.run, copied.run)
+    with monkeypatch.context() as patch:
+        patch.setattr(submitting, "identify", kill)
+        with pytest.raises(KeyboardInterrupt):
+            submit(propose_resume(copied, [], scheduler="local"))
+    assert copied.submission_request(2).exists()
+    assert trial_uuid(copied) == trial_uuid(original)
+    submit(propose_resume(copied, [], scheduler="local"))
+    changed = trial_uuid(copied)
+    assert changed != trial_uuid(original)
+    submit(propose_resume(copied, [], scheduler="local"))
+    assert trial_uuid(copied) == changed
+
+
 def test_resume_uses_the_recorded_configuration(
     again: Submit, config: Path, scheduler: FakeScheduler
 ) -> None:
