@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
 from slurmrl.env import user_name
 from slurmrl.errors import (
     CorruptFileError,
@@ -196,13 +198,23 @@ def remove(paths: RunPaths) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         paths.run.rename(aside)
         for left in paths.run.parent.glob(f"{ASIDE}*"):
-            while left.exists():
-                with suppress(FileNotFoundError):  # Another removal may be completing it too.
-                    shutil.rmtree(left)
+            _complete_removal(left)
     except OSError as error:
         raise EnvironmentFailure(f"{error.filename}: {error.strerror}") from error
     with suppress(OSError):
         paths.run.parent.rmdir()
+
+
+def _complete_removal(folder: Path) -> None:
+    """Remove a folder that another removal may be removing too. Raises OSError."""
+    for last in attempts(HIDDEN_PAUSES_S, time.sleep):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            if last and folder.exists():
+                raise
+        if not folder.exists():
+            return
 
 
 def _configuration(paths: RunPaths) -> str:

@@ -391,6 +391,32 @@ def test_concurrent_removals_of_two_trials_succeed(
     assert not first.run.parent.exists()
 
 
+@pytest.mark.parametrize("failures", [2, 99])
+def test_removal_is_repeated_up_to_a_limit(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """Some file systems list a name that cannot be opened."""
+    paths = again().paths
+    rmtree, calls = shutil.rmtree, []
+
+    def fail(folder: Path, **options: Any) -> None:
+        calls.append(folder)
+        if 1 < len(calls) <= 1 + failures:
+            assert len(calls) < 50, "the removal must give up"
+            raise FileNotFoundError(2, "No such file or directory", "file")
+        rmtree(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    monkeypatch.setattr("time.sleep", lambda pause_s: None)
+    if failures > 2:
+        with pytest.raises(EnvironmentFailure, match="file: No such file or directory"):
+            remove(paths)
+    else:
+        remove(paths)
+        assert len(calls) == 4
+        assert not paths.run.parent.exists()
+
+
 def test_resumed_copy_gets_its_own_uuid(again: Submit, scheduler: FakeScheduler) -> None:
     original = again().paths
     root = original.run.parents[2]
