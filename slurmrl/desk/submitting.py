@@ -44,7 +44,7 @@ from slurmrl.fsio import atomic, calls, documents
 from slurmrl.plan.settings import Settings, with_present_defaults
 from slurmrl.run.history.slots import END_OF_DATASET, History, Kind, Record
 from slurmrl.run.history.state import TrialState, end, fold, resume
-from slurmrl.run.paths import RunPaths
+from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler
@@ -175,7 +175,9 @@ def _outlook(proposal: Proposal) -> Outlook:
     check_owner(proposal.paths)
     newest = newest_submitted(proposal.paths)  # Read this first to detect a later submission.
     records = History(proposal.paths.history).read()
-    if not records and (saved := atomic.known_names(proposal.paths.checkpoints)):
+    names = atomic.known_names(proposal.paths.checkpoints) or ()
+    saved = sorted(name for name in names if name.startswith(("step-", DAMAGED_PREFIX)))
+    if not records and saved:
         raise UsageError(
             f"{proposal.paths.history} is empty, so the trial would begin again and remove its "
             f"checkpoints {', '.join(saved)}: restore the files of history/, or submit the "

@@ -152,6 +152,7 @@ def test_interrupted_trial_continues(again: Submit, scheduler: FakeScheduler) ->
 def test_trial_with_checkpoints_and_an_empty_history_is_rejected(again: Submit) -> None:
     """It would begin again and remove the checkpoints."""
     paths = again().paths
+    (paths.checkpoints / "lost+found").mkdir()
     again()  # before the first incarnation, there are no checkpoints
     (paths.checkpoints / "step-4.1").mkdir()
     with pytest.raises(
