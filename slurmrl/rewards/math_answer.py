@@ -84,7 +84,7 @@ AFTER_NUMBER = re.compile(
 )
 
 AND_A_HALF = re.compile(
-    rf"(?<![\d.,])(\d+(?:,\d{{3}})*)(?:{SPACE}+|{SPACE}*({WORDS})\s*)and\s+(?:a|one)\s+"
+    rf"(?<![\d.,/^])(\d+(?:,\d{{3}})*)(?:{SPACE}+|{SPACE}*({WORDS})\s*)and\s+a\s+"
     r"(half|quarter)\b(?(2)\s*\})(?!\s+of\b)"
 )
 
