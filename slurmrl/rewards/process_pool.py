@@ -161,10 +161,10 @@ class PoolProcess:
         """Wait for the process until the deadline; then kill it, its session and descendants."""
         left = list(_descendants(self.pid))
         self._ended(max(deadline - time.monotonic(), 0.0))
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         for pidfd in left:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # a program of another user: sudo
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
         self._process.wait()

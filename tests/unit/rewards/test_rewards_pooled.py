@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 
 from slurmrl.config.schema import RewardPool
 from slurmrl.errors import RewardError, UnreadableInputError, UsageError
-from slurmrl.rewards import weighted
+from slurmrl.rewards import process_pool, weighted
+from slurmrl.rewards.process_pool import PoolProcess, PoolProgram
 from slurmrl.rewards.weighted import PooledReward
 from tests.support.trials import alive, wait_until
 
@@ -103,6 +106,24 @@ def test_leftover_processes_are_killed_without_delay(make: Make, tmp_path: Path)
     pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
     assert pids
     wait_until(f"the end of {pids}", lambda: not any(map(alive, pids)))
+
+
+def test_process_is_reaped_if_its_child_belongs_to_another_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reward may run a program with sudo, which slurmrl may not signal."""
+
+    def send(*given: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    child = os.pidfd_open(os.getpid())
+    monkeypatch.setattr(process_pool, "_descendants", lambda pid: iter([child]))
+    monkeypatch.setattr(signal, "pidfd_send_signal", send)
+    process = PoolProcess(PoolProgram("the reward", ["sleep", "600"]))
+    process.close()
+    assert not alive(process.pid)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(child)
 
 
 def test_request_whose_process_died_is_retried(make: Make, tmp_path: Path) -> None:
