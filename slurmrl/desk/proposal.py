@@ -20,6 +20,7 @@ import slurmrl
 from slurmrl import log
 from slurmrl.config.changes import follow_actor, keep_precision
 from slurmrl.config.load import Derive, dump, load_resolved
+from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
 from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
@@ -193,7 +194,9 @@ def propose_resume(
     if not is_prepared(paths):
         raise UsageError(f"{paths.full_name} was never submitted completely: submit it again")
     root = paths.run.parents[2]
-    if any(text.partition("=")[0].strip() == "root" for text in overrides):
+    roots = [text.partition("=")[2] for text in overrides if text.partition("=")[0] == "root"]
+    real = [os.path.realpath(expanded(text.strip(" '\""))) for text in roots]
+    if any(one != os.path.realpath(root) for one in real):
         raise UsageError(
             f"root: a resumed trial stays in {paths.run}; --root names the root in which resume "
             "looks for the trial"

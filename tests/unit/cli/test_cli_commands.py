@@ -467,7 +467,8 @@ def test_cancelled_trial_is_resumed(desk: Desk) -> None:
     assert "to continue it: slurmrl resume add/1\n" in desk("cancel", "add/1").out
     other = desk.rejected("resume", "add/1", "--no-check", f"root={desk.root}/b")
     assert f"root: a resumed trial stays in {run.paths.run}; --root names" in other
-    resume = ("resume", "add/1", "--no-check", "total_steps=7", "--detach")
+    same = f"root={desk.root}/../{desk.root.name}"
+    resume = ("resume", "add/1", "--no-check", same, "total_steps=7", "--detach")
     assert desk.json(*resume)["submission"] == 2
     run.begin()
     run.end(Kind.FINISHED, step=7, reason="total_steps")
