@@ -199,8 +199,8 @@ def _outlook(proposal: Proposal) -> Outlook:
         notes = [f"starts from the beginning with {line}" for line in changed]
     if not proposal.update_code:
         edited = trial_code.edited(proposal.recorder.code, trial_code.current_code(proposal.paths))
-        advice = f"slurmrl resume {proposal.trial} --update-code runs the changed file"
-        notes += [f"keeps its copy of {file}, which has changed: {advice}" for file in edited]
+        advice = f"slurmrl resume {proposal.trial} --update-code runs the present code"
+        notes += [f"{text}: {advice}" for text in edited]
     return Outlook(state, complete=False, left=left, submission=newest, notes=tuple(notes))
 
 

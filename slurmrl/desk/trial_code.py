@@ -35,7 +35,7 @@ from slurmrl.config.schema.reward import ALONE
 from slurmrl.config.source import Source, dotted
 from slurmrl.desk import copying
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
-from slurmrl.fsio import atomic, documents
+from slurmrl.fsio import atomic, calls, documents
 from slurmrl.fsio.documents import COUNT
 from slurmrl.plan.algorithms import Algorithm, all_calls
 from slurmrl.plan.own_algorithm import is_own, own_module
@@ -46,6 +46,8 @@ from slurmrl.scheduler.submission import submission_numbers
 PACKAGE = "slurmrl"
 MOST_COPIES = 3
 """Maximum number of attempts to copy code that changes during the copy."""
+MOST_NOTES = 3
+"""Maximum number of changed files that a submission names."""
 PAUSE_S = 1.0
 """Seconds between two attempts."""
 Record = Callable[[Path], None]
@@ -96,14 +98,27 @@ def current_code(paths: RunPaths) -> Path:
     return paths.snapshot(current_snapshot(paths))
 
 
-def edited(code: OwnCode, folder: Path) -> list[Path]:
-    """Return the files of the user's code that differ from their copies in a snapshot."""
+def edited(code: OwnCode, folder: Path) -> list[str]:
+    """Return notes about the user's files that differ from a snapshot: three, and the number left.
+
+    Raises EnvironmentFailure for a file that cannot be read.
+    """
     found = [(path.name / name, file) for path in code.paths for name, file in copying.files(path)]
-    return [file for name, file in found if not _are_equal(file, folder / name)]
+    notes = []
+    for name, file in found:
+        if not (folder / name).is_file():
+            notes.append(f"runs without {file}, which is new")
+        elif not _are_equal(file, folder / name):
+            notes.append(f"keeps its copy of {file}, which has changed")
+    left = len(notes) - MOST_NOTES
+    return notes[:MOST_NOTES] + ([f"{left} other files have changed or are new"] * (left > 0))
 
 
 def _are_equal(file: Path, copy: Path) -> bool:
-    return copy.is_file() and cmp(file, copy, shallow=False)
+    try:
+        return cmp(file, copy, shallow=False)
+    except OSError as error:
+        raise calls.explain(error, "compare", file) from error
 
 
 def next_snapshot(paths: RunPaths) -> int:

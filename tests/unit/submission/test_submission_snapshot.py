@@ -171,6 +171,32 @@ def test_changed_file_does_not_affect_a_snapshot(user: Path, scheduler: FakeSche
     assert [request.code for request in scheduler.requests] == [paths.code] * 4
 
 
+def test_three_changed_files_are_named_and_the_others_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, copy = tmp_path / "mine", tmp_path / "code" / "mine"
+    source.mkdir()
+    copy.mkdir(parents=True)
+    for number in range(6):
+        (source / f"{number}.py").write_text("1")
+        if number:
+            (copy / f"{number}.py").write_text("2")
+    code = trial_code.OwnCode(paths=(source,))
+    assert trial_code.edited(code, copy.parent) == [
+        f"runs without {source / '0.py'}, which is new",
+        f"keeps its copy of {source / '1.py'}, which has changed",
+        f"keeps its copy of {source / '2.py'}, which has changed",
+        "3 other files have changed or are new",
+    ]
+
+    def fail(*arguments: object, **options: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(trial_code, "cmp", fail)
+    with pytest.raises(EnvironmentFailure, match=r"cannot compare .*1\.py: Permission denied"):
+        trial_code.edited(code, copy.parent)
+
+
 def test_trial_of_another_version_is_not_modified(user: Path, scheduler: FakeScheduler) -> None:
     """Jobs of another version could not read the files of this version."""
     paths = submit(proposed(user)).paths
