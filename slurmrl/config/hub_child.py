@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,8 @@ from slurmrl.errors import EnvironmentFailure, MissingDependencyError, UsageErro
 from slurmrl.fsio import atomic
 
 TIMEOUT_S: Final = 30.0
+TRY_S: Final = 0.1
+"""Seconds to try to get the lock before the process prints that it waits."""
 OF_TOKENIZERS: Final = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "chat_template*"),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
@@ -52,6 +55,7 @@ class RepositoryFetcher:
 
     def fetch(self) -> str:
         """Make the folder of the revision's newest commit unless complete; return the commit."""
+        import filelock
         from huggingface_hub import HfApi
         from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -68,7 +72,12 @@ class RepositoryFetcher:
             return commit
         made, lock = self._home / f"{commit}.{os.getpid()}", self._home / "lock"
         self._home.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):  # Processes share the download of a repository.
+        with ExitStack() as stack:  # Processes share the download of a repository.
+            try:
+                stack.enter_context(WeakFileLock(lock, timeout=TRY_S))
+            except filelock.Timeout:
+                print(f"waiting for another process that downloads {self._url}", file=sys.stderr)
+                stack.enter_context(WeakFileLock(lock))
             lock.chmod(0o600)
             if damage(target):  # Another process may have fetched it in the meantime.
                 try:

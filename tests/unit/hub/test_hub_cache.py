@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import filelock
 import pytest
 
 from slurmrl.config.hub import HubCache, HubKind, damage, is_plain, list_file, of_folder, parse
@@ -86,6 +88,26 @@ def test_two_revisions_are_fetched_at_once(
     with ThreadPoolExecutor() as pool:
         folders = list(pool.map(cache.fetch, references))
     assert [folder.name for folder in folders] == commits
+
+
+def test_wait_for_another_download_is_printed(
+    hub: Hub, cache: HubCache, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.commit("models/org/m", {"config.json": "{}", "a.safetensors": "1"})
+    reference = parse("hf://org/m", HubKind.MODEL)
+    home = reference.home(cache.folder)
+    home.mkdir(parents=True)
+    said = ""
+    with ThreadPoolExecutor() as pool:
+        with filelock.FileLock(home / "lock"):
+            fetched = pool.submit(cache.fetch, reference)
+            for _ in range(1200):
+                said += capfd.readouterr().err
+                if "waiting for" in said or fetched.done():
+                    break
+                time.sleep(0.1)
+        assert fetched.result().name == commit
+    assert re.search("waiting for another process that downloads http.*/org/m\n", said)
 
 
 def test_repository_problems_are_explained(
