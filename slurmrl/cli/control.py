@@ -157,16 +157,20 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
         except SlurmrlError as error:
             errors.append(error)
     for name in jobs:
-        if wait:
-            how = trial_jobs.wait_until_stopped(chosen[name], jobs[name])
-            click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
-        else:
-            trains = jobs[name].trainers_run()
-            how = "stops at the next step and commits"
-            how = how if trains else "is stopped: its trainers were not running"
-            click.echo(f"{name} {how}; to watch it: slurmrl status {name}{again(folder)}")
+        try:
+            if wait:
+                how = trial_jobs.wait_until_stopped(chosen[name], jobs[name])
+                click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
+            else:
+                trains = jobs[name].trainers_run()
+                how = "stops at the next step and commits"
+                how = how if trains else "is stopped: its trainers were not running"
+                click.echo(f"{name} {how}; to watch it: slurmrl status {name}{again(folder)}")
+        except SlurmrlError as error:
+            errors.append(error)
     if errors:
-        raise type(errors[0])("\n".join(map(str, errors)))
+        worst = max(errors, key=lambda error: error.exit_code)
+        raise type(worst)("\n".join(map(str, errors)))
     return 0
 
 

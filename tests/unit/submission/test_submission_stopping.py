@@ -12,6 +12,7 @@ from slurmrl.desk import trial_jobs
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run.history.slots import Kind
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import Continue, JobState
 from slurmrl.scheduler.chain import Chain, TopUp, why_not
 from slurmrl.scheduler.submission import stop_requested_by
@@ -127,6 +128,32 @@ def test_stop_is_rejected_for_an_ended_trial(
     out, err = capsys.readouterr()
     assert out.startswith("add/2 stops at the next step and commits; to watch it: slurmrl status")
     assert err == "Error: add/1 has already ended: failed\n"
+
+
+def test_waiting_stop_reports_all_errors(
+    run: FakeRun,
+    scheduler: FakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The exit code is the highest of the errors' codes."""
+    run.end(Kind.FAILED, reason="x")
+    root = run.paths.run.parents[2]
+    for trial in ("2", "3"):
+        other = FakeRun(root, trial=trial)
+        other.submission(scheduler="slurm", **{"continue": Continue.CHAIN})
+        scheduler.jobs[other.paths.run, 1] = {"trainer": ("41",)}
+
+    def wait(paths: RunPaths, jobs: object) -> str:
+        if paths.trial == "2":
+            raise SchedulerError("squeue failed")
+        return "is stopped at step 4"
+
+    monkeypatch.setattr(trial_jobs, "wait_until_stopped", wait)
+    assert main(["stop", "add/1", "add/2", "add/3", "--wait", "--root", str(root)]) == 3
+    out, err = capsys.readouterr()
+    assert out.startswith("add/3 is stopped at step 4; to continue it")
+    assert err == "Error: add/1 has already ended: failed\nsqueue failed\n"
 
 
 def test_stop_is_withdrawn_if_the_scheduler_fails(
