@@ -5,6 +5,7 @@ YAML 1.2: ``1:00:00`` and ``no`` are strings, ``3e-4`` is a number.
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -168,7 +169,8 @@ def _text(path: Path) -> str:
     except OSError as error:
         kind = NO_FILE.get(error.errno or 0)
         if kind is None:
-            reason = f"cannot be read: {error.strerror}{_similar(path)}"
+            similar = _similar(path) if error.errno == errno.ENOENT else ""
+            reason = f"cannot be read: {error.strerror}{similar}"
             raise UnreadableInputError(f"{path}: {reason}") from error
         message = f"is {kind}, not a regular file"
         raise ConfigError((Problem(str(path), "", message),)) from error

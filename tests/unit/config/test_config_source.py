@@ -130,6 +130,19 @@ def test_alias_bomb_is_rejected_at_once(tmp_path: Path) -> None:
         load(tmp_path / "bomb.yaml")
 
 
+def test_similar_file_is_named_only_for_a_missing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("sft.yaml", "sft2.yaml"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("slurmrl.config.source.opened", reject)
+    with pytest.raises(UnreadableInputError, match=r"cannot be read: Permission denied$"):
+        load(tmp_path / "sft.yaml")
+
+
 def test_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UnreadableInputError, match=r"absent.yaml: cannot be read: No such file"):
         load(tmp_path / "absent.yaml")
