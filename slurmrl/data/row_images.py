@@ -65,8 +65,8 @@ def _placed(
                 return _mismatch(medium, len(listed), f"has more {medium} parts")
             found.append(left.pop(0) if own is None else own)
         made.append({**message, "content": [place if _is(medium, p) else p for p in parts]})
-    marked = any(mark in text_of(message) for message in messages)
-    if marked and not listed:
+    asked = (message for message in messages if message["role"] != "assistant")
+    if not (listed or found) and any(mark in text_of(message) for message in asked):
         return _mismatch(medium, 0, f"has {mark}")
     if left and len(left) < len(listed):
         return _mismatch(medium, len(listed), f"has no place for {len(left)} of them")

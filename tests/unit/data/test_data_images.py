@@ -106,6 +106,15 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
     assert read(Path(pictures_of(talks)[0])).tokens == 12
 
 
+def test_mark_stays_text_in_answers_and_next_to_image_parts(folder: Path) -> None:
+    html = {"prompt": "Show it.", "answer": "Use the <image> or <video> element."}
+    made = sample(folder, "prompt_answer", html)
+    assert html["answer"] in load_tokenizer(folder).decode(made.tensor("input_ids"))
+    content = [PARTS[1], {"type": "text", "text": "Not <image>."}]
+    made = sample(folder, "prompt", {"prompt": [{"role": "user", "content": content}]})
+    assert "Not <image>." in load_tokenizer(folder).decode(made.tensor("prompt_ids"))
+
+
 @pytest.mark.parametrize(
     ("row", "key", "message"),
     [
