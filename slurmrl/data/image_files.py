@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -108,8 +109,8 @@ def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -
 
     with _opened(base, image, files) as opened:
         try:
-            if opened.format == "PNG":  # Pillow decodes it without comparing its checksums.
-                _pillow().open(opened.fp).verify()
+            if opened.format == "PNG":
+                _check_pixels(opened.fp)
             return _rgb(ImageOps.exif_transpose(opened))
         except ImageError as error:
             raise ImageError(f"('{_shown(image)}') {error}") from error
@@ -118,6 +119,19 @@ def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -
         except Exception as error:  # Pillow's decoders raise errors without a common base
             _require_lasting(error, base, image)
             raise ImageError(f"('{_shown(image)}') is damaged: {_line(error)}") from error
+
+
+def _check_pixels(file: Any) -> None:
+    """Raise ImageError if a checksum of a PNG file's pixels is wrong.
+
+    Pillow does not compare them. It ignores damage after the pixels, as other viewers do.
+    """
+    file.seek(len(b"\x89PNG\r\n\x1a\n"))
+    while len(head := file.read(8)) == 8:
+        data, checksum = file.read(int.from_bytes(head[:4])), file.read(4)
+        wrong = zlib.crc32(head[4:] + data) != int.from_bytes(checksum)
+        if head[4:] == b"IDAT" and len(checksum) == 4 and wrong:
+            raise ImageError("is damaged: wrong checksum of its pixels")
 
 
 class Video(NamedTuple):

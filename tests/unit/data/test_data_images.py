@@ -256,6 +256,17 @@ def test_photo_is_rotated_according_to_its_exif_tag(tmp_path: Path) -> None:
     assert image_files.load_image(tmp_path, "photo.jpg").size == (10, 20)
 
 
+def test_damage_after_the_pixels_of_a_png_image_is_ignored(tmp_path: Path) -> None:
+    """Pillow decodes all pixels of these files."""
+    draw(tmp_path / "a.png", 2)
+    whole = (tmp_path / "a.png").read_bytes()
+    shown = np.asarray(image_files.load_image(tmp_path, "a.png"))
+    note = b"\0\0\0\x03tEXta\0b" + b"oops"
+    for cut in (whole[:-12], whole[:-12] + note + whole[-12:]):
+        (tmp_path / "b.png").write_bytes(cut)
+        np.testing.assert_array_equal(image_files.load_image(tmp_path, "b.png"), shown)
+
+
 def test_values_of_16_bits_are_scaled_and_of_32_bits_rejected(tmp_path: Path) -> None:
     """Pillow would show all values above 255 as white."""
     values = np.arange(4, dtype=np.uint16).reshape(2, 2) * 0x4000
