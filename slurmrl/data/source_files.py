@@ -250,6 +250,8 @@ SPLITS, SAVED = "dataset_dict.json", "state.json"
 NAMES_OF_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _SHARD = re.compile(r"(.+?)(-(\d+)-of-(\d+)(-[0-9a-f]+)?)?\.parquet")
+_SPLIT = re.compile(rf"((?:.*[-._ \d])?)({'|'.join(NAMES_OF_SPLITS)})[-._ v\d]*(-[0-9a-f]{{8,}})?")
+"""Name of a file that ends with a split, before numbers and a fingerprint."""
 OTHERS: Final = "(others)"
 
 
@@ -272,7 +274,7 @@ def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
         own = inputs.read_json(path / SAVED).get("_split")
         _check_split(path, split, [own] if own else [])
         return _saved(path)
-    shards = {one: _split_of(one) for name in sorted(names) if (one := _SHARD.fullmatch(name))}
+    shards = _splits_of([one for name in sorted(names) if (one := _SHARD.fullmatch(name))])
     if not shards:
         raise ConfigError((Problem("", "path", f"'{path}' is not allowed: {no_dataset(path)}"),))
     splits = list(dict.fromkeys(shards.values()))
@@ -292,10 +294,22 @@ def no_dataset(path: Path) -> str:
     return f"it is a folder without {SPLITS}, {SAVED} or *.parquet{remedy}"
 
 
-def _split_of(match: re.Match[str]) -> str:
-    """Return ``train`` for ``train.parquet``, ``math_train-1.parquet`` or numbered files."""
-    words = [match[1]] if match[2] else re.split(r"[-._ \d]+", match[1].lower())
-    return next((word for word in words if match[2] or word in NAMES_OF_SPLITS), OTHERS)
+def _splits_of(files: Sequence[re.Match[str]]) -> dict[re.Match[str], str]:
+    """Return the split of each file of a folder.
+
+    Files ``train-00000-of-00002.parquet`` have the split ``train``, as ``train.parquet`` has. For
+    ``math_train.parquet``, the folder must also have ``math_test.parquet`` or another such pair: a
+    single ``dev`` can be any word of a name.
+    """
+    words = {file: _SPLIT.fullmatch(file[1].lower()) for file in files}
+    pairs: dict[str, set[str]] = {}
+    for word in filter(None, words.values()):
+        pairs.setdefault(word[1], set()).add(word[2])
+    paired = any(len(each) > 1 for each in pairs.values())
+    return {
+        file: file[1] if file[2] else word[2] if word and (paired or not word[1]) else OTHERS
+        for file, word in words.items()
+    }
 
 
 def _check_numbers(path: Path, files: Sequence[re.Match[str]]) -> None:

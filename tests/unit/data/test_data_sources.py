@@ -278,6 +278,36 @@ def test_one_split_of_a_directory_is_read(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "split", "read"),
+    [
+        (["code", "unit-test-tasks"], None, ["code", "unit-test-tasks"]),
+        (["code", "unit-test"], None, ["code", "unit-test"]),
+        (["self-eval_test", "self-eval_train"], "train", ["self-eval_train"]),
+        (
+            ["a_test_v2", "a_train-0-a09b74b3", "b_train"],
+            "train",
+            ["a_train-0-a09b74b3", "b_train"],
+        ),
+        (["code", "train"], "train", ["train"]),
+    ],
+)
+def test_split_is_found_only_at_the_end_of_paired_names(
+    tmp_path: Path, names: list[str], split: str | None, read: list[str]
+) -> None:
+    for name in names:
+        rows = [{"id": name, "prompt": "1+1="}]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    assert list(read_records(tmp_path, "id", split).ids) == read
+
+
+def test_single_file_with_a_word_of_splits_has_no_splits(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([ROWS[0]])
+    parquet.write_table(table, tmp_path / "dev_docs.parquet")
+    with pytest.raises(ConfigError, match=r"split: 'train' is not allowed; .* has no splits"):
+        read_records(tmp_path, "id", "train")
+
+
+@pytest.mark.parametrize(
     ("names", "message"),
     [
         (["train-00000-of-00002"], r"lacks train-00001-of-00002\.parquet; copy what"),
