@@ -13,6 +13,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -319,7 +320,8 @@ def _check_numbers(path: Path, files: Sequence[re.Match[str]]) -> None:
         if file[2]:
             sets.setdefault(file[1], {}).setdefault(file[4], []).append(int(file[3]))
     for name, totals in sets.items():
-        versions = [total for total, each in totals.items() for _ in range(each.count(each[0]))]
+        most = {total: max(Counter(each).values()) for total, each in totals.items()}
+        versions = [total for total, count in most.items() for _ in range(count)]
         if len(versions) > 1:
             has = " and ".join(f"-of-{total}" for total in versions)
             message = f"{path} has files of two versions of {name} ({has}); remove one version"

@@ -317,6 +317,14 @@ def test_single_file_with_a_word_of_splits_has_no_splits(tmp_path: Path) -> None
             r"two versions of train \(-of-00001 and -of-00002\); remove one version",
         ),
         (["train-00000-of-00001-a0", "train-00000-of-00001-b1"], r"two versions of train \(-of-"),
+        (
+            ["train-00000-of-00002-a0", "train-00001-of-00002-a0", "train-00001-of-00002-b1"],
+            r"two versions of train \(-of-00002 and -of-00002\)",
+        ),
+        (
+            ["train-00000-of-00002", "train-00001-of-00002", "train-00001-of-00002-b1"],
+            r"two versions of train \(-of-00002 and -of-00002\)",
+        ),
         (["train-00001-of-00002", "train-00002-of-00002"], ""),
         (["train-00000-of-00001", "part-00000-of-00001"], ""),
     ],
