@@ -104,8 +104,8 @@ def find(
             if read_manifest(directory, calls=calls) is not None:
                 return directory
     raise EnvironmentFailure(
-        f"{folder} has no rows of {config.path} for the present files of the tokenizer: put the "
-        "old files back"
+        f"{folder} has no rows of {config.path} for the present tokenizer, chat template and code "
+        "of the dataset: put the old files, and versions of tokenizers and transformers, back"
     )
 
 
