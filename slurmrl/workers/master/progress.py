@@ -194,7 +194,8 @@ class Progress:
         if (before.get("tokens") or tokens) != tokens:
             raise UsageError(
                 f"the tokenizer or chat template of {self.config.actor.tokenizer} has changed "
-                f"since the last commit, so prompts would differ: {again}"
+                "since the last commit, or resume --update-code brought another slurmrl, so "
+                f"prompts would differ: {again}. --update-code can also bring the old slurmrl back"
             )
         self.dataset = dataset
         self.held_out = held_out

@@ -215,7 +215,9 @@ def test_changed_tokens_of_rows_are_rejected(
     start(make_settings(), state)
     older = state | {"dataset": {"size": SIZE, "fingerprint": FINGERPRINT}}
     now = ({"": "file"}, {"": "others"})
-    with pytest.raises(UsageError, match=r"the tokenizer or chat template of .* has changed"):
+    with pytest.raises(
+        UsageError, match=r"the tokenizer or chat .* or resume --update-code brought"
+    ):
         start(make_settings(), state)
     start(make_settings(), older)
 
