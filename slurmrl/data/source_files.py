@@ -341,7 +341,7 @@ def _saved(folder: Path) -> Sequence[Path]:
     state = inputs.read_json(folder / SAVED)
     files = [str(each["filename"]) for each in state.get("_data_files") or []]
     if not files or state.get("_indices_data_files"):
-        message = f"'{folder}' has no data files, or only part of their rows: save it again"
+        message = f"'{folder}' has no data files, or selects or orders their rows: save it again"
         raise ConfigError((Problem("", "path", message),))
     return [folder / Path(name).name for name in files]
 

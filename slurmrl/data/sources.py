@@ -163,7 +163,8 @@ def _constant(name: str) -> None:
 def _float(text: str) -> float:
     """Return a number. Raises ValueError for a number such as 1e400, which would be infinite."""
     if isinf(value := float(text)):
-        raise ValueError(f"the number {text[:40]} is too large; at most 1.79e308 is allowed")
+        shown = text if len(text) <= 40 else f"{text[:40]}… of {len(text)} characters"
+        raise ValueError(f"the number {shown} is too large; at most 1.79e308 is allowed")
     return value
 
 

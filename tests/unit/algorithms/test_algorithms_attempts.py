@@ -151,6 +151,8 @@ def test_wilson_interval_solves_the_score_equation() -> None:
         for end in (end for end in (low, high) if 1e-12 < end < 1 - 1e-12):
             z = abs(mean - end) / math.sqrt(end * (1.0 - end) / count)
             assert z == pytest.approx(1.959963984540054, rel=1e-6)
+    with pytest.raises(ValueError, match=r"mean 0\.5 of 0 values: .* at least 1 value"):
+        wilson(0.5, 0)
 
 
 def test_each_prompt_has_a_record_with_its_rates() -> None:

@@ -67,6 +67,7 @@ TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
         ("rows.json", f"[{TWICE}]", ":1: in the row that begins here: an object has the key 'a' t"),
         ("rows.jsonl", '{"b": [-Infinity]}', ":1: -Infinity is not a JSON value; write null"),
         ("rows.jsonl", '{"b": -1e400}', ":1: the number -1e400 is too large; at most 1.79e308 is"),
+        ("rows.jsonl", f'{{"b": {"1" * 400}.0}}', "1111… of 402 characters is too large; at most"),
         ("rows.json", '[{"b": 2e308}]', "begins here: the number 2e308 is too large; at most 1.79"),
         ("rows.json", '[{"b": Infinity}]', ":1: in the row that begins here: Infinity is not a"),
         ("rows.jsonl", COMMAS, ":1: .* a comma follows the object; .*in 5 rows, also in"),

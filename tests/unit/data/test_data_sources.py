@@ -277,6 +277,15 @@ def test_one_split_of_a_directory_is_read(tmp_path: Path, name: str) -> None:
         read_records(tmp_path / "data", "id", "tset")
 
 
+def test_saved_dataset_with_indices_is_rejected(tmp_path: Path) -> None:
+    folder = write_arrow(tmp_path / "data", ROWS)
+    state = json.loads((folder / "state.json").read_text())
+    indices = {"_indices_data_files": [{"filename": "indices.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state | indices))
+    with pytest.raises(ConfigError, match="selects or orders their rows: save it again"):
+        read_records(folder, "id")
+
+
 @pytest.mark.parametrize(
     ("names", "split", "read"),
     [
