@@ -23,7 +23,7 @@ from slurmrl.data.chat import template_file
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
-from slurmrl.plan.dataflow import Method
+from slurmrl.plan.dataflow import OWN_PACKAGE, Method
 from slurmrl.plan.model import Plan
 from slurmrl.registry import near
 from slurmrl.run.channel.wakeups import open_wakeups
@@ -265,8 +265,11 @@ class Master:
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
         tokens = seen.pop()
-        self.progress.use_stop_tokens([token for token, _ in tokens])
-        if any(call.method == Method.GENERATE for call in self.plan.all_calls):
+        generates = any(call.method == Method.GENERATE for call in self.plan.all_calls)
+        names = [call.interface for call in self.plan.all_calls]  # A user's may use the tokens.
+        used = any("reward_model" in name or not name.startswith(OWN_PACKAGE) for name in names)
+        self.progress.use_stop_tokens([token for token, _ in tokens], check=generates or used)
+        if generates:
             named = ", ".join(f"{text!r} ({token})" for token, text in tokens)
             logger.info("a completion ends with one of these tokens: %s", named)
 

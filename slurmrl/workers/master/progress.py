@@ -212,10 +212,10 @@ class Progress:
             )
         self.chat_template = template
 
-    def use_stop_tokens(self, ids: list[int]) -> None:
-        """Set the tokens that end a completion. Raises UsageError for other tokens than before."""
+    def use_stop_tokens(self, ids: list[int], *, check: bool = True) -> None:
+        """Set the tokens that end a completion. With ``check``, reject others with UsageError."""
         before = self.stop_token_ids or ids
-        if {*before} != {*ids}:
+        if check and {*before} != {*ids}:
             raise UsageError(
                 f"the tokens that end a completion have changed since the last commit (ids "
                 f"{before} then, {ids} now): put the old config.json, generation_config.json and "

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slurmrl.algorithms.preference_schema import DPO_INTERFACE, REWARD_MODEL_INTERFACE
+from slurmrl.algorithms.schema import PAIR_SCORES, ROLLOUT
+from slurmrl.algorithms.supervised_schema import SUPERVISED
 from slurmrl.config.schema.data import DataSource
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.data.order import DataOrder
 from slurmrl.errors import CorruptFileError, DamagedCheckpointError, UsageError
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.checkpoint.manifest import read_state, write_manifest
+from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
 
 SIZE = 10
@@ -242,6 +249,31 @@ def test_changed_stop_tokens_are_rejected(make_settings: Any) -> None:
     with pytest.raises(UsageError, match=r"last commit \(ids \[2, 7\] then, \[2\] now\): put the"):
         start(make_settings(), state).use_stop_tokens([2])
     start(make_settings(), state | {"stop_token_ids": None}).use_stop_tokens([2])
+
+
+@pytest.mark.parametrize(
+    ("method", "interface", "rejected"),
+    [
+        (Method.TRAIN_STEP, SUPERVISED, False),
+        (Method.TRAIN_STEP, DPO_INTERFACE, False),
+        (Method.GENERATE, ROLLOUT, True),
+        (Method.TRAIN_STEP, REWARD_MODEL_INTERFACE, True),
+        (Method.INFERENCE, PAIR_SCORES, True),
+        (Method.TRAIN_STEP, "own:Interface", True),
+    ],
+)
+def test_changed_stop_tokens_are_accepted_if_no_call_uses_them(
+    make_settings: Any, method: Method, interface: str, *, rejected: bool
+) -> None:
+    """An export has the new tokens."""
+    progress = start(make_settings())
+    progress.use_stop_tokens([2, 7])
+    again = start(make_settings(), committed(progress))
+    calls = [SimpleNamespace(method=method, interface=interface)]
+    master: Any = SimpleNamespace(progress=again, plan=SimpleNamespace(all_calls=calls))
+    with pytest.raises(UsageError) if rejected else nullcontext():
+        Master._use_stop_tokens(master, {((2, "</s>"),)})
+    assert again.stop_token_ids == ([2, 7] if rejected else [2])
 
 
 def test_data_order_needs_the_dataset(make_settings: Any) -> None:
