@@ -188,7 +188,9 @@ def test_turn_reward_outside_float32_is_an_error(make_world: MakeWorld) -> None:
             "finished": torch.tensor([True]),
         },
     )
-    with pytest.raises(RewardError, match=r":1 \(sample a\) is 6e\+38 = 0 \+ 6e\+38 \(its turns\)"):
+    with pytest.raises(
+        RewardError, match=r":1 \(sample a\) is 6e\+38 = 0 \+ 6e\+38 \(rewards of turns\)"
+    ):
         judged(world, context_of(world, SEVERAL), sample)
 
 

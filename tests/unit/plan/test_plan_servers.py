@@ -68,7 +68,9 @@ def test_models_with_sinks_are_rejected_for_servers_on_cpus(
     assert all(message.endswith(native) for message in found)
     assert messages() == []
     if (kind, family) == ("sglang", "gpt_oss"):
-        assert "'sglang:d16' is not allowed: SGLang's default attention on CPUs has no" in found[0]
+        assert (
+            "'sglang:d16' is not allowed: SGLang's default attention on CPUs does not" in found[0]
+        )
         own = "rollout.server_args=[--attention-backend, intel_amx]"
         assert messages(*cpus, own) == []
 
