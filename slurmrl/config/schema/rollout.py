@@ -108,7 +108,7 @@ class Tasks(Section):
     max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
     """Maximum number of steps between the oldest weights that sampled a token of a completion and
     the weights that the completion updates. slurmrl drops completions that exceed this number.
-    With 0, each step waits for completions of its own weights."""
+    With 0, each step waits for completions that its weights have sampled."""
     max_in_flight: Annotated[PositiveInt, Unit("prompts")] | None = None
     """Maximum number of prompts on which all tasks together work. Default: as many as
     `max_staleness` allows. Example: `256`"""

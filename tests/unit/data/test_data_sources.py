@@ -206,7 +206,7 @@ def test_column_that_pyarrow_cannot_read_is_one_problem(
 def test_table_without_a_python_form_is_one_problem(
     tmp_path: Path, table: Any, where: int, message: str
 ) -> None:
-    """Of two columns with one name, pyarrow would return only the last one."""
+    """pyarrow would return only the last of two columns with one name."""
     parquet.write_table(table, path := tmp_path / "rows.parquet")
     with pytest.raises(ConfigError, match=rf"parquet, row {where}: .*{message}.*; save the rows"):
         read_records(path, "id")
