@@ -169,8 +169,9 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
         except SlurmrlError as error:
             errors.append(error)
     if errors:
-        worst = max(errors, key=lambda error: error.exit_code)
-        raise type(worst)("\n".join(map(str, errors)))
+        *others, worst = sorted(errors, key=lambda each: each.exit_code)
+        click.echo("".join(f"Error: {each}\n" for each in others), err=True, nl=False)
+        raise worst
     return 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.desk import trial_jobs
 from slurmrl.env import user_name
-from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.errors import ConfigError, Problem, SchedulerError, UsageError
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import Continue, JobState
@@ -153,7 +153,14 @@ def test_waiting_stop_reports_all_errors(
     assert main(["stop", "add/1", "add/2", "add/3", "--wait", "--root", str(root)]) == 3
     out, err = capsys.readouterr()
     assert out.startswith("add/3 is stopped at step 4; to continue it")
-    assert err == "Error: add/1 has already ended: failed\nsqueue failed\n"
+    assert err == "Error: add/1 has already ended: failed\nError: squeue failed\n"
+
+    def unreadable(paths: RunPaths) -> None:
+        raise ConfigError((Problem("", "cluster", "is wrong"),))
+
+    monkeypatch.setattr(trial_jobs, "stop", unreadable)
+    assert main(["stop", "add/2", "add/3", "--root", str(root)]) == 2
+    assert capsys.readouterr().err.count("cluster: is wrong") == 2
 
 
 def test_stop_is_withdrawn_if_the_scheduler_fails(
