@@ -32,7 +32,7 @@ READ_S = 60.0
 ABSENT_S = 10.0
 """Seconds to wait for an input that certainly does not exist."""
 REPLACED = (*NO_FILE, errno.ENOTDIR)
-"""Error numbers for a path that is no file or no folder. Only a user can correct the path."""
+"""Error numbers for a path to the wrong kind of file. Only a user can correct the path."""
 
 
 class Backoff:

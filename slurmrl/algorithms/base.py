@@ -1,6 +1,6 @@
 """The contract between an algorithm's code and the workers that execute its calls.
 
-Torch-free, so that a user's schema and interface can share a file.
+This module does not import torch, so a user's schema and interface can share a file.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class CallContext:
     """Values of the master's scalar controller."""
     tokenizer: PreTrainedTokenizerBase
     settings: Settings
-    """``settings.config`` is the whole configuration, and ``settings.algorithm`` its schema. In the
-    evaluation of a suite, ``config.evaluation`` and ``config.reward`` are the suite's settings."""
+    """``settings.config`` is the configuration, ``settings.algorithm`` its section ``algorithm``.
+    In the evaluation of a suite, ``config.evaluation`` and ``config.reward`` are the suite's
+    settings."""
     stop_token_ids: tuple[int, ...]
     """The tokens that end a completion."""
     batch: tuple[str, ...]
@@ -70,7 +71,7 @@ class CallResult:
     """
 
     sample: SequenceSample | None = None
-    """The call's output keys for the ids of its input."""
+    """The output of the call, for the same ids as its input."""
     stats: Stats = field(default_factory=dict)
     texts: list[dict[str, Any]] = field(default_factory=list)
     """Rows of the samples table: ``logging.samples`` completions of each rank, and the other
@@ -81,7 +82,7 @@ class CallResult:
     dropped: dict[str, str] = field(default_factory=dict)
     """Reason for each item that a filter rejects, by id."""
     records: Mapping[str, Record] = field(default_factory=dict)
-    """JSON objects by id, for each item or for none. ``record`` returns lines of the trial's
+    """A JSON object for each item, by id, or {}. The call ``record`` returns lines of the trial's
     results. Other calls of an evaluation may return scores for the evaluation's file."""
 
 

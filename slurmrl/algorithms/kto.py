@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 OWN, MISMATCHED = 0, 1
-"""Numbers of an item's sequences: its own answer and a mismatched answer."""
+"""Index of each sequence of an item: its own answer and a mismatched answer."""
 
 
 class KTOInterface(Interface):
@@ -111,7 +111,7 @@ def _records(
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics from sums over all ranks; omit a kind of answers that the batch lacks."""
+    """Return metrics from sums over all ranks; omit kinds of answers that are not in the batch."""
     kinds = [kind for kind in ("chosen", "rejected") if sums[f"count/{kind}"]]
     means = {
         f"{name}/{kind}": sums[f"{name}/{kind}"] / sums[f"count/{kind}"]
@@ -139,7 +139,7 @@ def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> 
 
 
 def on_their_side(logratios: Tensor, desirable: Tensor, kl: float) -> Tensor:
-    """Return, as bool [S], which answers are on the desired side of ``kl``.
+    """Return which answers are on the desired side of ``kl`` (bool [S]).
 
     The log-ratio is greater than ``kl`` for desirable and less for undesirable answers.
     """

@@ -98,7 +98,7 @@ def split_pairs(values: Tensor) -> PairValues:
 
 
 def tied(values: Tensor, sample: SequenceSample) -> Tensor:
-    """Return the values [S], with equal values for the answers of a pair that have equal tokens.
+    """Return the values [S]; if both answers of a pair have equal tokens, make their values equal.
 
     The value of the chosen answer replaces the value of the rejected answer. Otherwise, the margin
     of equal answers would be a rounding error, which depends on the micro-batch, instead of 0.
@@ -124,9 +124,7 @@ def pair_weights(sample: SequenceSample, like: Tensor) -> Tensor:
 
 
 def pair_stats(weights: Tensor, scores: PairValues) -> dict[str, Tensor]:
-    """Return sums over the items of the means over each item's pairs.
-
-    The means are
+    """Average statistics over the pairs of each item, and return their sums over the items.
 
     - ``accuracies``: the share of pairs whose chosen answer scores higher; a tie counts as wrong;
     - ``margins`` of the scores;

@@ -62,7 +62,7 @@ class RewardModelInterface(PairInterface):
         return tied(self._reader(context)(outputs["values"], batch), batch)
 
     def _reader(self, context: CallContext) -> ScoreReader:
-        """Return the reader of scores. Evaluation reads at the token that training has used."""
+        """Return the function that reads scores. Evaluation uses the same token as training."""
         config = context.settings.config
         turn_end = config.total_steps != 0 or scored_at_turn_end(config.actor)
         return partial(pair_values, stops=context.stop_token_ids, turn_end=turn_end)

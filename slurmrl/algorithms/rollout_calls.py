@@ -235,7 +235,7 @@ def _stored_masks(groups: Sequence[SampleGroup]) -> SampledMasks:
 def _versions(
     ids: Sequence[str], groups: Sequence[SampleGroup], settings: Logging
 ) -> list[dict[str, Any]]:
-    """Return notes on the tokens of kept completions, with the weight version of each token."""
+    """Return fields for the samples table: the weight version of each token."""
     notes = []
     for one in noted([len(each.lengths) for each in groups], settings):
         group = groups[one.item]

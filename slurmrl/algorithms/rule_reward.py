@@ -144,7 +144,7 @@ def score_records(
     completions: Sequence[str],
     evaluation: Evaluation,
 ) -> dict[str, Record]:
-    """Return the lines of an evaluation about its prompts, by id.
+    """Return the line of an evaluation about each prompt, by id.
 
     A line has all rewards, their mean, and the ``evaluation.rates``. ``counts`` are the numbers of
     completions of each prompt. Completions without a score are not in the mean, and their prompts
@@ -246,7 +246,7 @@ def reward_arguments(sample: SequenceSample, context: CallContext) -> dict[str, 
 
 
 def of_places(arguments: Mapping[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return the arguments of `reward_arguments` for the completions at these ``places``."""
+    """Return ``arguments`` (of `reward_arguments`) for only the completions at ``places``."""
     extras = of_completion(arguments["extras"], places)
     names = ("prompts", "completions", "rows", "places")
     return {name: [arguments[name][at] for at in places] for name in names} | {"extras": extras}

@@ -122,8 +122,8 @@ class ReturnMoments:
     """Moments of all returns so far. Without returns, normalization changes nothing."""
 
     weight: float = 0.0
-    """Weight of the data in the moments. ``exponential``: 1 - decay^steps; ``mean`` and ``square``
-    are already divided by this, as in Adam's correction of bias. ``moving``: number of returns."""
+    """Weight of the data in the moments. ``exponential``: 1 - decay^steps, by which ``mean`` and
+    ``square`` are already divided (Adam's bias correction). ``moving``: number of returns."""
     mean: float = 0.0
     square: float = 0.0
     """Mean of the squares."""

@@ -77,7 +77,7 @@ class _AlikeVotes(NamedTuple):
     number: int
     """Number of votes."""
     right: float
-    """Sum of the votes' shares of correct completions."""
+    """Sum, over the votes, of the share of correct completions."""
 
 
 def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int]) -> Sequence[float]:

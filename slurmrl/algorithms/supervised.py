@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FIRST, EVERY = 10, 100
-"""Number of first steps whose samples are kept, and interval of later kept steps: SFT may have many
+"""Samples are kept of the first ``FIRST`` steps, then of every ``EVERY``-th step: SFT may have many
 short steps."""
 LONGEST = 20_000
 """Maximum number of characters of a kept string: rows of SFT may be as long as the model's context.
@@ -164,7 +164,7 @@ class DistillInterface(Interface):
 
 
 def _records(sample: SequenceSample, distance: Tensor, response: Tensor) -> dict[str, Record]:
-    """Return each item's record: for its completions, sums of ``distance`` and token counts."""
+    """Return each item's record: the sum of ``distance`` and the token count of each completion."""
     ends = sample.cu_seqlens(TOKENS)
     sums = iter(sequence_sums(distance, response, ends).tolist())
     tokens = iter(sequence_sums(response.float(), response, ends).tolist())

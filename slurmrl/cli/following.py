@@ -1,4 +1,4 @@
-"""Following of trials: read, wait and read again until the end; views of a submitted trial."""
+"""Follow trials by repeated reads until they end, and show a submitted trial."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIRST_S, LONGEST_S = 0.3, 5.0
 """Shortest and longest pause between two reads, in seconds. After news, pauses restart with the
 shortest pause."""
 SLICE_S = 0.1
-"""Length in seconds of the parts of a pause, between which Ctrl-C can end it."""
+"""Seconds between two checks for Ctrl-C during a pause."""
 CURVE_STEPS, CURVE_WIDTH = 400, 40
 """Number of newest steps in the curve of the live view, and its width in columns."""
 MOST_LINES = 100
@@ -147,7 +147,7 @@ def has_ended(paths: RunPaths) -> bool:
 
 
 def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
-    """Return a query to call at any rate. For a shared scheduler, it may repeat the last answer."""
+    """Return a query that may be called often. For a shared scheduler, answers may be old."""
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
 
 
@@ -209,7 +209,7 @@ class TrialFollower:
         try:
             self._tasks = self._query(self._jobs.ids)
         except EnvironmentFailure as error:
-            problem = str(error)  # keep the tasks of the last answer
+            problem = str(error)  # `_tasks` keeps the scheduler's last answer.
         self._status = assemble(read(self._paths), self._tasks, problem=problem)
         self._view.update(self._status)
         return Seen.END if self._is_over(self._status["state"]) else Seen.NEWS

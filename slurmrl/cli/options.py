@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class FiniteRange(click.FloatRange):
-    """Finite numbers of a range. Click's comparisons would accept NaN."""
+    """Type of options for finite numbers in a range. Click's comparisons would accept NaN."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -339,7 +339,7 @@ trials_argument = click.argument(
 newest_trial_argument = click.argument(
     "trial", metavar="[EXPERIMENT/TRIAL]", required=False, shell_complete=complete_trials
 )
-"""Optional trial of commands that only read; see `chosen_trial`."""
+"""Optional argument TRIAL of commands that only read; see `chosen_trial` for the default."""
 overrides_argument = click.argument(
     "overrides", nargs=-1, metavar="[dotted.key=value]...", shell_complete=complete_overrides
 )

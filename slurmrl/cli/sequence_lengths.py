@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from slurmrl.plan.settings import Settings
 
 SYSTEM_PROMPT = 1024
-"""Number of tokens of a long default system prompt of a chat template, which rows do not contain.
+"""Number of tokens of a long system prompt that a chat template adds to rows by default.
 """
 
 
@@ -21,7 +21,7 @@ def limit_key(settings: Settings) -> str:
 
 
 def limit_of_rows(settings: Settings) -> dict[str, int]:
-    """Return a limit that no row of the data exceeds, by its dotted key.
+    """Return an upper bound of the rows' lengths, by the dotted key of the limit.
 
     Return nothing if the configuration sets a limit, if the model limits the lengths anyway, or if
     the data or the model cannot be read.

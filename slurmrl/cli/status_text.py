@@ -311,7 +311,7 @@ def brief(names: Sequence[str]) -> str:
 
 
 def conclusion(status: Status, again: str) -> str:
-    """Return the end of a watched run and the next commands, each followed by ``again``."""
+    """Return lines about the end of a watched run; ``again`` ends each suggested command."""
     trial, state = status["trial"], status["state"]
     lines = [f"{trial} {state}: step {progress(status)}, last commit {commit(status)}"]
     if state == "COMPLETED":

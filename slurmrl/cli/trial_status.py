@@ -198,11 +198,11 @@ class _Watch:
 
 
 class Rest:
-    """Observer that detects when no trial can change without a command.
+    """Detects when no trial can change any more unless a user runs a command.
 
-    This is the case if each trial has ended, or has no job in two reports of the scheduler in a
-    row. One report is not enough, because the trial may end between reading its history and the
-    request to the scheduler.
+    Each trial must have ended, or have no job in two consecutive reports of the scheduler. One
+    report is not enough, because the trial may end between reading its history and the request to
+    the scheduler.
     """
 
     def __init__(self) -> None:

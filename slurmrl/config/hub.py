@@ -4,8 +4,8 @@ A reference (``hf://org/name@revision``) becomes a folder in a cache under the r
 folder has one commit of the repository. Later trials and jobs read the folder without network
 access. The hub's own library runs in a child process (`hub_child`). Torch-free.
 
-A file next to the folder lists its files. `damage` compares folder and list to detect lost files:
-some file systems remove old files one by one, and people remove folders that look unused.
+A file list is next to the folder. `damage` compares folder and list to detect lost files: some file
+systems remove old files one by one, and people remove folders that look unused.
 """
 
 from __future__ import annotations

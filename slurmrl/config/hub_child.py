@@ -79,7 +79,7 @@ class RepositoryFetcher:
                 print(f"waiting for another process that downloads {self._url}", file=sys.stderr)
                 stack.enter_context(WeakFileLock(lock))
             lock.chmod(0o600)
-            if damage(target):  # Another process may have fetched it in the meantime.
+            if damage(target):  # Another process may have fetched the folder.
                 try:
                     self._make(commit, made)
                     self._publish(made, target)

@@ -149,12 +149,12 @@ DIFFERENT: Mapping[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Explanation of slurmrl's setting, by names that have another meaning in other systems."""
+"""Explanation of each setting whose name means something else in other systems, by name."""
 NO_SETTINGS: Final = (
     *("evaluation.batch_size", "actor.dropout", "actor.attn_implementation"),
     *("ref.alpha", "algorithm.tau", "name"),
 )
-"""Unknown keys whose meaning differs from settings of the same name: do not suggest these."""
+"""Unknown keys for which no setting of the same name is suggested, because its meaning differs."""
 MOST_PLACES: Final = 3
 """Maximum number of suggested keys."""
 _SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")

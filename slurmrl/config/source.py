@@ -86,7 +86,7 @@ class Source:
     profile: Path | None = None
     """Site profile that supplied values which the file does not set."""
     resolved: bool = False
-    """Whether a trial wrote the file, in whose absolute paths a dollar sign is literal."""
+    """Whether a trial wrote the file. A dollar sign in its absolute paths is then literal."""
 
     def where(self, key_path: KeyPath) -> str:
         """Return the location of a key, such as ``ppo.yaml:12`` or ``command line``.
@@ -144,7 +144,7 @@ def value_at(values: Any, key_path: KeyPath) -> Any:
 
 
 def read(path: Path) -> Source:
-    """Return a file's values. Raises UnreadableInputError, or ConfigError for other than YAML."""
+    """Return a file's values. Raises UnreadableInputError, or ConfigError for invalid YAML."""
     text = _text(path)
     source = Source(path, resolved=text.startswith(RESOLVED))
     node = compose(text, str(path))

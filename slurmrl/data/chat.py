@@ -1,6 +1,6 @@
 """Render conversations with chat templates; find the assistant's text and the ends of turns.
 
-Torch-free, except for modules that transformers imports.
+Only transformers may import torch here.
 """
 
 from __future__ import annotations

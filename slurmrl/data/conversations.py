@@ -15,7 +15,7 @@ from typing import Any, Final
 Message = Mapping[str, Any]
 ASSISTANT: Final = "assistant"
 MEDIA: Final = ("image", "video")
-"""Types of parts of messages in whose place the chat template writes a placeholder."""
+"""Types of message parts for which the chat template writes a placeholder."""
 
 
 def wrong_messages(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Tokens of strings and conversations, with the tokenizer and the chat template of a dataset.
 
-Torch-free, except for imports of transformers.
+Only transformers may import torch here.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Encoder:
 
     @cached_property
     def _pictures(self) -> PictureEncoder:
-        from slurmrl.data.picture_encoder import PictureEncoder  # Only image datasets need it.
+        from slurmrl.data.picture_encoder import PictureEncoder  # for image datasets
 
         return PictureEncoder(self._config, self._tokenizer, self._directory, self.images)
 
@@ -230,7 +230,7 @@ class Encoder:
 
 
 ANCHORS: Final = ("\n", ")", "0", "z", "é")
-"""Strings that precede a continuation. Few tokenizers merge all five with its first token."""
+"""Strings that precede a continuation. Few tokenizers merge all five with the next token."""
 PROBE: Final = "a"
 
 

@@ -124,7 +124,7 @@ def load_image(base: Path, image: ImageValue, files: ImageFiles | None = None) -
 def _check_pixels(file: Any) -> None:
     """Raise ImageError if a checksum of a PNG file's pixels is wrong.
 
-    Pillow does not compare them. It ignores damage after the pixels, as other viewers do.
+    Pillow does not compare checksums. Like other viewers, ignore damage after the pixels.
     """
     file.seek(len(b"\x89PNG\r\n\x1a\n"))
     while len(head := file.read(8)) == 8:
@@ -200,9 +200,9 @@ def _decoded(
     import numpy as np
 
     stream = container.streams.video[0]
-    if total := stream.frames:  # A cut without new encoding keeps packets that no player shows.
+    if total := stream.frames:  # A video that was cut without re-encoding has hidden packets.
         total -= sum(packet.is_discard for packet in container.demux(stream))
-    else:  # Some formats do not store this number.
+    else:  # Some formats do not store the number of frames.
         total = sum(1 for _ in container.decode(video=0))
     container.seek(0)
     rate = stream.average_rate or stream.guessed_rate
@@ -292,7 +292,7 @@ def _opened(base: Path, image: ImageValue, files: ImageFiles | None = None) -> A
         opened: Image = pillow.open(BytesIO(content) if path is None else path)
     except (ImageError, MemoryError):
         raise
-    except pillow.DecompressionBombError as error:  # Pillow raises it before the size is known.
+    except pillow.DecompressionBombError as error:  # Pillow raises this early.
         raise ImageError(f"('{name}') has too many pixels; {most}") from error
     except Exception as error:  # Pillow's decoders raise errors without a common base
         _require_lasting(error, base, image)

@@ -68,7 +68,7 @@ class DropCount:
 
 @dataclass(frozen=True, kw_only=True)
 class LeasedItems:
-    """Items that a lease still holds, in the form of the ledger and of requests to the holder.
+    """Items that a lease still holds, as the ledger and requests to the holder list them.
 
     A request asks for the completions of each item. The plan has the number of completions and the
     sampling options.
@@ -166,7 +166,7 @@ class Ledger:
         self._settled = record.settled
         self._next = record.next
         self._in_flight: dict[int, int] = {}
-        """Step by item in flight. This table and the next two lack items before `_settled`."""
+        """Step of each item in flight. This table and the next two omit items before `_settled`."""
         self._trained = _expanded((run.first, run.stop, run.step) for run in record.trained)
         self._dropped = _expanded((run.first, run.stop, run.reason) for run in record.dropped)
         self._dropped_before = Counter(

@@ -101,7 +101,7 @@ class Mixture:
         return epoch, self._first[source] + index
 
     def _count_below(self, bound: int, items: int) -> int:
-        """Return how many of the first items have places below ``bound``."""
+        """Return how many of the first ``items`` items have places below ``bound``."""
         whole = _floor_sum(items, CIRCLE, GOLDEN, self._start)
         return whole - (_floor_sum(items, CIRCLE, GOLDEN, self._start + CIRCLE - bound) - items)
 
@@ -255,14 +255,14 @@ def longest_first(
 def row_microbatches(
     lengths: Sequence[Sequence[int]], max_tokens: int, *, packed: bool
 ) -> list[list[int]]:
-    """Partition items whose sequences become rows as wide as the longest sequence of their part.
+    """Partition items into parts; sequences are padded to the longest sequence of their part.
 
     ``lengths`` lists the lengths of each item's sequences. With ``packed``, a row holds several
     sequences (`best_fit`), otherwise one. In a part, the number of rows times their width is at
     most ``max_tokens``; an item with more tokens gets a separate part.
 
-    Parts are filled one after the other, the longest items first. If each item has one sequence
-    and rows are not packed, fewer parts are impossible.
+    Parts are filled one after the other, the longest items first. If each item has one sequence and
+    rows are not packed, the number of parts is minimal.
     """
     longest = [max(item, default=0) for item in lengths]
     order = sorted(range(len(lengths)), key=longest.__getitem__, reverse=True)

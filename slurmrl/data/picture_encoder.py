@@ -1,6 +1,6 @@
 """Turn conversations with images and videos into tokens and pictures, with the processor.
 
-Torch-free, except for imports of transformers.
+Only transformers may import torch here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TEXT_FIELDS: Final = frozenset(
         "token_type_ids",
     )
 )
-"""Outputs of processors that do not describe pictures."""
+"""Names of a processor's outputs that are not data of pictures."""
 
 
 class EncodedPictures(NamedTuple):

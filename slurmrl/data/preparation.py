@@ -45,7 +45,7 @@ SMALL_VOCABULARY: Final = 1 << 16
 _NAME: Final = re.compile(r"([0-9a-f]{32})\.(\d{1,9})")
 _OF_TOKENIZERS: Final = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".bpe", ".spm", ".vocab")
 _OF_MODELS: Final = ("generation_config.json", "model.safetensors.index.json")
-"""Files that no tokenizer reads. An edit of them does not change the rows."""
+"""Files that no tokenizer reads, so editing them does not change the rows."""
 
 
 def prepare(

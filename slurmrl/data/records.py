@@ -302,7 +302,7 @@ class RowChecks:
         self._empty = True
         """Whether no row was checked so far."""
         self._lists: list[str] = []
-        """If one row was added: its keys with lists of objects, which may be the actual rows."""
+        """After one row: its keys whose values are lists of objects, perhaps the actual rows."""
         self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
         """Whether the configuration sets ``id_key`` and no row so far has this key."""
         self._present: dict[str, None] = {}

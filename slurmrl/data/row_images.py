@@ -24,8 +24,8 @@ from slurmrl.data.image_files import (
 from slurmrl.data.types import ABSENT, Row, value_at
 
 UNREAD: Final = ("video", "videos", "audio", "audios", "image", "images")
-"""Usual names of columns with media. These columns are rejected without their key, because training
-would ignore them."""
+"""Usual names of columns with media. Such a column is rejected unless its key is set, because
+training would ignore it."""
 READ: Final = frozenset(("type", "video"))
 """Keys of a part of type video. Other libraries read further keys, such as ``fps``."""
 CHECKS: Final = {"image": check_image, "video": check_video}
@@ -89,7 +89,7 @@ def wrong_media(
     ``keys`` are the keys of the row that may have messages. Only the beginning of each file is
     read.
 
-    Raises MissingDependencyError without Pillow, or without PyAV for a file of a video.
+    Raises MissingDependencyError without Pillow, or without PyAV for a video file.
     """
     known = config.media_keys
     for medium in MEDIA:

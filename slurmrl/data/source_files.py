@@ -188,7 +188,7 @@ NULS: Final = (
 
 
 def other_form(path: Path) -> str:
-    """Return why a file whose first row is wrong has the wrong format; "" for the right format.
+    """Return why the format of a file with a wrong first row is wrong; "" if it is right.
 
     Raises EnvironmentFailure.
     """

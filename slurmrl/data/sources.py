@@ -391,7 +391,7 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
 
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
-    """Yield rows up to a row without a Python form. Raises ValueError, OverflowError."""
+    """Yield rows. Raises ValueError or OverflowError at a row that Python cannot represent."""
     names = batch.schema.names
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"several columns have the name {min(twice)!r}")

@@ -1,6 +1,6 @@
 """Tokenizers in Hugging Face form: read from a local folder, or trained on datasets.
 
-Torch-free, except for imports of transformers.
+Only transformers may import torch here.
 """
 
 from __future__ import annotations

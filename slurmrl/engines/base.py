@@ -2,7 +2,7 @@
 
 One engine may fulfill both contracts. Algorithms do not depend on the engine.
 
-Shapes: T packed tokens. Per-token outputs are aligned with the tokens: ``logp[t]`` is log
+T is the number of packed tokens. Per-token outputs are aligned with the tokens: ``logp[t]`` is log
 p(x_t | x_<t), ``entropy[t]`` is the entropy of the distribution from which x_t was sampled, and
 ``values[t]`` is the value after reading token t. At the first token of a sequence, ``logp`` and
 ``entropy`` are 0.
@@ -57,7 +57,7 @@ def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """Options of an engine of the trainers' world for serving requests, which servers ignore."""
+    """Options for serving requests with an engine of the trainers' world; servers ignore them."""
 
     rows: int = 256
     """Maximum number of sequences that are generated at a time; further sequences wait."""
@@ -73,8 +73,8 @@ class ServingOptions:
     """Whether log-probabilities refer to the distribution after top-k and top-p, instead of the
     whole distribution."""
     settled: Callable[[], Awaitable[None]] | None = None
-    """Function that returns when no further request will be submitted before an earlier request is
-    answered. Engines with rounds of requests await this function. Default: return at once."""
+    """Function that returns once no further request can come before an answer to an earlier
+    request. Engines with rounds of requests await this function. Default: return at once."""
 
 
 class Engine(ABC):

@@ -2,7 +2,7 @@
 
 Rows join and leave the batch between checks.
 
-Shapes: S rows in the batch, V tokens in the vocabulary.
+S is the number of rows in the batch, V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CHECK_TOKENS: Final = {"cpu": 1, "cuda": 8}
 """Number of tokens per row between two checks for ended rows, by type of device. A check makes the
 host wait for the GPU. Tokens that a row samples after its end are discarded."""
 WIDEST: Final = 2
-"""Maximum ratio of a cache's columns to the tokens of its longest row. If rows join a wider cache,
-it is computed again, because the other columns are padding."""
+"""Maximum ratio of a cache's columns to the tokens of its longest row. The cache is computed again
+if joining rows would exceed the ratio, because the other columns are padding."""
 
 
 class HFBatch:

@@ -3,7 +3,7 @@
 The module also handles records of generation (experts, sampling masks) and the prefixes that
 adjacent sequences share.
 
-Shapes: T tokens of a sample, N tokens of its pieces without repeated prefixes.
+A sample has T tokens; its pieces have N tokens, without repeated prefixes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from slurmrl.models.hf_routers import HFRouters
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
-"""Statistics of `Engine.train_batch` itself, in addition to the loss function's."""
+"""Statistics that `Engine.train_batch` adds to the loss function's statistics."""
 SHORTEST = 16
 """Minimum length of a shared prefix, in tokens: a shorter prefix costs more than it saves."""
 MOST = 64
@@ -355,7 +355,7 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
     saved = [0] * (len(common) + 2)
     """For each sequence, the maximum number of tokens that it and later sequences can save."""
     choices = [(1, 0)] * (len(common) + 1)
-    """For each sequence: number of it and later ones that share a prefix; the prefix's length."""
+    """For each sequence: number of sequences from here that share a prefix, and its length."""
     for first in reversed(range(len(common))):
         saved[first], length = saved[first + 1], common[first]
         for count, tokens in enumerate(common[first : first + MOST - 1], 2):

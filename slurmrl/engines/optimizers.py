@@ -1,8 +1,8 @@
-"""Optimizers on local shards, with which every engine steps.
+"""Optimizers of all engines, which update the shards of a rank.
 
 All optimizers work element by element, so a step does not depend on how parameters are sharded.
-(Steps of Muon or Adafactor use whole matrices, and would depend on it.) Moments have the shape of
-their parameter and start at 0. Moments and step count suffice to resume.
+(Steps of Muon or Adafactor use whole matrices, and would depend on the sharding.) Moments have the
+shape of their parameter and start at 0. Moments and step count suffice to resume.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Placing:
         return 1 if self.tensor is None else self.tensor.copies(name)
 
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
-        """Return the layout of the constants and, for each prefix of its name, of each parameter.
+        """Return the layout of the constants and of each parameter, once per prefix of its name.
 
         Frozen parameters have only the empty prefix. Without ``copies``, only the first rank that
         stores an element lists it.
@@ -129,7 +129,7 @@ class Placing:
         )
 
     def _holders(self, *, copies: bool) -> dict[str, Holders]:
-        """Return the holders of each parameter, one object for all with equal holders."""
+        """Return the holders of each parameter; equal holders are one object."""
         tensor_ranks = range(1 if self.tensor is None else self.tensor.ranks)
         made: dict[tuple[tuple[Box, ...], int], Holders] = {}
         found = {}

@@ -53,7 +53,7 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
 
 
 def served_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
-    """Return `model_config`, complete for servers. Raises UsageError for an unknown family."""
+    """Return `model_config` with all keys for servers. Raises UsageError for an unknown family."""
     config = model_config(role, model, source)
     if not isinstance(config, HFConfig):
         return config

@@ -255,7 +255,7 @@ def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCal
 
 
 def _make_one(path: Path, calls: SystemCalls) -> None:
-    """Make one directory. Raises FileNotFoundError without its parent, else EnvironmentFailure."""
+    """Make one directory. Raises FileNotFoundError if its parent is missing, EnvironmentFailure."""
     try:
         calls.mkdir(path, DIRECTORY_MODE)
         mode = S_IMODE(calls.stat(path).st_mode)

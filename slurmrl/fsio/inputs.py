@@ -71,8 +71,8 @@ def read(path: Path) -> bytes:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file.
 
-    Raises OSError, and UsageError for anything else without reading it: a pipe without a writer
-    would block, and a device has no end.
+    Raises OSError. Raises UsageError for other kinds of files, which are not read: a pipe without a
+    writer would block, and a device has no end.
     """
     with open(path, "rb", buffering=0, opener=_without_waiting) as file:
         mode = os.fstat(file.fileno()).st_mode

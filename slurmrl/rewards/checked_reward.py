@@ -23,7 +23,7 @@ PER_CALL: Final = ("step", "evaluation")
 """Arguments with one value for a call. Rewards request these by name, too."""
 Stats = dict[str, tuple[float, float]]
 Extras = Mapping[str, Any]
-"""Additional arguments by name. Arguments in `PER_COMPLETION` are lists with one entry each."""
+"""Additional arguments by name. Arguments in `PER_COMPLETION` are lists."""
 NO_EXTRAS: Final[Extras] = {}
 
 
@@ -145,7 +145,7 @@ def _check_options(name: str, kind: Any, options: Mapping[str, Any]) -> None:
     """Raise UsageError for an option without a parameter in the class or function."""
     try:
         parameters = list(inspect.signature(kind).parameters.values())
-    except (TypeError, ValueError):  # no function, or a built-in one without a signature
+    except (TypeError, ValueError):  # not callable, or built in without a signature
         return
     first = 0 if inspect.isclass(kind) else len(ARGUMENTS)
     allowed = [

@@ -48,7 +48,7 @@ MISSING = {
 class CodeReward(RewardFunction):
     """Runs programs in sandboxes (docs/rewards.md). Not a security boundary.
 
-    :param tests_key: the row's key for the tests; a path with dots for one inside an object.
+    :param tests_key: the row's key for the tests; dots lead into objects (``a.b``).
         Default: the first of ``tests``, ``input_output``, ``test_list`` and ``test`` in the row.
     :param prefix_key: the row's key for a string that is put before each program, such as the
         beginning of the function that a model completes.

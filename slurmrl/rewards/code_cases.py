@@ -117,7 +117,7 @@ def _parsed(text: str) -> Any:
 
 
 def _of_lists(value: Mapping[str, Any]) -> list[Case]:
-    """Return the tests in ``{"inputs": […], "outputs": […]}``; ``"fn_name"`` makes them calls."""
+    """Return the tests in ``{"inputs": […], "outputs": […]}``; ``"fn_name"`` means calls."""
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise UsageError("an object needs the lists inputs and outputs")

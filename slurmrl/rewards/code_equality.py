@@ -99,7 +99,7 @@ def plain(value: Any, members: bool = False, *, mocks: bool = False) -> Any:
 
 
 class _Members:
-    """Set or dict in which ``in`` finds an element or key only if it is equal when plain."""
+    """Set or dict in which ``in`` compares elements or keys by their `plain` values."""
 
     def __init__(self, base: Any, value: Any, mocks: bool) -> None:
         self._base, self._value, self._mocks = base, value, mocks
@@ -107,9 +107,9 @@ class _Members:
     def __contains__(self, key: Any) -> bool:
         if not self._base.__contains__(self._value, key):
             return False
-        key = frozenset(key) if type(key).__hash__ is None else key  # like sets, which find sets
+        key = frozenset(key) if type(key).__hash__ is None else key  # A set finds an equal set.
         probe = _Probe(key)
-        with suppress(Exception):  # of a program's __eq__
+        with suppress(Exception):  # A program's __eq__ may raise.
             self._base.__contains__(self._value, probe)
         rest = (each for each in self._base.__iter__(self._value) if hash(each) == hash(key))
         found = chain(probe.found, rest)
@@ -117,7 +117,7 @@ class _Members:
 
 
 class _Probe:
-    """Key that keeps the element that equals it."""
+    """Key that records the element that it was found equal to."""
 
     def __init__(self, key: Any) -> None:
         self._key, self.found = key, list[Any]()

@@ -164,7 +164,7 @@ class PoolProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         for pidfd in left:
-            with suppress(ProcessLookupError, PermissionError):  # a program of another user: sudo
+            with suppress(ProcessLookupError, PermissionError):  # sudo runs it as another user
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
         self._process.wait()

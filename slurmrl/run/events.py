@@ -84,7 +84,7 @@ END_BYTES = 32 * 1024
 
 
 class EventWriter:
-    """Appends events to the file of a writer, such as ``master.3``. Closes it after each event."""
+    """Appends each event to the file of a writer, such as ``master.3``, and closes the file."""
 
     def __init__(self, paths: RunPaths, writer: str) -> None:
         self._path = paths.event_file(writer)

@@ -330,7 +330,7 @@ def command_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name == "SLURM_CONF" or not name.startswith(OPTION_PREFIXES)
     }
-    return kept | {"SLURM_BITSTR_LEN": "0"}  # 0: Slurm must not shorten lists of pending elements.
+    return kept | {"SLURM_BITSTR_LEN": "0"}  # 0 keeps lists of elements complete
 
 
 def _chosen(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

@@ -165,7 +165,7 @@ def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str
 
 
 def _parsed(text: str) -> child.ChildEnd:
-    """Parse shell code, whose secrets must not be in the arguments of a process."""
+    """Parse shell code from standard input: arguments of a process would reveal its secrets."""
     command = ["/bin/bash", "-O", "extglob", "-n", "/dev/stdin"]  # A line may set extglob.
     return child.run(command, limit_s=10, env={"LC_ALL": "C"}, sent=text.encode())
 

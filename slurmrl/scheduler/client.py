@@ -247,7 +247,7 @@ class SlurmClient:
         self._scancel(whom, f"--signal={name}", *elements)
 
     def _scancel(self, *arguments: str) -> None:
-        """Run scancel. Ignore the failure without a message for a job that has just ended."""
+        """Run scancel. Ignore a failure without a message: the job has just ended."""
         try:
             self._run("scancel", "--quiet", *arguments)
         except SchedulerError as error:

@@ -428,7 +428,7 @@ class LocalScheduler(Scheduler):
     def _tasks(self, group: str, job: str) -> list[TaskState]:
         """Return the elements of a job.
 
-        For a chain on another machine, only the state file decides.
+        The states of a chain on another machine come only from its state file.
         """
         alive = chain_process(job).alive()
         state = self._state(job)

@@ -150,7 +150,7 @@ def _ranges(text: str) -> Iterable[str]:
 def elements(text: str) -> tuple[int, ...]:
     """Parse array elements as squeue prints them, such as ``3``, ``[4-9%4]`` or ``0,2-6:2``.
 
-    ``N/A`` gives no elements. The job is not an array, or its pending elements were cancelled.
+    ``N/A`` gives no elements: the job is not an array, or its pending elements were cancelled.
     """
     ranges = text.strip().strip("[]").partition("%")[0].strip("[]")
     if ranges in ("", "N/A"):

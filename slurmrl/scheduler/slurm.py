@@ -118,7 +118,7 @@ class SlurmScheduler(Scheduler):
             self.client.signal("KILL", running, steps=True)
 
     def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
-        """For the queued elements of a group, exclude the hosts that the trial avoids.
+        """Exclude the hosts that the trial avoids for the queued elements of a group.
 
         If Slurm rejects the change, submit other elements in their place. Raises
         EnvironmentFailure, UsageError.
@@ -145,7 +145,7 @@ class SlurmScheduler(Scheduler):
         return True
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
-        """For one queued element, exclude the hosts that the trial avoids.
+        """Exclude the hosts that the trial avoids for one queued element.
 
         Raises SchedulerError.
         """

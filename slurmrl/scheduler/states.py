@@ -258,7 +258,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
 
 
 def _tasks(group: str, rows: list[QueueRow]) -> list[TaskState]:
-    """Return the elements of one array. If its rows name none, return one element, number -1."""
+    """Return the elements of one array. If the rows name no element, return number -1."""
     tasks = [_task(group, row, element) for row in rows for element in row.elements]
     if rows and not tasks:
         tasks = [_task(group, rows[0], -1)]

@@ -5,8 +5,8 @@ for the trial (a submission, an extension) writes its `Claimant`.
 
 Three records change the number of jobs that start:
 
-- ``slurmrl scale`` sets the number of tasks of a group. It replaces the planned number until the
-  user sets another number or the plan changes.
+- ``slurmrl scale`` sets the number of tasks of a group. This number replaces the planned number
+  until the user sets another number or the plan changes.
 - If the trainers are missing for too long, a task of an elastic group writes `Orphaned`. Later
   tasks do not start until an incarnation begins or a link of the trainers removes the record.
 - ``slurmrl stop`` stops a submission. Its trainers commit, and no other job starts.

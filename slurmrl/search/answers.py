@@ -1,4 +1,4 @@
-"""A search that may also make changes to the result of training, and the output of its answers.
+"""A search that may also change the result of training, and the output of its answers.
 
 The user allows named changes (`CHANGES`). Each set of allowed changes makes a new configuration,
 which the plan checks and the search treats like the given configuration. Thus the answers include
@@ -82,7 +82,7 @@ class Searched:
 
     answers: Sequence[Answer]
     unchanged: Answer | None = None
-    """The best answer with an unchanged result of training; None if no combination fits."""
+    """The best answer that does not change the result of training; None if no combination fits."""
     refused: Sequence[str] = ()
     """Allowed changes that no answer makes, with the reasons."""
     rejected: Sequence[str] = ()
@@ -331,7 +331,7 @@ def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
 
 
 def _without_changes(best: Answer, searched: Searched) -> Iterator[Block]:
-    """Yield the best answer with an unchanged result, and the changes without an answer."""
+    """Yield the best answer that changes no result, and the allowed changes without an answer."""
     if searched.unchanged is None:
         yield Lines("no combination with an unchanged result of training fits")
     elif best.learned:
@@ -347,7 +347,7 @@ def changes(answer: Answer) -> str:
 
 
 def limits(step: StepSeconds) -> str:
-    """Return the causes of most of a step's seconds, with their shares."""
+    """Return the main causes of a step's seconds, with their shares."""
     total = sum(step.causes.values()) or 1.0
     first = list(step.causes.items())[:SHOWN]
     return ", ".join(f"{CAUSES.get(name, name)} {seconds / total:.0%}" for name, seconds in first)

@@ -266,7 +266,7 @@ class TaskPool:
         if kind == "begin":
             self._begin(task)
         elif kind == "orphans":
-            if self._orphaned_at <= self._now:  # If not, a job of the trainers runs again.
+            if self._orphaned_at <= self._now:  # The trainers have not returned.
                 self._end_all()
         elif kind == "host":
             self._lose_host(task.number)

@@ -5,8 +5,8 @@ heartbeats.
 
 ``overview.json`` only saves work. The file has the fields of a finished trial that a list shows,
 the number of history records, and the size of the metrics when the file was written. Records are
-never removed, so the file is current if both are unchanged. Otherwise, or without the file, a
-reader reads the whole trial.
+never removed, so the file is current if both numbers are unchanged. Otherwise, or without the file,
+a reader reads the whole trial.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _query(
             if isinstance(error, SchedulerError):
                 raise
             if not _may_run(snapshot, number):
-                continue  # only the cause of an earlier end will be missing
+                continue  # the status then lacks only the cause of an earlier end
             if isinstance(error, CorruptFileError):
                 found[snapshot.trial].damage = error
             else:

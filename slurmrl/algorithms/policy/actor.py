@@ -114,7 +114,7 @@ class RecomputeInterface(Interface):
 def _notes(
     sample: SequenceSample, advantages: Tensor, context: CallContext
 ) -> list[dict[str, Any]]:
-    """Return notes on the tokens of kept completions, with the ``advantages`` [T] of the losses."""
+    """Return fields for the samples table: advantages and log-probabilities of tokens."""
     settings = cast(PolicyGradient, context.settings.algorithm)
     values = {"advantages": advantages, "logprobs": old_logprobs(sample)}
     trained = trained_completions(sample, settings)
@@ -225,7 +225,7 @@ def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
 def _second_moment(
     engine: TrainEngine, settings: PolicyGradient, temperature: float
 ) -> Callable[[SequenceSample], SequenceSample] | None:
-    """Return a function that adds the mask ``kept`` of M2PO at current weights to a minibatch."""
+    """Return a function that computes M2PO's mask ``kept`` at current weights for a minibatch."""
     threshold = settings.m2_threshold
     if threshold is None:
         return None

@@ -124,8 +124,8 @@ def estimate(
 def only_scored(sample: SequenceSample) -> SequenceSample:
     """Exclude completions without a score from all comparisons and losses.
 
-    Mark all their tokens as prompt. If the greedy completion of a prompt has no score, exclude all
-    completions of the prompt.
+    Mark all tokens of these completions as prompt. If the greedy completion of a prompt has no
+    score, exclude all completions of the prompt.
     """
     rewards = sample.tensor("rewards")
     unscored = rewards.isnan()
@@ -370,7 +370,7 @@ def completion_advantages(
 def deviations(
     returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
 ) -> Tensor | None:
-    """Return the deviations [S] float64 of ``returns`` [S] for ``advantage_std``; None for none.
+    """Return the deviations [S] float64 of ``returns`` [S]; None if ``advantage_std`` is ``none``.
 
     Without a baseline, the deviation is from 0 (the root of the mean square): equal returns would
     have a deviation of about 0 from their mean.
@@ -414,7 +414,7 @@ def old_logprobs(sample: SequenceSample) -> Tensor:
 
 
 def trained_completions(sample: SequenceSample, settings: PolicyGradient) -> Tensor:
-    """Return, as bool [S], which completions are in the losses."""
+    """Return which completions are in the losses (bool [S])."""
     finished = sample.tensor("finished").bool()
     return finished if settings.mask_truncated else torch.ones_like(finished)
 

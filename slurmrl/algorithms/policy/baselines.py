@@ -201,7 +201,7 @@ def _greedy(context: CallContext) -> CallContext:
 
 
 def _renamed(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
-    """Return the keys in ``names`` under their new names; tensors are shared."""
+    """Return a sample with the keys in ``names``, renamed; tensors are shared."""
     return SequenceSample(
         sample.ids,
         {new: sample.lengths[old] for old, new in names.items()},

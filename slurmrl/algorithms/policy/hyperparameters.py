@@ -166,8 +166,8 @@ class Correction(Section):
     """Tokens that share an importance weight.
 
     - `token`: none; each token has its own weight.
-    - `sequence`: all tokens of a response. The weight is the product over them.
-    - `geometric`: all tokens of a response. The weight is the geometric mean over them."""
+    - `sequence`: all tokens of a response. The weight is the product over these tokens.
+    - `geometric`: all tokens of a response. The weight is the geometric mean over these tokens."""
     correction_upper: PositiveFloat = 2.0
     """Upper bound of the importance weight with `correction: truncate` or `mask`."""
     correction_lower: NonNegativeFloat = 0.0

@@ -127,7 +127,7 @@ def _gated(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[
 def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: KLEstimator) -> Tensor:
     """Return estimates of KL(policy || reference) from tokens of the policy.
 
-    Let x be log(policy / reference). The estimators k1 and k3 are unbiased, and k2 is nearly so
+    Let x be log(policy / reference). The estimators k1 and k3 are unbiased, and k2 has a small bias
     (Schulman 2020, "Approximating KL divergence"). As terms of a loss, the estimators have
     different mean gradients over tokens of the policy:
 
@@ -243,7 +243,7 @@ def value_loss(
     if value_clip is not None:
         bounded = old + (new - old).clamp(-value_clip, value_clip)
         clipped = _doubled_error(bounded - target, huber_delta)
-        # Rounding makes the losses differ even where the clamp has no effect: compare changes too.
+        # Losses differ by rounding even where the clamp has no effect, so compare changes too.
         held = (clipped > losses) & ((new - old).abs() > value_clip)
         losses = torch.maximum(losses, clipped)
     loss = 0.5 * losses.sum()
@@ -301,7 +301,7 @@ def correction_weights(
 
 
 def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Correction) -> Tensor:
-    """Return, as bool [T], which tokens are within the bounds of rejection.
+    """Return which tokens are within the bounds of rejection (bool [T]).
 
     ``log_ratio`` is log r of each token, 0 where ``mask`` is False. Unless ``reject_over`` is
     ``token``, either all tokens of a response are accepted or none.
@@ -377,7 +377,7 @@ def second_moment_mask(
     threshold: float,
     all_reduce_sum: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return, as bool [T], which tokens of ``mask`` M2PO keeps. Collective.
+    """Return which tokens of ``mask`` M2PO keeps (bool [T]). Collective.
 
     The method is algorithm 1 of Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161.
     Only tokens whose log-ratio has the sign of their advantage can be dropped, as by a clip. Tokens

@@ -1,6 +1,6 @@
 """Named choices of settings: tables of defaults, each value with its source.
 
-A preset changes defaults only. Values that a configuration sets take precedence.
+A preset changes only defaults; the values in a configuration take precedence.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ BELONGS_TO: Final = {
     "sapo_tau_negative": "objective",
     "aggregation_length": "aggregation",
 }
-"""Setting -> other setting: the preset's value of the setting applies only with the preset's value
-of the other setting."""
+"""Setting -> setting on which it depends. The preset's value of the first setting applies only if
+the second setting has the preset's value too."""
 
 
 CHOICES: Final[dict[str, type[Section]]] = {

@@ -99,7 +99,7 @@ class PolicyGradient(
     the resulting settings. Example: `grpo`"""
 
     based_on: ClassVar[str] = "ppo"
-    """The preset of a subclass that is a user's own algorithm."""
+    """Preset for users' own algorithms, which are subclasses."""
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True
     replays: ClassVar[bool] = True

@@ -231,7 +231,7 @@ def token_weights(
 
 
 def item_shares(sample: SequenceSample, mask_key: str, aggregation: str) -> Tensor:
-    """Return [items, 2] float64: each item's part of the denominator, and its tokens that count.
+    """Return [items, 2] float64: part of the denominator, and number of tokens that count.
 
     With ``tokens``, the part is the number of tokens that count. With other aggregations, the part
     is the number of sequences with response tokens, including sequences whose tokens do not count

@@ -1,4 +1,4 @@
-"""Schemas of the configuration. Torch-free; field docstrings are the text of the reference."""
+"""Schemas of the configuration. Docstrings of fields are the text of the reference."""
 
 from __future__ import annotations
 

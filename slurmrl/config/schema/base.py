@@ -32,7 +32,7 @@ class Section(BaseModel):
         validate_default=False,
     )
     null_means: ClassVar[str] = ""
-    """Source of the value of each null key, in Markdown; empty without a common source."""
+    """Source from which all null keys take their values, in Markdown; empty if there is none."""
 
 
 class HasVariables:

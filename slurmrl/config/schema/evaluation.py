@@ -44,7 +44,7 @@ OF_TRAINERS: Final = (
 )
 """Settings that apply only to evaluations by the trainers."""
 WHOLE: Final = ""
-"""Name of the only part of an evaluation without suites."""
+"""Name of the suite of an evaluation without suites."""
 
 
 class Suite(Section):

@@ -24,7 +24,7 @@ WITH_PROCESSES: Final = ("math", "code")
 MODEL: Final = "model"
 """Name of the reward that a model computes."""
 ALONE: Final = ""
-"""Name of the only part of a reward that is not a sum."""
+"""Name of the part of a reward that is a single function."""
 
 
 PartName = Annotated[str, name_of("a part")]
@@ -157,8 +157,8 @@ class Reward(Section):
     def is_binary(self) -> bool:
         """Whether each completion scores 1 if it is correct, else 0.
 
-        The condition is that functions with a weight are binary and have weight 1, and that no two
-        of these functions score the same row.
+        This holds if all functions with a nonzero weight are binary, have weight 1 and score
+        different rows.
         """
         counted = [part for part in self.functions.values() if part.weight]
         plain = all(part.weight == 1.0 and part.is_binary for part in counted)

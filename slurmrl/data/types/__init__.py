@@ -69,7 +69,7 @@ KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"
 
 
 LARGEST: Final = 1e300
-"""Exclusive maximum of the absolute value of a curriculum's numbers."""
+"""Limit below which the absolute values of a curriculum's numbers must be."""
 
 
 class Requirement(Enum):
@@ -85,7 +85,7 @@ class RowField:
     key: str
     """The key in the row, which may be nested."""
     setting: str
-    """The setting that names the key or has it in a template."""
+    """The setting that names the key, or whose template contains the key."""
     wrong: Callable[[Any], str]
     """Function that returns the reason why a value cannot be used, or "" if it can."""
     requirement: Requirement = Requirement.EVERY

@@ -28,7 +28,7 @@ WHOLE = {"prompt": "{prompt}", "answer": "{answer}"}
 
 
 class Prompts(RowType):
-    """Rows with one sequence, which is all context."""
+    """Rows with one sequence, which has no targets."""
 
     dataset = "slurmrl.data.dataset:PromptDataset"
     templates = ("prompt_template",)

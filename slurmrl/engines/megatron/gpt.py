@@ -1,6 +1,6 @@
 """megatron-core's GPTModel with slurmrl's outputs (no logits, value heads), and its pipeline.
 
-Shapes: T packed tokens, c ranks along the context axis, h hidden size.
+T is the number of packed tokens, c the number of context-parallel ranks, h the hidden size.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class PipelineSchedule:
             data_iterator=[iter(range(count)) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=count,
-            seq_length=0,  # Unused: ranks send sizes before tensors.
+            seq_length=0,  # This value is unused, because ranks send sizes before tensors.
             micro_batch_size=1,
             forward_only=not backward,
             p2p_communicator=self._peers,

@@ -4,7 +4,7 @@ megatron-core's own module computes rotations from other settings than `models.l
 supports neither slurmrl's packing nor its ring attention. This module calls the same attention as
 all other layers.
 
-Shapes: T packed tokens, c ranks along the context axis, h hidden size.
+T is the number of packed tokens, c the number of context-parallel ranks, h the hidden size.
 """
 
 from __future__ import annotations

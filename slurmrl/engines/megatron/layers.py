@@ -4,8 +4,8 @@ slurmrl has norms, packed attention and products. TransformerEngine has linear l
 grouped experts. Attention is always slurmrl's: sequences are packed, and along the context axis
 ranks exchange heads or pass keys on.
 
-Shapes: T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and
-value heads on this rank, D head size. Ranks along the context axis hold equal parts of the packed
+There are T packed tokens, S sequences and c context-parallel ranks. This rank has H query heads and
+Hkv key and value heads of size D. Ranks along the context axis hold equal parts of the packed
 tokens, which a separate last sequence pads. Attention sees whole sequences.
 """
 
@@ -173,9 +173,9 @@ class RowProduct(RowParallelLinear):  # type: ignore[misc]
 class WholeExpertRow(RowProduct):
     """A row-parallel product of experts that are not split.
 
-    megatron adds the bias to the output in place. The output must therefore not be a view, which
-    collectives of one rank would return. Tensor ranks must not sum the bias's gradients, because
-    they have different experts, or different tokens, whose gradients the experts' data axis sums.
+    megatron adds the bias to the output in place. The output must therefore not be a view; a
+    collective of one rank would return a view. Tensor ranks must not sum gradients of the bias:
+    either their experts differ, or their tokens, over which the experts' data axis sums.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,6 +1,6 @@
 """Routers of megatron's layers: recorded experts, and the load-balancing loss of a whole batch.
 
-Shapes: T packed tokens, L blocks with experts in a chunk, E experts, K of them for each token.
+There are T packed tokens, L blocks with experts in a chunk, E experts and K experts per token.
 
 megatron passes each layer a mask of its tokens, and keeps the mask for recomputation. The mask
 gives routers all facts about a micro-batch. Routers themselves store nothing, because several

@@ -27,7 +27,7 @@ logger = log.get(__name__)
 FIRST_POLL_S = 0.001
 ANNOUNCED_FIRST_POLL_S = 1.0
 """First pause in seconds between polls of logs whose writers send wake-ups. If a wake-up is lost,
-its message is late by at most this pause, or by a tenth of the wait if that is longer."""
+its message is late by at most this pause or a tenth of the wait, whichever is longer."""
 POLL_GROWTH = 1.1
 """Factor between pauses. Until pauses reach their maximum, a poll is late by at most a tenth of the
 wait."""
@@ -42,7 +42,7 @@ _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # These are the values of IN_NONBLOCK and
 
 
 class _Polls:
-    """Schedule of the polls of some logs. Pauses grow from ``first_s`` to ``longest_s``."""
+    """Schedule for polling several logs. Pauses grow from ``first_s`` to ``longest_s``."""
 
     def __init__(self, first_s: float, longest_s: float, clock: Callable[[], float]) -> None:
         self._backoff = Backoff(min(first_s, longest_s), longest_s, growth=POLL_GROWTH)

@@ -36,8 +36,8 @@ class Outgoing:
 class Connection:
     """One end of a socket pair.
 
-    The object owns the socket. A close of the peer raises nothing; `closed` becomes true once all
-    its messages were received. Bytes that are not frames raise CorruptFileError.
+    The object owns the socket. If the peer closes its end, methods do not raise; `closed` becomes
+    true after its last message. Bytes that are not frames raise CorruptFileError.
     """
 
     def __init__(self, end: socket.socket | int) -> None:

@@ -36,8 +36,8 @@ END_OF_DATASET: Final = "the end of the dataset"
 
 class Kind(StrEnum):
     BEGIN = "begin"
-    """An incarnation begins. It resumes from the commit in the directory ``base``, or starts from
-    scratch if ``base`` is null. If ``base`` is absent, the newest commit counts."""
+    """An incarnation begins. The incarnation resumes from the commit in the directory ``base``, or
+    starts from scratch if ``base`` is null. If ``base`` is absent, the newest commit counts."""
     COMMIT = "commit"
     """A checkpoint becomes valid. Fields: ``step``, ``directory``."""
     DELETE = "delete"

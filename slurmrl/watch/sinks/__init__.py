@@ -128,7 +128,7 @@ def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
 def _wanted(
     paths: RunPaths, logging: Logging
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[int], Sink]]]:
-    """Yield name, function that imports the library, and function that opens it, of each sink."""
+    """Yield, for each sink: name, function that imports its library, function that opens it."""
     from slurmrl.watch.sinks import mlflow, tensorboard, wandb
 
     if logging.tensorboard:

@@ -122,7 +122,7 @@ def _own(paths: RunPaths, step: int) -> Mapping[str, Any]:
 
 
 def _read_held(paths: RunPaths) -> dict[str, int]:
-    """Return the number of lines that each sink has. Other sinks determine the number."""
+    """Return the number of lines that each sink has; unlisted sinks find out the number."""
     try:
         found: dict[str, int] = documents.read(paths.arrived_sinks, HELD, HELD)["held"]
     except (FileNotFoundError, CorruptFileError):
