@@ -87,7 +87,7 @@ def test_update_in_flight_keeps_the_requests_of_the_server(
     assert len(names) == len(set(names)) < len(asked)
 
 
-def test_sampling_masks_match_sampling_weights_for_kept_requests(served: Served) -> None:
+def test_sampling_masks_match_the_weights_that_sampled_each_token(served: Served) -> None:
     async def attempt(delay_s: float) -> list[Completion] | None:
         await served.engine.update_weights(served.version("1.1"))
         future = served.engine.submit(request(n=2, max_new_tokens=60, top_k=4, masks=True))

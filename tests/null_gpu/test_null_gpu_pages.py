@@ -35,7 +35,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", paged_kernels.TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 2, 128), (4, 4, 64), (8, 1, 256)])
-def test_paged_kernels_compile_and_fit(
+def test_paged_kernels_compile_with_the_expected_launches(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, trusted: None
 ) -> None:
     """Rows take one launch, split rows two. The host never waits."""

@@ -57,7 +57,7 @@ def _by_item(made: SequenceSample) -> dict[str, Any]:
         pytest.param({"dp": 2, "tp": 2}, [[0, 1, 2, 3, 4], []], id="d2t2-all-on-one"),
     ],
 )
-def test_several_ranks_make_the_episodes_of_one_rank(
+def test_episodes_do_not_depend_on_the_number_of_ranks(
     ranks: RankPool, sizes: dict[str, int], split: list[list[int]]
 ) -> None:
     """Also covers a rank without a prompt, and ranks of a model on which only the leader runs

@@ -118,7 +118,7 @@ def train(size: int, name: str, engine: str) -> tuple[dict[str, float], dict[str
         (2, "reward_model", "megatron"),
     ],
 )
-def test_step_on_several_ranks_equals_step_on_one(
+def test_step_on_several_ranks_equals_step_on_one_rank(
     ranks: RankPool, size: int, name: str, engine: str
 ) -> None:
     """Metrics, KTO's divergence and the update do not depend on the number of ranks or on how items

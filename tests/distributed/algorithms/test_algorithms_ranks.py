@@ -173,7 +173,7 @@ def recompute(engine: TrainEngine, own: SequenceSample, context: CallContext) ->
         (2, "megatron", OPTIONS | {"aggregation": "constant", "objective": "cispo"}),
     ],
 )
-def test_step_on_several_ranks_equals_step_on_one(
+def test_step_on_several_ranks_equals_step_on_one_rank(
     ranks: RankPool, size: int, engine: str, options: dict[str, Any]
 ) -> None:
     """A minibatch has the same items on any number of ranks. Here, some ranks have no

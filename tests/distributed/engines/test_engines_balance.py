@@ -86,7 +86,7 @@ def setup_at(folder: Path, sizes: dict[str, int], options: dict[str, Any]) -> Se
         ("d2c2", {"layers": True}),
     ],
 )
-def test_balance_loss_gradients_equal_the_whole_batch(
+def test_balance_loss_gradients_are_computed_over_the_whole_batch(
     ranks: RankPool, tmp_path: Path, layout: str, options: dict[str, Any]
 ) -> None:
     """In d4, one rank has no item. In the other layouts, the numbers of micro-batches differ."""
@@ -114,7 +114,7 @@ def test_balance_loss_gradients_equal_the_whole_batch(
         ),
     ],
 )
-def test_megatron_balance_loss_gradients_equal_the_whole_batch(
+def test_megatron_balance_loss_gradients_are_computed_over_the_whole_batch(
     ranks: RankPool, tmp_path: Path, where: Placed, options: dict[str, Any]
 ) -> None:
     """Covers pipelines and padded parts of sequences."""

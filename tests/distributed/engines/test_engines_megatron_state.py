@@ -257,7 +257,7 @@ def test_sequences_beyond_all_positions_are_rejected(ranks: RankPool) -> None:
         ranks(1, f"{HERE}:outputs", case, deadline_s=300.0)
 
 
-def test_kept_update_share_uses_the_float32_weights(ranks: RankPool) -> None:
+def test_surviving_update_share_is_computed_from_float32_weights(ranks: RankPool) -> None:
     """Each rank updates a part of the optimizer's float32 weights. The model's own weights are
     rounded.
     """

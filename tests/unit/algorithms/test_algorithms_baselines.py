@@ -115,7 +115,7 @@ def advantages_on_ranks(
 
 
 @pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
-def test_single_unfailed_completion_has_advantage_zero(advantage: str) -> None:
+def test_only_completion_that_did_not_fail_has_advantage_zero(advantage: str) -> None:
     """Covers groups in which all or all but one completion failed."""
     sample = rollout([[(2, 0), (2, 0)], [(2, 0), (2, 0)], [(2, 1), (2, 0)]])
     settings = algorithm(advantage=advantage, kl={"coef": 0.0})

@@ -75,7 +75,7 @@ def test_duplicate_keys_are_problems_with_both_lines(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ":2", "; a configuration has lines of key: value"),
     ],
 )
-def test_value_that_is_no_mapping_is_rejected_with_its_line(
+def test_non_mapping_value_is_rejected_with_its_line(
     tmp_path: Path, text: str, where: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -251,7 +251,7 @@ def test_invalid_conversations_are_named_with_their_line(
     assert problem.message.startswith(message)
 
 
-def test_train_switches_are_accepted_on_untrained_messages(site: Site) -> None:
+def test_train_key_is_accepted_on_untrained_messages(site: Site) -> None:
     rows = [{"messages": [{**TURNS[0], "train": False}, {**TURNS[1], "train": True}]}]
     rows += [{"messages": [*TURNS[:2], {**TURNS[3], "train": False, "weight": 0}]}]
     assert len(site.sample(*rows).ids) == 2
@@ -288,7 +288,7 @@ def test_prompts_have_generation_prompt_and_one_begin_token(site: Site) -> None:
     assert sample.metadata["row"] == rows
 
 
-def test_prompt_ending_with_the_assistant_or_inserted_is_rejected(site: Site) -> None:
+def test_prompt_is_rejected_if_it_ends_with_the_assistant_or_fills_a_template(site: Site) -> None:
     settings: dict[str, Any] = {"type": "prompt", "chat_template": True}
     with pytest.raises(ConfigError, match=r"prompt: ends with a message of the.*; remove"):
         site.sample({"prompt": TURNS}, **settings)

@@ -109,7 +109,7 @@ def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize(("kind", "key"), [("prompt", "prompt"), ("prompt_answer", "answer")])
-def test_value_that_is_no_string_is_rejected_with_line_and_key(
+def test_non_string_value_is_rejected_with_line_and_key(
     tmp_path: Path, kind: str, key: str, value: Any, found: str
 ) -> None:
     config = Dataset(type=kind, path=write_rows(tmp_path, LONG, {**SUM, key: value}))

@@ -106,7 +106,7 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
     assert read(Path(pictures_of(talks)[0])).tokens == 12
 
 
-def test_mark_stays_text_in_answers_and_next_to_image_parts(folder: Path) -> None:
+def test_image_mark_stays_text_in_answers_and_next_to_image_parts(folder: Path) -> None:
     html = {"prompt": "Show it.", "answer": "Use the <image> or <video> element."}
     made = sample(folder, "prompt_answer", html)
     assert html["answer"] in load_tokenizer(folder).decode(made.tensor("input_ids"))
@@ -267,7 +267,7 @@ def test_damage_after_the_pixels_of_a_png_image_is_ignored(tmp_path: Path) -> No
         np.testing.assert_array_equal(image_files.load_image(tmp_path, "b.png"), shown)
 
 
-def test_values_of_16_bits_are_scaled_and_of_32_bits_rejected(tmp_path: Path) -> None:
+def test_pixels_of_16_bits_are_scaled_and_pixels_of_32_bits_rejected(tmp_path: Path) -> None:
     """Pillow would show all values above 255 as white."""
     values = np.arange(4, dtype=np.uint16).reshape(2, 2) * 0x4000
     Image.fromarray(values).save(tmp_path / "scan.png")

@@ -76,7 +76,7 @@ def test_pairs_of_a_prompt_stay_in_one_item(tmp_path: Path) -> None:
     assert made.sample([]).tensor("input_ids").shape == (0,)
 
 
-def test_null_column_does_not_hide_the_other_spelling_of_chosen(tmp_path: Path) -> None:
+def test_pos_answers_are_read_if_chosen_is_null(tmp_path: Path) -> None:
     pair = {"prompt": "1+2=", "chosen": None, "pos_answers": ["3"], "rejected": "4"}
     assert texts(make("preference", tmp_path, pair), 0) == [
         [("1+2=", "3<eos>"), ("1+2=", "4<eos>")]

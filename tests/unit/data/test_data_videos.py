@@ -239,7 +239,7 @@ def test_images_may_be_in_a_column_that_is_named_after_videos(folder: Path) -> N
     assert len(rows.records.rows) == 1
 
 
-def test_images_are_not_ignored_without_their_key(folder: Path) -> None:
+def test_images_column_is_rejected_without_images_key(folder: Path) -> None:
     path = write_rows(folder, {"prompt": "What?", "videos": [FRAMES], "images": ["0.png"]})
     with pytest.raises(ConfigError, match="images: is not read without images_key"):
         DatasetRows(dataset(path, images_key=None))
@@ -331,6 +331,6 @@ def test_wrong_videos_key_gives_a_remark(folder: Path) -> None:
     assert found == ["videos_key"]
 
 
-def test_settings_of_videos_need_the_key() -> None:
+def test_video_settings_need_videos_key() -> None:
     with pytest.raises(ValueError, match="not allowed without videos_key"):
         Dataset(type="prompt", path="rows.jsonl", video_frames=4)

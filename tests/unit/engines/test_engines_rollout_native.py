@@ -681,7 +681,7 @@ def test_stop_strings_end_completions_across_tokens(least: int, overlap: bool) -
     assert stopped > 5
 
 
-def test_stop_string_may_overlap_one_before_the_minimum_tokens() -> None:
+def test_stop_string_may_overlap_an_earlier_stop_string_before_min_tokens() -> None:
     """Also covers characters of which each token has only a part."""
     assert ends_with_stop("".join, ["x", "a", "a", "a"], ("aa",))
     assert not ends_with_stop("".join, ["a", "a", "x"], ("aa",))

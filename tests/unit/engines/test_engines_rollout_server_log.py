@@ -178,7 +178,7 @@ def test_server_is_abandoned_only_after_a_repeated_error_without_answers() -> No
     assert not failed(unknown, unknown, unknown).hopeless
 
 
-def test_server_start_is_good_if_long_and_no_request_stayed_unanswered() -> None:
+def test_long_server_start_that_answered_all_requests_counts_as_good() -> None:
     """A good start leaves only its own end in the count."""
     short = EndedStart(reason="")
     idle = EndedStart(reason="", served_s=60.0)

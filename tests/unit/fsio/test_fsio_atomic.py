@@ -188,7 +188,7 @@ def test_remove_deletes_a_file_and_accepts_a_missing_one(tmp_path: Path) -> None
     assert not atomic.remove(tmp_path / "a")
 
 
-def test_remove_exactly_keeps_content_of_others(tmp_path: Path) -> None:
+def test_remove_exactly_keeps_a_file_with_other_content(tmp_path: Path) -> None:
     path = tmp_path / "a"
     atomic.replace(path, b"theirs")
     assert not atomic.remove_exactly(path, b"ours")
@@ -307,7 +307,7 @@ class Counting(SystemCalls):
         return super().__getattribute__(name)
 
 
-def test_directory_below_a_path_that_allows_none_is_reported(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     """The proc file system, like an automounter, says that a name does not exist."""
     with pytest.raises(EnvironmentFailure, match=r"cannot make directory /proc/nothing-here: .*"):
         atomic.make_private_directory(Path("/proc/nothing-here/below"))

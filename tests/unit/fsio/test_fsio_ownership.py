@@ -61,7 +61,7 @@ def test_directory_of_another_user_is_rejected(run: Path) -> None:
         atomic.check_ownership(run, calls=Owned((run,)))
 
 
-def test_path_that_is_no_directory_is_rejected(run: Path) -> None:
+def test_link_or_file_in_place_of_the_directory_is_rejected(run: Path) -> None:
     link, file = run.parent / "link", run.parent / "file"
     link.symlink_to(run)
     file.touch()

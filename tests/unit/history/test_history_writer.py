@@ -122,7 +122,7 @@ def test_master_cannot_commit_after_its_own_end_record(tmp_path: Path) -> None:
         writer.append(Kind.COMMIT, STEP)
 
 
-def test_history_rejects_resume_without_an_end_and_end_without_an_end_kind(tmp_path: Path) -> None:
+def test_history_rejects_resume_of_a_live_trial_and_end_by_a_commit(tmp_path: Path) -> None:
     history = History(tmp_path)
     with pytest.raises(UsageError, match="nothing to resume"):
         resume(history, {})

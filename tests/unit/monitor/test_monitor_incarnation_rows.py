@@ -355,7 +355,7 @@ def test_cancelled_run_is_not_reported_as_preempted(run: FakeRun) -> None:
     assert (row["cause"], row["how"]) == ("cancelled", "cancelled by me")
 
 
-def test_run_cancelled_in_the_queue_keeps_its_preemption(
+def test_later_cancel_in_the_queue_keeps_the_cause_preemption(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = start(run)

@@ -70,7 +70,7 @@ def test_missing_file_has_no_lines(path: Path) -> None:
     assert not path.exists()
 
 
-def test_latest_keeps_the_newest_evaluation(path: Path) -> None:
+def test_newest_metrics_include_the_newest_evaluation(path: Path) -> None:
     writer = metrics.MetricsWriter(path)
     writer.write({"step": 0, "eval/reward": 0.1})
     writer.write({"step": 1, "reward": 0.3, "kl": 0.01})

@@ -385,7 +385,7 @@ def test_tests_fail_for_feigned_equality_in_sets_and_keys(make: Make, test: str)
     assert judge(make(), {"tests": [f"assert {test}"]}, programs) == [0.0, 1.0]
 
 
-def test_lookups_walk_no_set_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_does_not_compare_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk through all elements for each lookup would exceed the time limit."""
     calls = Mock(wraps=code_equality._plain)
     monkeypatch.setattr(code_equality, "_plain", calls)

@@ -45,7 +45,7 @@ def test_functions_may_be_async_and_take_options() -> None:
 
 
 @pytest.mark.parametrize("name", ["counted", "Counting", "Wrapping"])
-def test_stats_are_read_wherever_they_are_set(name: str) -> None:
+def test_stats_of_functions_and_classes_are_found(name: str) -> None:
     """A submission rejects a metric of ``stop_when`` that no ``stats`` may record."""
     assert not make(f"{MODULE}:returning", {}).has_stats
     reward = make(f"{MODULE}:{name}", {})
@@ -110,7 +110,7 @@ def test_completions_are_shortened_in_messages() -> None:
         (f"{MODULE}.further:f", {}, "there is no module"),
     ],
 )
-def test_objects_that_are_no_rewards_are_rejected(
+def test_object_that_is_not_a_reward_is_rejected(
     name: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

@@ -173,7 +173,7 @@ def test_sections_name_existing_programs_and_fit_into_nine_minutes(
             assert f'"{option}"' in source, (section.name, option)
 
 
-def test_nested_venv_has_packages_of_both_and_of_the_wheels(  # type: ignore[no-untyped-def]
+def test_nested_venv_has_packages_of_the_outer_venv_and_the_wheels(  # type: ignore[no-untyped-def]
     environment, tmp_path: Path
 ) -> None:
     """--system-site-packages alone would use the packages of the first Python, without torch."""
