@@ -98,7 +98,7 @@ def section(changelog: str, version: str) -> str:
 
 
 def _place(title: str) -> int:
-    """Return the place of a category in a section; unknown ones come last."""
+    """Return the place of a category in a section; unknown categories come last."""
     name = title.lower()
     return CATEGORIES.index(name) if name in CATEGORIES else len(CATEGORIES)
 

@@ -91,7 +91,7 @@ def _row(
 
 
 def _cell(family: str, reasons: list[str | None], notes: dict[str, int]) -> str:
-    """Return ``yes``, ``no`` with the number of its reason, or a dash if it was not run."""
+    """Return ``yes``, ``no`` with the number of its reason, or a dash without a result."""
     wrong = next((reason for reason in reasons if reason), "")
     if wrong:
         known = _plain(re.sub(rf"'{family}'|\b{family}(?= models)", "…", wrong))
@@ -100,7 +100,7 @@ def _cell(family: str, reasons: list[str | None], notes: dict[str, int]) -> str:
 
 
 def _plain(reason: str) -> str:
-    """Return a reason as text of a page: without hints, and code in it is not markup."""
+    """Return a reason as text of a page, without hints and without active markup."""
     reason = re.sub(r"did you mean .*?\? ", "", reason)
     reason = re.split("; 'implementation: hf' runs|; allowed families", reason)[0]
     return "`" + re.sub(r"\s+", " ", reason.replace("`", "'")).strip() + "`"

@@ -1,8 +1,8 @@
 """Files outside docs/ as pages of the documentation site (a hook of mkdocs).
 
 A page may link to a file of the repository, as ``../examples/grpo.yaml``. The site shows such a
-file under ``files/``: Markdown as a page, other files as a block of code. Links in the pages are
-rewritten to it.
+file under ``files/``: Markdown as a page, other files as a block of code. Links to the file lead to
+this page.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from slurmrl.config.profiles import NONE
 LANES = ("slurm", "distributed", "engines", "faults", "gpu", "null_gpu", "trl", "unit")
 HERE = Path(__file__).parent
 ONE_AT_A_TIME = "tests/engines/"
-"""Files below it are tested one after the other in one process: a server takes gigabytes of memory
-and all cores while it starts."""
+"""Folder whose files are tested one after the other in one process: a server takes gigabytes of
+memory and all cores while it starts."""
 LONGEST_FIRST = (
     "slurm/test_slurm_lost_nodes.py",
     "engines",
@@ -37,18 +37,18 @@ LONGEST_FIRST = (
     "unit/test_docs.py",
     "unit/test_site.py",
 )
-"""Files and folders. A process takes the next file when it has done one, so what takes minutes must
-not come last. The others follow in the order of LANES; those that wait lie among those that
-compute."""
+"""Files and folders. A process takes the next file when it has finished one, so files that take
+minutes must not come last. Files that wait are between files that compute. Other files follow in
+the order of LANES."""
 LAST = "distributed/test_families.py"
 """File whose tests check other families at each commit. Its tests skip first if time is short."""
 
-# Whoever runs the tests may have runs and a site profile of their own.
+# The user who runs the tests may have other runs and a site profile.
 os.environ.pop(env.ROOT.name, None)
 os.environ[env.PROFILE.name] = NONE
 
-# How long an example takes says nothing on a busy machine, and every run has the same examples: a
-# failure must not come and go. Fixtures that examples share are meant to be shared.
+# On a busy machine, the time of an example means nothing. Every run has the same examples, so that
+# failures are reproducible. Examples share fixtures on purpose.
 settings.register_profile(
     "slurmrl",
     deadline=None,
@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STARTED] = time.monotonic()
 
 
-@pytest.hookimpl(tryfirst=True)  # runs before any fixture
+@pytest.hookimpl(tryfirst=True)  # Run before any fixture.
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # The numbers of a test must not depend on the tests before it.
     random.seed(0)

@@ -139,7 +139,7 @@ def task(
 
 
 class FakeScheduler(Scheduler):
-    """A scheduler that gives prepared answers and records its calls."""
+    """A scheduler that gives prepared answers and records the calls of its methods."""
 
     def __init__(self, tasks: Sequence[TaskState] = ()) -> None:
         self.tasks = list(tasks)

@@ -114,7 +114,7 @@ def pending(reason: str, words: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def rollouts(**changes: Any) -> dict[str, Any]:
-    """Return the status of two of four rollout tasks, of which one has just started."""
+    """Return the status of two of four rollout tasks; one of the two has just started."""
     works = {
         "task": "rollout/0",
         "attempt": 1,

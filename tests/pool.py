@@ -30,12 +30,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 GRACE_S = 10.0
-"""How long the other ranks may still answer once one has failed."""
+"""Seconds in which other ranks may answer after a rank has failed."""
 DUMP_S = 5.0
-"""How long a rank gets to write down its stack before it is killed."""
+"""Seconds for a rank to write its stack before it is killed."""
 
 RELEASE = b"release"
-"""What the parent sends to a rank once all ranks of its job have answered."""
+"""Message of the parent to a rank after all ranks of its job have answered."""
 
 CHILD = "import sys; from tests.pool import serve; serve(int(sys.argv[1]))"
 
@@ -103,7 +103,7 @@ class RankProcess:
 
     def release(self) -> None:
         """Let the process leave the process group of its finished job."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has exited
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The process has exited.
             self.connection.send_bytes(RELEASE)
 
     def stderr(self) -> str:
@@ -220,7 +220,7 @@ def serve(descriptor: int) -> None:
 
 def execute(job: Job, connection: Connection) -> None:
     """Run the job and answer. Leave its process group immediately after a failure, otherwise when
-    the parent releases this rank. Raises EOFError if the parent ends before.
+    the parent releases this rank. Raises EOFError if the parent ends earlier.
     """
     gc.freeze()  # what is here now stays, so that only what the job makes is looked through
     answer = attempt(job)
@@ -264,5 +264,5 @@ def leave() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        debug._clear_sharding_prop_cache()  # its keys hold meshes, and these the groups
+        debug._clear_sharding_prop_cache()  # Its keys hold meshes, which hold groups.
     gc.collect()  # engines are cycles that hold groups, each of which keeps threads awake

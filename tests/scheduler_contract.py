@@ -31,7 +31,7 @@ from slurmrl.scheduler.submission import ProcessId
 
 TIMEOUT_S = 300.0
 STAY = "import os, time; open('pid', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
-"""Adds its pid to a file in the run directory and stays."""
+"""Adds its pid to a file in the run directory and keeps running."""
 STOP_ON_WARNING = """
 import pathlib, signal, sys
 def stop(number, frame):
@@ -72,7 +72,7 @@ def request_of(
 def submitted(
     scheduler: Scheduler, request: SubmissionRequest
 ) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Yield the jobs of a request, which are always cancelled afterwards."""
+    """Yield the jobs of a request; always cancel the jobs afterwards."""
     jobs = scheduler.submit(request)
     try:
         yield jobs

@@ -98,7 +98,7 @@ def measure_checksums(where: Path, mib: int, rounds: int) -> None:
             "verify": lambda: verify(folder),
         }
         taken: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
-        for number in range(rounds + 1):  # the first one is to warm up
+        for number in range(rounds + 1):  # the first round is a warm-up
             for mode, action in [*modes.items()][:: -1 if number % 2 else 1]:
                 found = timed(action)
                 if number:
@@ -155,7 +155,7 @@ def measure_load(folder: Path, source: Layout, d: int, t: int, rounds: int) -> N
     boxes = [timed(own_shards)[0] for _ in range(rounds)]
     own = own_shards()
     files = write_needed(folder, source, own)
-    loads = [timed(load)[0] for _ in range(rounds + 1)][1:]  # the first one is to warm up
+    loads = [timed(load)[0] for _ in range(rounds + 1)][1:]  # the first round is a warm-up
     size = 4 * sum(shard.box.count for shard in own)
     print(
         f"  d{d}t{t}: own boxes {shown(boxes)} CPU s, {size / 1e6:.1f} MB from {len(files)} files "

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def fork(serve: Callable[[], None]) -> int:
-    """Run ``serve`` in a child process, which ends with it. Return its process id."""
+    """Run ``serve`` in a child process, which exits when ``serve`` returns. Return its pid."""
     pid = os.fork()
     if pid == 0:
         try:

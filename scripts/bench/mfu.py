@@ -4,12 +4,12 @@
 scripts/bench/mfu.py [--sequences 4] [--length 4096] [--steps 10] [--checkpointing selective]
 
 A random qwen2-like decoder is trained by SFT: slurmrl's fsdp engine, then transformers with the
-same sizes, batch, dtype and attention of torch. On a GPU it has 0.5 billion parameters and computes
-in bfloat16; on a CPU, where this only shows that the script works, 7 million in float32. The limit
-is the rate of one large matrix product, measured in the same run. ``slurmrl.models.architecture``
-counts the operations of both, so recomputed operations do not count. The goal on a GPU is 50 %. The
-script prints rate and share of the median step, and in brackets the shares of the slowest and the
-fastest step.
+same sizes, batch, dtype and attention of torch. On a GPU, the decoder has 0.5 billion parameters
+and computes in bfloat16. On a CPU, it has 7 million in float32, and only shows that the script
+works. The limit is the rate of one large matrix product, measured in the same run.
+``slurmrl.models.architecture`` counts the operations of both, so recomputed operations do not
+count. The goal on a GPU is 50 %. The script prints rate and share of the median step, and in
+brackets the shares of the slowest and the fastest step.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Results are medians, with the minimum and the maximum in brackets.
 
 CPU: the forms of GAE take turns on 512 sequences of 1,000 to 8,000 tokens in float32, on one
 thread. The script prints ns per token of CPU time and of wall time. It also divides the CPU medians
-by those of a numba loop and of a copy of as many numbers. (Install numba yourself, into a separate
-environment.)
+by the medians of a numba loop and of a copy of as many numbers. (Install numba yourself, into a
+separate environment.)
 
 GPU: the script measures GAE at three shapes, gather and scatter over intervals of four sizes, and
 attention over pages at three shapes. It prints shares of the bandwidth of a device-to-device copy.
@@ -155,7 +155,7 @@ Rounds = dict[str, list[tuple[float, float]]]
 
 def in_turn(forms: dict[str, Callable[[], object]], rounds: int, tokens: int) -> Rounds:
     times: Rounds = {name: [] for name in forms}
-    for number in range(rounds + 1):  # the first one warms up
+    for number in range(rounds + 1):  # the first round is a warm-up
         for name, run in forms.items():
             if name == SLOW and number > rounds // 8 + 1:
                 continue

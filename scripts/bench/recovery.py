@@ -91,7 +91,7 @@ def _starts(file: Path) -> Iterator[list[str]]:
 
 def recovery(bed: Path, trial: Watched, cause: str) -> dict[str, Any]:
     """Disturb the trial once and return the seconds by phase. A phase without a timestamp is part
-    of the next one.
+    of the next phase.
     """
     settled(trial)
     before, run = trial.incarnation, trial.witness.paths.run

@@ -66,8 +66,8 @@ def against_all_to_all(
 ) -> Costs:
     """Measure a move, and an all-to-all of the same bytes between each pair of ranks.
 
-    In the all-to-all, a rank sends to itself the bytes that the move copies locally. Its buffers
-    are packed, and its results stay packed.
+    In the all-to-all, a rank sends to itself the bytes that the move copies locally. The buffers
+    and the results of the all-to-all are packed.
     """
     plan, rank, ranks = planned(source, target, budget), dist.get_rank(), dist.get_world_size()
     sides = [Holdings(side, rank, _storages(side, rank)) for side in (source, target)]

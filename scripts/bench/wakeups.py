@@ -104,7 +104,7 @@ class Agent:
         self.replies.send(Hello(agent=identity, wakeups=where))
 
     def work(self, pipe: Connection, rank: int) -> None:
-        """Run a worker. It holds no end of the agent's pipes, so it ends when its agent ends."""
+        """Run a worker. It closes the agent's ends of the pipes, so it ends with the agent."""
         for ours in self.pipes:
             ours.close()
         worker(pipe, rank)

@@ -84,7 +84,7 @@ class Network:
         (directory / "hosts").write_text("\n".join([*lines, ""]))
 
     def remove(self) -> None:
-        """Remove bridge, namespaces and links. Missing ones are no error."""
+        """Remove bridge, namespaces and links. Missing parts are no error."""
         for index in range(self.nodes):
             _try("netns", "delete", self.namespace(index))
             _try("link", "delete", self.link(index))

@@ -18,9 +18,9 @@ EMPTY = (*SYSTEM, "dev", "proc", "sys", "tmp", "root", "home", "var/tmp")
 
 
 def cluster(folder: Path, *options: str, packed: bool = False) -> dict[str, str]:
-    """Settings of ``cluster.slurm``: an image without files, as a folder or packed into one file,
-    with this machine's system, Python and repository and ``folder`` bound into it. Skips if there
-    is no Apptainer, or it cannot make containers.
+    """Settings of ``cluster.slurm`` for an empty image: a folder, or packed into one file. This
+    machine's system, Python and repository, and ``folder``, are bound into the image. Skips if
+    Apptainer is missing or cannot make containers.
     """
     program = shutil.which("apptainer")
     if program is None:
@@ -45,7 +45,7 @@ def above(pid: int, agent: int) -> list[int]:
 
 
 def _rights() -> list[str]:
-    """Return the options for root, who would request capabilities otherwise."""
+    """Return the options for root, which keep Apptainer from requesting capabilities."""
     return ["--no-privs"] if os.geteuid() == 0 else []
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, by its own protocol: no driver needs to be installed."""
+"""A headless Chromium for tests, controlled by its DevTools protocol without a driver."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Page:
 async def opened(file: Path, *, scheme: str = "light", before: str = "") -> AsyncIterator[Page]:
     """Open a file in a new browser whose user prefers this color scheme.
 
-    The browser runs the script ``before`` ahead of those of the page.
+    The browser runs the script ``before`` ahead of the scripts of the page.
     """
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

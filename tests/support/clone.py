@@ -32,7 +32,7 @@ def checkout(folder: Path) -> str:
     for name in filter(None, files.split("\0")):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(ROOT / name):  # one that was deleted is still in the index
+        if os.path.lexists(ROOT / name):  # The index still lists deleted files.
             shutil.copy2(ROOT / name, target, follow_symlinks=False)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-qm", "all"]):

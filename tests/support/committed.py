@@ -27,7 +27,7 @@ RANKS = 2
 
 
 class CommittedTrial:
-    """The trial ``sft/1`` below ``root``, whose actor has the settings ``actor``."""
+    """Make the trial ``sft/1`` below ``root``, whose actor has the settings ``actor``."""
 
     def __init__(self, root: Path, *, trial: str = "1", **actor: Any) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class CommittedTrial:
         return directory
 
     def delete(self, step: int) -> None:
-        """Delete a commit in the order of a run: first from the history."""
+        """Delete a commit as a run does: first from the history, then its files."""
         directory = self.paths.checkpoint(step, 1)
         self.run.append(Kind.DELETE, step=step, directory=directory.name)
         shutil.rmtree(directory)

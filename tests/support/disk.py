@@ -22,10 +22,10 @@ from slurmrl.fsio.calls import SystemCalls
 class File:
     data: bytearray = field(default_factory=bytearray)
     safe: bytes = b""
-    """The state that fsync has made durable."""
+    """The content that fsync has made durable."""
     links: int = 0
     version: int = 0
-    """Counts changes of the content."""
+    """Number of changes of the content."""
 
 
 @dataclass(eq=False)

@@ -22,12 +22,12 @@ T = TypeVar("T")
 STEPS_EACH = 4
 """Steps for each disturbance, which include a commit."""
 TIMEOUT_S = 600.0
-"""Of each wait. A disturbance may have a server start, which takes a minute of CPU time."""
+"""Time limit of each wait, in which a server may start (a minute of CPU time)."""
 
 
 @dataclass
 class Disturbed:
-    """A trial that waits at a step, and its observer."""
+    """A trial that waits at a step, and the observer of the trial."""
 
     forms: HeldForms
     name: str
@@ -87,8 +87,8 @@ class Disturbed:
         return f"incarnation {before}, then {self.incarnation}"
 
     def goes_on(self, what: str, look: Callable[[], set[T]], end: Callable[[T], object]) -> str:
-        """End one process of the kind ``what``. Check that another one starts and the trainers
-        continue.
+        """End one process of the kind ``what``. Check that another process replaces it and the
+        trainers continue.
         """
         before = self.incarnation
         old = self.until(what, look)

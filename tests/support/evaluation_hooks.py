@@ -15,13 +15,13 @@ from tests.support.hooks import FOLDER
 
 SUITES = ("sampled", "other.reward")
 MASTER_STEP, WORKER_STEP = 3, 5
-"""Steps that are evaluated but not committed when the master or a worker is killed."""
+"""Steps after whose evaluation, and before whose commit, the master or a worker is killed."""
 
 
 def processes_die_once() -> None:
-    """The master is killed after it has written the scores of `MASTER_STEP`, before it records the
-    metrics. A worker is killed after it has written a part file of `WORKER_STEP`. The folder of the
-    test then has a copy of the written file.
+    """Kill the master after it has written the scores of `MASTER_STEP`, before it records the
+    metrics. Kill a worker after it has written a part file of `WORKER_STEP`. Copy the written file
+    to the folder of the test.
     """
     folder = Path(os.environ[FOLDER])
     record, write_part = MetricsRecorder.write, samples.write_part

@@ -66,9 +66,8 @@ def score(
 
 
 def _leave_a_process(folder: str, *, session: bool = True) -> None:
-    """Fork a process that keeps the pipes open, and start one that ignores SIGTERM.
-
-    If the reward's process lives, the started process leads a session.
+    """Fork a process that keeps the pipes open, and start a program that ignores SIGTERM. If the
+    reward's process stays alive, the program leads a session.
     """
     program = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)"
     started = subprocess.Popen([sys.executable, "-c", program], start_new_session=session)

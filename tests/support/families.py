@@ -46,7 +46,7 @@ ENCODERS: Final = frozenset(
         "xmod",
     )
 )
-"""Encoders, and decoders of encoder-decoder models, which transformers can also call causal."""
+"""Encoders, and decoders of encoder-decoder models, which transformers also lists as causal."""
 COMMON: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -58,7 +58,7 @@ COMMON: Final[Mapping[str, Any]] = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
-"""Sizes, also of fields to which transformers gives another name in some families."""
+"""Sizes by field, including names that only some families of transformers use."""
 OTHERS: Final[Mapping[str, Any]] = {
     "conv_L_cache": 3,
     "dense_intermediate_size": 48,
@@ -107,7 +107,7 @@ OTHERS: Final[Mapping[str, Any]] = {
     "vocab_size_per_layer_input": VOCABULARY,
     "zero_expert_num": 2,
 }
-"""Sizes of parts that only some families have; a field without a default keeps it."""
+"""Sizes of parts that only some families have; they apply to fields with a default."""
 OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bailing_hybrid": {"num_expert_group": 1, "num_experts_per_token": 2},
@@ -215,7 +215,7 @@ def families() -> list[str]:
 
 
 def _composite(name: str) -> bool:
-    """Return whether the family has towers, for pictures for example, or only assists another."""
+    """Return whether the family has towers (for pictures, say) or only assists another family."""
     parts = CONFIG_MAPPING[name].sub_configs
     return name.endswith("_assistant") or any("attn" not in k and "ffn" not in k for k in parts)
 
@@ -245,7 +245,7 @@ def tiny(name: str, **changes: Any) -> dict[str, Any]:
 def tiny_model(name: str, folder: Path | None = None, seed: int = 0, **changes: Any) -> Any:
     """Return a model of `tiny` with random parameters, also biases and norms.
 
-    It is saved in ``folder`` if one is given.
+    If ``folder`` is given, save the model there.
     """
     config = AutoConfig.for_model(**tiny(name, **changes))
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()

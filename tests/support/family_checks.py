@@ -67,7 +67,7 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Fields of published configs that servers read and transformers' classes lack."""
 REASON: Final = 300
-"""Characters of a reason."""
+"""Maximum number of characters of a reason."""
 
 
 class CheckError(Exception):
@@ -85,7 +85,7 @@ class Family:
     sites: dict[str, Site] = field(default_factory=dict)
     """Roots of the trials, by name."""
     results: dict[str, Any] = field(default_factory=dict)
-    """What trials that several columns need gave, or their errors."""
+    """Results, or errors, of trials that several columns need."""
     automatic: ClassVar[Any] = AutoModelForCausalLM
     """transformers' automatic class of the family's models."""
 
@@ -138,7 +138,7 @@ class Family:
 
     @torch.no_grad()
     def agrees(self, logp: torch.Tensor) -> None:
-        """Raise CheckError if ``logp`` [T] are not what transformers computes for each sequence."""
+        """Raise CheckError if ``logp`` [T] differ from transformers' values for each sequence."""
         for ids, found in zip(sequences()[0].split(LENGTHS), logp.split(LENGTHS), strict=True):
             if len(ids) > 1:
                 exact = self.reference(ids[None]).logits[0, :-1].log_softmax(-1)
@@ -173,7 +173,7 @@ class Family:
         self._once("grpo", run)
 
     def _once(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run a trial that several columns need; one that failed is not run again."""
+        """Run a trial that several columns need; do not run a failed trial again."""
         if name not in self.results:
             try:
                 self.results[name] = run()
@@ -244,7 +244,7 @@ def load(family: Family) -> None:
 
 @torch.no_grad()
 def logits(family: Family) -> None:
-    """A batch has the log-probabilities that transformers computes for each sequence alone."""
+    """A batch has the same log-probabilities as transformers for each single sequence."""
     ids, ends = sequences()
     features = family.model(ids, ends, max(LENGTHS))
     logp, _ = family.model.logprobs(features, ids, ends, temperature=1.0)
@@ -296,7 +296,7 @@ def said(site: Site, text: str) -> str:
 
 
 def sft(family: Family) -> None:
-    """Two steps of SFT have finite losses, and the second one that of other weights and rows."""
+    """Two steps of SFT have finite losses, which differ, because weights and rows do."""
     losses = family.losses("fsdp:d2")
     if losses[0] == losses[1] or not all(map(math.isfinite, losses)):
         raise CheckError(f"losses of two steps are {losses[0]} and {losses[1]}")
@@ -332,7 +332,7 @@ def grpo(family: Family) -> None:
 
 
 def of_generation(steps: list[dict[str, Any]]) -> None:
-    """Raise CheckError if generation and training give tokens other probabilities."""
+    """Raise CheckError if generation and training disagree about the probabilities of tokens."""
     ratio = max(abs(step["mismatch/ratio_max"] - 1) for step in steps)
     if not ratio <= 10 * NEAR:
         raise CheckError(

@@ -31,14 +31,14 @@ COLUMNS: Final = (*picture_checks.ALL, "t2", "megatron", "builtin")
 TEXT, IMAGES = "families", "images"
 """Keys of the kept results: of families that read only text, and of families that read images."""
 LIMIT_S: Final = 1800.0
-"""Time of all checks of a family. A server's start takes up to half of it."""
+"""Time limit of all checks of a family. The start of a server takes up to half of it."""
 TENTHS: Final = 10
 
 FORK_SERVER: Final = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload([picture_checks.__name__])  # imports once for all families
+FORK_SERVER.set_forkserver_preload([picture_checks.__name__])  # Import modules once.
 
 Results = dict[str, dict[str, str]]
-"""By family and column: empty if the check holds, or else the reason."""
+"""Results by family and column: empty if the check holds, else the reason."""
 
 
 def all_families() -> list[str]:
@@ -47,7 +47,7 @@ def all_families() -> list[str]:
 
 
 def asked_of(family: str, columns: Sequence[str]) -> list[str]:
-    """Return those of the columns that a family's table has."""
+    """Return the columns among ``columns`` that the table of a family has."""
     images = family in picture_families()
     own = picture_checks.columns_of(family) if images else columns
     return [column for column in columns if column in own]
@@ -101,7 +101,7 @@ def end_processes(folder: str) -> None:
             if entry.name.isdigit() and folder in (entry / "cmdline").read_bytes().decode():
                 os.kill(int(entry.name), signal.SIGKILL)
         except (OSError, UnicodeDecodeError):
-            continue  # it has ended, or is not one of ours
+            continue  # The process has ended or is not ours.
 
 
 def kept() -> dict[str, Any]:
@@ -136,7 +136,7 @@ def keep(results: Results) -> None:
 
 
 def differences(results: Results, wanted: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a line for each result that holds in only one of both."""
+    """Return a line for each check that holds in only one of the two results."""
     return [
         f"{family} {column}: {reason or 'yes'}; kept: {before[column] or 'yes'}"
         for family, columns in results.items()
@@ -183,7 +183,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def line(family: str, found: Mapping[str, str]) -> str:
-    """Return a line about one family: its columns, and the reason of each that does not hold."""
+    """Return a line about one family: its columns, and the reason of each failed check."""
     held = [column for column, reason in found.items() if not reason]
     lost = [f"  no {column}: {reason}" for column, reason in found.items() if reason]
     return "\n".join([f"{family}: {' '.join(held)}", *lost])

@@ -41,7 +41,7 @@ class Clock:
 
 
 class KilledError(BaseException):
-    """Raised in place of a kill of the process."""
+    """Stands for a kill of the process."""
 
 
 class Faulty(SystemCalls):
@@ -70,14 +70,14 @@ class Faulty(SystemCalls):
         self.clock = clock or Clock()
         self.count = 0
         self.names: list[str] = []
-        """The operations called."""
+        """Names of the called operations."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         return self._faulty(name, value) if name in OPERATIONS else value
 
     def fsync(self, descriptor: int) -> None:
-        """Takes no time; `tests.support.disk` tests durability."""
+        """Do nothing; `tests.support.disk` tests durability."""
 
     def fsync_directory(self, directory: Path) -> None:
         os.stat(directory)
@@ -94,12 +94,12 @@ class Faulty(SystemCalls):
             if self.killed and 0 <= self.at <= number:
                 if name == "write" and number == self.at:
                     real(arguments[0], arguments[1][: len(arguments[1]) // 2])
-                if name == "close":  # as the kernel does
+                if name == "close":  # The kernel closes it.
                     real(*arguments)
                 raise KilledError
             if not self.at <= number < self.at + self.times:
                 return real(*arguments)
-            if self.done or name == "close":  # a failed close has closed the file all the same
+            if self.done or name == "close":  # A failed close closes the file too.
                 result = real(*arguments)
                 if name == "open":
                     os.close(result)

@@ -1,8 +1,8 @@
 """Run every command on a run directory with an unreadable file or folder.
 
 ``python -m tests.support.forbidden FOLDER`` makes the run directory and prints each command that
-did not end with success or with one message. Root can read everything, so the program must run
-without the capabilities that allow it.
+did not end with success or with one message. Root can read every file, so the program must run
+without the capabilities that allow this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENT = "found nothing"
 
 
 def outcome(paths: RunPaths, target: Path, words: tuple[str, ...]) -> str:
-    """Return what is wrong with the end of a command while a path may not be read; else nothing."""
+    """Return the problem of a command's output or exit code if a path is unreadable, or ""."""
     mode = target.stat().st_mode
     out, err = io.StringIO(), io.StringIO()
     target.chmod(0)
@@ -55,7 +55,7 @@ def outcome(paths: RunPaths, target: Path, words: tuple[str, ...]) -> str:
 
 
 def problems(folder: Path) -> list[str]:
-    """Try each command with each file and folder; return what is wrong."""
+    """Try each command with each unreadable file and folder; return the problems."""
     os.chdir(folder)
     paths = hostile.build(folder)
     targets = [paths.run, *sorted(paths.run.rglob("*"))]

@@ -31,22 +31,22 @@ from slurmrl.tensors.layout import Array
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """Prompts with their completions, in the prompts' order; those of one prompt side by side."""
+    """Prompts with completions, in the order of prompts; completions of a prompt are adjacent."""
 
     tokens: Tensor
     """[T] packed: each prompt followed by its new tokens."""
     lengths: Tensor
-    """[S] int64, prompt and new tokens."""
+    """[S] int64: number of prompt tokens and new tokens."""
     prompt_lengths: Tensor
-    """[S] int64."""
+    """[S] int64: number of prompt tokens."""
     logprobs: Tensor
-    """[T], 0 on prompt tokens."""
+    """[T]: log-probabilities, 0 on prompt tokens."""
     finished: Tensor
     """[S] bool: ended with a stop token or stop string."""
     masks: SampledMasks | None = None
-    """Of all T tokens; empty on prompt tokens."""
+    """Sampling masks of all T tokens; empty on prompt tokens."""
     experts: list[Array] | None = None
-    """Of each sequence."""
+    """Experts of the tokens of each sequence."""
 
 
 def generated(
@@ -73,7 +73,7 @@ def generated(
 
 
 def how_many(engine: GenerateEngine) -> int:
-    """Ranks that have the same sample."""
+    """Return the number of ranks that have the same sample."""
     groups = getattr(engine.context, "groups", {})
     return dist.get_world_size(engine.context.group("data")) if "data" in groups else 1
 
@@ -90,7 +90,7 @@ def generate(
     limits: Limits | None = None,
     prefill_tokens: int | None = None,
 ) -> GenerationOutput:
-    """Generate completions by a model alone. Completions of a prompt are next to each other."""
+    """Generate completions by a model without an engine. Completions of a prompt are adjacent."""
     asked = requests(input_ids, cu_seqlens, options, seed=seed, step=step, keys=keys)
     tokens = prefill_tokens or len(input_ids)
 

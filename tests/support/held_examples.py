@@ -21,8 +21,8 @@ PLACES: dict[str, dict[str, Any]] = {
         "cluster.workers_per_host": 2,
     },
 }
-"""Where completions are made: on the first of two workers that train, on the trainer's other host,
-by a rollout task in an array, by one in the trainers' job."""
+"""Places of generation: the first of two workers that train, the trainer's other host, a rollout
+task in an array, a rollout task in the trainers' job."""
 
 
 def engine_of(config: str) -> str:
@@ -49,7 +49,7 @@ class HeldForms(ShortForms):
             **dict(self.overrides(config, values)),
             "trial": trial,
             "total_steps": steps,
-            "actor.optimizer.lr": 1e-2,  # every step changes the samples
+            "actor.optimizer.lr": 1e-2,  # Each step changes the samples.
             "checkpoint.every_steps": 2,
             "evaluation.every_steps": 5,
             "cluster.workers_per_host": 1,
@@ -68,7 +68,7 @@ class HeldForms(ShortForms):
     def overrides(self, config: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in super().overrides(config, values):
             if key.endswith("hidden_size"):
-                yield key, 64  # heads of 32, for vLLM
+                yield key, 64  # vLLM needs heads of 32.
             else:
                 yield key, value
         if (variable := f"{engine_of(config).upper()}_PYTHON") in os.environ:

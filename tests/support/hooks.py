@@ -21,7 +21,7 @@ class Hook:
 sys.meta_path.insert(0, Hook())
 """
 FOLDER = "TEST_FOLDER"
-"""The variable with the folder of the test."""
+"""Name of the environment variable with the folder of the test."""
 
 
 def hooked(folder: Path, trial: str, module: str, function: str) -> list[str]:

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """Return the peak of bytes that torch's CPU allocator holds during ``act``, in addition to the
-    bytes before. All tensors count, including those inside operators and of other threads.
+    """Return the peak increase of the bytes that torch's CPU allocator holds during ``act``. All
+    tensors count, including those inside operators and of other threads.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         act()

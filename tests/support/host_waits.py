@@ -20,7 +20,7 @@ from slurmrl.tensors.ops import attention
 
 OURS = str(Path(slurmrl.__file__).parent)
 READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
-"""Functions that copy a tensor to the host, and are no operators on a CPU."""
+"""Functions that copy a tensor to the host but are not operators on a CPU."""
 SIZED_BY_VALUES = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -57,7 +57,7 @@ class _Operators(TorchDispatchMode):
             self._waits.append(f"{func.name()} at {_place()}")
         out = func(*args, **(kwargs or {}))
         if of_device:
-            # (A tensor that is kept does not leave its address to others.)
+            # (Kept tensors keep their addresses, so no other tensor gets them.)
             self._marked.update({_address(tensor): tensor for tensor in _tensors(out)})
         return out
 
@@ -70,7 +70,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         read = func in READS and _address(args[0]) in self._marked
-        # A tensor that is made of Python numbers on a device is copied from pageable memory.
+        # A tensor from Python numbers on a device is copied from pageable memory.
         copied = func is torch.tensor and isinstance(kwargs.get("device"), torch.device)
         if read or copied:
             self._waits.append(f"{func.__name__} at {_place()}")

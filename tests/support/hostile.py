@@ -393,7 +393,7 @@ READERS: dict[str, Callable[[RunPaths], None]] = {
 
 
 def reader(paths: RunPaths, name: str) -> None:
-    """Read all files that the processes of a run read. Damage must raise our errors."""
+    """Read all files that the processes of a run read. Damage must raise errors of slurmrl."""
     said = "nothing"
     try:
         with bounded():

@@ -20,7 +20,7 @@ class Repository:
     commits: dict[str, Files] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     token: str = ""
-    """What a reader must show; "" for everybody."""
+    """Token that a reader must send; "" if everybody may read."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A worker of a rollout task: it joins its own world and makes nothing."""
+"""A worker of a rollout task that joins its world and generates nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKER = "tests.support.idle_world:IdleWorker"
 
 
 class IdleWorker:
-    """Rank 0 writes the result log: a count for each incarnation, with its own pid."""
+    """Rank 0 writes its pid and the number of each incarnation into the result log as counts."""
 
     def __init__(
         self,

@@ -12,9 +12,8 @@ PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
 
 
 def pip(command: str, folder: Path, *arguments: str) -> None:
-    """Run ``pip command`` on a copy of this tree, which is made in ``folder``: builds leave files.
-
-    What slurmrl requires is not installed.
+    """Run ``pip command`` on a copy of this tree in ``folder``, because builds leave files.
+    Requirements of slurmrl are not installed.
     """
     tree = folder / "tree"
     tree.mkdir()

@@ -1,9 +1,9 @@
 """Processes that pass evaluations to all sinks, each killed at another place: python -m
 tests.support.killed_arrivals RUN PLACE...
 
-Each PLACE is a separate process. It is killed when the evaluations are ``recorded``, after a part
-of the data for ``tensorboard``, ``wandb`` or ``mlflow``, or after the last of them has all data
-but before this is recorded (``held``). With ``none`` it is not killed.
+Each PLACE is a separate process. The process is killed when the evaluations are ``recorded``, after
+a part of the data for ``tensorboard``, ``wandb`` or ``mlflow``, or when all sinks have all data but
+this is not recorded (``held``). With ``none``, the process is not killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def prepare(place: str, paths: RunPaths) -> None:
 
         def one(self: Any, *arguments: Any, **options: Any) -> None:
             log(self, *arguments, **options)
-            time.sleep(5 * FLUSH_S)  # it writes its file meanwhile
+            time.sleep(5 * FLUSH_S)  # W&B writes its file now.
             die()
 
         Run.log = one  # type: ignore[method-assign, assignment]

@@ -1,4 +1,4 @@
-"""Measurement of the memory that a computation allocates."""
+"""Measure the memory that a computation allocates."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """megatron-core in processes without a GPU.
 
-Megatron uses torch.cuda for its device, streams and random states. Here, each of its modules gets
-a separate ``torch`` object that represents the CPU, and the rest of the process uses the real one.
-Rank processes call ``install`` before they make a megatron engine.
+Megatron uses torch.cuda for its device, streams and random states. Here, each module of megatron
+gets a separate ``torch`` object that represents the CPU. The rest of the process uses the real
+``torch``. Rank processes call ``install`` before they make a megatron engine.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Distributed(types.ModuleType):
 
 
 class TorchOnCPU(types.ModuleType):
-    """The real torch except for its device."""
+    """The real torch, with the CPU as its device."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -122,7 +122,7 @@ class TorchOnCPU(types.ModuleType):
 
 
 def called_by_megatron(depth: int = 2) -> bool:
-    """Return whether the function this many frames above belongs to megatron."""
+    """Return whether the function ``depth`` frames above belongs to megatron."""
     name = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return name.startswith(("megatron.", "transformer_engine."))
 

@@ -13,7 +13,7 @@ from tests.support.beds import bed
 from tests.support.trials import parent, wait_until
 
 NO_USER_SIGNAL = ("--conf", "SlurmctldParameters=")
-"""Options of a bed whose batch processes hear nothing of a preemption."""
+"""Options of a test bed whose batch processes get no signal of a preemption."""
 
 
 def slurm(*command: str) -> str:
@@ -89,9 +89,9 @@ def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -
     daemons = {parent(Path(f"/proc/{pid}")) for pid in pids}
     kill_daemon(directory, name)
     victims = {pid for pid in daemons if is_step_daemon(pid)} | set(pids)
-    # All stop before the first is killed: nothing survives long enough to report another's death.
-    # Children die before their parents: the kernel continues stopped processes that a parent leaves
-    # behind, and an srun that runs again cancels its step on the other hosts.
+    # Stop all before killing the first, so that no process can report the death of another. Kill
+    # children before their parents: the kernel continues stopped orphans, and a continued srun
+    # cancels its step on the other hosts.
     deepest_first = sorted(victims, key=_depth, reverse=True)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in deepest_first:

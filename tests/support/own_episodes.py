@@ -17,7 +17,7 @@ async def once(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
 async def several(
     policy: Policy, item: EpisodeItem, tools: Tools, *, turns: int = 3, message: str = "12"
 ) -> Completions:
-    """An episode of several turns. The first turn fails for ids that contain x."""
+    """An episode of several turns. The first turn fails if the id contains x."""
     if "x" in item.sample_id:
         raise ValueError("x marks the failure")
     completions = Completions(item.prompt)

@@ -1,7 +1,7 @@
 """A trial whose steps are slow until the test removes the pauses.
 
-It still runs when a test disturbs it, on machines of any speed, and ends soon afterwards. Its
-result does not depend on the pauses.
+The trial still runs when a test disturbs it, on machines of any speed, and ends soon afterwards.
+The pauses do not change its result.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def recovered(trial: Watched, since: int) -> str:
 
 
 def same(trial: Watched, calm: Outcome) -> None:
-    """Let the rest of the trial run without pauses, and compare its result."""
+    """Run the rest of the trial without pauses, and compare the result of the trial."""
     hurry(trial)
     assert calm.differences(trial.outcome()) == []
     wait_until("the chain to be gone from the queue", lambda: not queued())

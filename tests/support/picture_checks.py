@@ -81,7 +81,7 @@ class PictureFamily(Family):
 
 @torch.no_grad()
 def logits(family: PictureFamily) -> None:
-    """A batch has the log-probabilities that transformers computes for each sequence alone."""
+    """A batch has the same log-probabilities as transformers for each single sequence."""
     more = [torch.tensor([7, 8, 9])] * len(family.prompts.ids)
     found = trained_logprobs(family.prompts, more)
     wanted = transformers_logprobs(family.reference, family.prompts, more)

@@ -1,4 +1,4 @@
-"""Tiny random models that read images, with their processors, made on the spot."""
+"""Tiny random models that read images, and processors; all are made when needed."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def write_served_processor(folder: Path, family: str) -> dict[str, Any]:
         text["rope_parameters"] |= {"mrope_section": [8, 4, 4]}
         tower |= {"out_hidden_size": 128}
     tower |= {"hidden_size": 64, "intermediate_size": 128}
-    if family == "qwen2_5_vl":  # SGLang knows patches of the released models only
+    if family == "qwen2_5_vl":  # SGLang supports only the released patch sizes.
         tower |= {"patch_size": 14, "window_size": 56}
         size = {"shortest_edge": 4 * 784, "longest_edge": 8 * 784}
         Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, size=size).save_pretrained(folder)

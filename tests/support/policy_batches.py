@@ -29,8 +29,7 @@ class Batch:
         temperature: float,
         limit: int,
     ) -> Batch:
-        """Draw groups of different sizes, with failed episodes and, in some batches, several
-        turns.
+        """Sample groups of different sizes with failed episodes and, in some batches, many turns.
 
         At least one completion is finished. ``actor`` [V, V] has the logits by the previous token;
         completions have up to ``limit`` tokens.

@@ -1,5 +1,5 @@
 """A step of policy gradients by loops over single tokens in float64, from the papers' formulas
-(docs/algorithms.md). Models are tables: logits by the token before, values by the token itself.
+(docs/algorithms.md). Models are tables: logits by the previous token, values by the token itself.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reference:
     settings: Any
     prompts: list[Prompt]
     limit: int
-    """Most tokens that the policy may write."""
+    """Maximum number of tokens that the policy may write."""
     temperature: float
     kl_coef: float
     recomputes: bool
@@ -262,7 +262,7 @@ def surrogate(s: Any, ratio: Tensor, logp: Tensor, advantage: float) -> tuple[Te
         return -advantage * 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)), False
     if s.objective == "cispo":
         return -advantage * min(max(r, least), most) * logp, not least <= r <= most
-    constant = None  # the ratio where a bound replaces it
+    constant = None  # The bound, if it replaces the ratio.
     if advantage > 0 and r > most:
         constant = most
     elif advantage < 0 and r < least:

@@ -32,7 +32,7 @@ class Totals:
     tokens: int = 0
     denominator: float = 0.0
     weighted: Stats = field(default_factory=dict)
-    """Of statistics that are divided by the denominator."""
+    """Sums of statistics that are divided by the denominator."""
     sums: Stats = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
@@ -230,7 +230,7 @@ class ActorStep:
                     moved.append((x * x, place))
         threshold = self.reference.settings.m2_threshold
         while moved and fmean(square for square, _ in moved) > threshold:
-            most = max(moved)[0] * (1.0 - 1e-6)  # equal squares go together
+            most = max(moved)[0] * (1.0 - 1e-6)  # Drop equal squares together.
             kept -= {place for square, place in moved if square >= most}
             moved = [(square, place) for square, place in moved if square < most]
         return kept

@@ -16,8 +16,8 @@ from tests.support.trials import wait_until
 
 
 def reference_waits_for_critic() -> None:
-    """Let each inference of the reference end only after the critic's inference of the same step on
-    rank 0.
+    """Delay the end of each inference of the reference until the critic's inference of the step on
+    rank 0 has ended.
     """
     forward = FSDPEngine.forward
     folder = Path(os.environ[FOLDER])
@@ -65,7 +65,7 @@ def first_move_goes_wrong() -> None:
 
 
 def ranks_die_while_they_serve() -> None:
-    """Kill a follower rank during generation, and after the restart its leader."""
+    """Kill a follower rank during generation, and its leader after the restart."""
     for kind, method, calls in ((FollowerBatch, "_step", 50), (LeaderBatch, "step", 30)):
         setattr(kind, method, _deadly(getattr(kind, method), kind is LeaderBatch, calls))
 

@@ -1,4 +1,4 @@
-"""Graphs of a CPU that behave as CUDA graphs do."""
+"""Graphs on a CPU that behave like CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecordedGraph:
 
     def replay(self) -> None:
         self._graphs.replayed += 1
-        if self._computed:  # (the capture has computed already, which that of a GPU does not)
+        if self._computed:  # A capture on a GPU would not compute.
             self._computed = False
             return
         for function, args, kwargs, results in self._calls:

@@ -1,4 +1,4 @@
-"""Replace a file or folder of a run by another kind of file, as users and faulty programs do."""
+"""Replace a file or folder of a run by another kind of file, like users or faulty programs."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""Checks what a trial with rollout tasks has trained, by its files alone (see "Leases of samples"
-in docs/protocols.md). It shares no code with the ledger.
+"""Check the steps of a trial with rollout tasks from its files, without code of the ledger.
 
-The surviving line is the steps that led to the last commit: each with the incarnation that trained
-it. `problems` says what does not hold for them:
+See "Leases of samples" in docs/protocols.md. The surviving line consists of the steps that led to
+the last commit, each with the incarnation that trained it. `problems` lists violations of rules:
 
-- each step has one batch, and the metrics have it once;
-- no item is trained twice, and none is lost: each that was given out is trained, dropped, leased,
-  finished or queued, as each commit of the line has it;
-- each sample that was trained is in the result log of its task, and its bytes are those recorded;
-- no token was drawn by weights older than the bound, or by weights that led nowhere.
+- each step has one batch, and one line of metrics;
+- no item is trained twice or lost: each commit of the line has each taken item as trained, dropped,
+  leased, finished or queued;
+- each trained sample is in the result log of its task, with the recorded bytes;
+- no token was sampled by weights older than the bound, or by weights outside of the line.
 
-With a filter a step has candidates first. The samples of its batch are some of theirs.
+With a filter, a step first has candidates. Its batch contains samples of some candidates.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Checker:
                 newest = data["directory"]
                 commits[newest] = Version(data["step"], record["incarnation"])
             elif record["kind"] == "delete" and data["directory"] == newest:
-                newest = None  # damaged; the next BEGIN says from where it goes on
+                newest = None  # It was damaged. The next BEGIN names its base.
         spans: list[Span] = []
         while newest is not None:
             end = commits[newest]

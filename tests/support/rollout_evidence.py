@@ -28,7 +28,7 @@ KEPT = (
     "checkpoints/step-*/state.json",
 )
 LOOK_S = 0.05
-"""Between two looks for new files."""
+"""Seconds between two searches for new files."""
 
 
 class Archive:
@@ -49,7 +49,7 @@ class Archive:
         self.look()
 
     def look(self) -> None:
-        """Link the files that are there now. A file that is gone again is left out."""
+        """Link the files that are there now. Leave out files that were removed again."""
         for pattern in KEPT:
             for file in self.run.glob(pattern):
                 link = self.folder / file.relative_to(self.run)
@@ -59,13 +59,13 @@ class Archive:
                         os.link(file, link)
 
     def _follow(self) -> None:
-        """Look for new files until the end, with higher priority than other processes, because
-        missed files cannot be checked later.
+        """Search for new files until the end. The priority is higher than that of other processes,
+        because missed files cannot be checked later.
         """
         with suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
         while not self._over.wait(LOOK_S):
-            with suppress(FileNotFoundError):  # a directory may go while it is listed
+            with suppress(FileNotFoundError):  # A directory may be removed.
                 self.look()
 
 
@@ -105,7 +105,7 @@ class Group:
     item: int
     lease: str
     tokens: tuple[str, ...]
-    """The weight version of each token that the policy drew."""
+    """The weight version of each token that the policy sampled."""
 
 
 def read_group(data: bytes) -> Group:

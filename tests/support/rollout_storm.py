@@ -31,7 +31,7 @@ STEPS_BETWEEN = 3
 STEPS = 2 + KINDS_AT_A_TIME * (STEPS_BETWEEN + 2) + 3
 DISK = "256m"
 OUTAGE_LOOKS = 30
-"""How often a directory is looked at that takes no writes, before it does again."""
+"""Number of reads of a read-only directory before it becomes writable again."""
 
 
 def weather(folder: Path, bed: Path, seed: int) -> tuple[list[str], list[str]]:
@@ -156,7 +156,7 @@ class Storm:
                 _signal(pid, signal.SIGKILL)
 
     def lost(self) -> int:
-        """Return the number of attempts that masters have declared lost or that have left."""
+        """Return the number of attempts that have exited or that masters have declared lost."""
         told = events.read_all(self.trial.witness.paths)
         states = [one["state"] for one in told if one["kind"] == "rollout_task"]
         return len(states) - states.count("joined")
@@ -246,7 +246,7 @@ def array_throttled(storm: Storm) -> None:
 def _throttle(array: str, tasks: int) -> None:
     command = ["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={tasks}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # scontrol also fails if only elements that have ended refuse the update
+    # scontrol also fails if only ended elements reject the update.
     assert done.returncode == 0 or ": No error" in done.stderr, f"{command}: {done.stderr}"
 
 
@@ -360,4 +360,4 @@ KINDS: dict[str, Callable[[Storm], None]] = {
         *(samples_cut, samples_removed),
     )
 }
-"""What may happen, by name."""
+"""The possible disturbances, by name."""

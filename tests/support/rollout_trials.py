@@ -25,7 +25,7 @@ BATCH = 8
 
 
 def site_in(folder: Path, environment: Mapping[str, str], pause_s: float = 0.3) -> Site:
-    """Return a site whose trials find their reward in ``folder``; it pauses until `hurry`."""
+    """Return a site whose trials have a reward in ``folder``, which pauses until `hurry`."""
     code = REWARD.format(hurry=str(folder / "hurry"), pause_s=pause_s)
     (folder / "reward_of_mine.py").write_text(code)
     path = os.pathsep.join((str(folder), str(REPOSITORY)))
@@ -33,7 +33,7 @@ def site_in(folder: Path, environment: Mapping[str, str], pause_s: float = 0.3) 
 
 
 def hurry(site: Site) -> None:
-    """Let the site's trials go on without pauses."""
+    """Let the site's trials continue without pauses."""
     (site.folder / "hurry").touch()
 
 

@@ -33,7 +33,7 @@ class ScriptedEngine(RolloutEngine):
         await asyncio.sleep(self._delay_s)
         self.at_once -= 1
         tokens = self._answer(request)[: request.options.max_new_tokens]
-        options = request.options  # an answer to one with stop strings ends with one
+        options = request.options  # Each answer has a stop string.
         stopped = tokens[-1] in options.stop_token_ids or bool(options.stop_strings)
         return tuple(
             Completion(

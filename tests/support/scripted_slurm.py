@@ -29,9 +29,9 @@ class Slurm(SlurmClient):
         self.lose = False
         self.looked_for: list[str] = []
         self.rows: list[QueueRow] | None = None
-        """The whole queue, in place of that of the jobs."""
+        """The whole queue, in place of the queue of the jobs."""
         self.most: int | None = None
-        """Most elements of an array that sbatch takes."""
+        """Maximum number of elements of an array that sbatch accepts."""
         self.limits = ""
         self.accounts: list[QueueRow] | None = None
         self.asked: list[tuple[str, ...]] = []

@@ -38,7 +38,7 @@ class ScriptedTask:
         self.agent = Identity("rollout", task, attempt, f"r{task}", "50.0.0", f"50_{task}", 1)
         self.version = ""
         self.open: dict[int, str] = {}
-        """Leases by item that are asked for and not answered."""
+        """Leases of the requested items that have no answer yet, by item."""
         self.answered: set[tuple[str, int]] = set()
         self.leaving = False
         self.master: WakeupAddress | None = None

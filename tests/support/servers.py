@@ -21,7 +21,7 @@ from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind, Serving
 class ServerOfARun:
     pid: int
     folder: Path
-    """Its private folder in the host's memory."""
+    """Private folder of the server in host memory."""
 
 
 def servers(run: Path) -> list[ServerOfARun]:

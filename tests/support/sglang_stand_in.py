@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ADMIN = (*("/pause_", "/continue_", "/abort_", "/update_", "/release_", "/resume_", "/flush_"),)
 KEPT = 6
-"""Tokens of the context that a prompt cannot have."""
+"""Number of tokens of the context that a prompt cannot use."""
 
 
 class StandIn:
@@ -33,7 +33,7 @@ class StandIn:
         self.folder = options["--model-path"]
         self.config = AutoConfig.from_pretrained(self.folder)
         self.model: Any = None
-        """None until weights came."""
+        """The model; None until weights have arrived."""
         self.version = "default"
         self.asleep = False
         self.running = asyncio.Event()

@@ -1,10 +1,9 @@
-"""Incarnations that feed all sinks and are killed meanwhile: python -m
-tests.support.sink_incarnation RUN PLACE...
+"""Incarnations that are killed while they feed sinks: ``sink_incarnation RUN PLACE...``.
 
 Each PLACE is an incarnation of four more steps in a separate process, which has already imported
-the libraries. It records two more steps than it commits. When every sink has started, it kills
-itself at PLACE: ``kept`` (the steps are delivered, but this is not recorded), ``half`` (half of
-the data is delivered), or ``none``.
+the libraries. The process records two more steps than it commits. When every sink has started, the
+process kills itself at PLACE: ``kept`` (the steps are delivered, but this is not recorded),
+``half`` (half of the data is delivered), or ``none``.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def take_half(kind: Any) -> None:
 
     def half(self: Any, lines: Any) -> None:
         log(self, lines[: len(lines) // 2])
-        time.sleep(5 * FLUSH_S)  # W&B writes its file meanwhile
+        time.sleep(5 * FLUSH_S)  # W&B writes its file now.
         die()
 
     kind.log = half
@@ -103,7 +102,7 @@ def wait_for_services() -> None:
     trial needs longer to start.
     """
     deadline = time.monotonic() + 60.0
-    with contextlib.suppress(ChildProcessError):  # none is left
+    with contextlib.suppress(ChildProcessError):  # No child is left.
         while True:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 assert time.monotonic() < deadline, "waited 60 s for processes of a killed child"

@@ -92,4 +92,4 @@ ALL_SINKS = {
     "wandb": {"project": "p"},
     "mlflow": {"experiment": "e"},
 }
-"""Their settings."""
+"""Settings of all sinks."""

@@ -1,8 +1,8 @@
 """A client's view of a shared disk through stale caches.
 
 For up to ``cache_s``, a client may see a removed entry, miss a new entry (negative entries), and
-see an old listing or an old file size, which hides new bytes. Its own changes reach the server
-immediately and drop its own entry.
+see an old listing or an old file size, which hides new bytes. Changes by the client reach the
+server immediately and drop the client's cached entry.
 """
 
 from __future__ import annotations

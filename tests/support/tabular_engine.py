@@ -61,10 +61,9 @@ class RankThreads:
 
 
 class TabularEngine:
-    """What algorithms use of `TrainEngine`.
-
-    :param table: [V, V] logits by the token before, or [V] values.
-    :param budget: tokens of a micro-batch; a longer sequence has one of its own.
+    """The part of `TrainEngine` that algorithms use. :param table: [V, V] logits by the previous
+    token, or [V] values. :param budget: tokens of a micro-batch; a longer sequence gets a separate
+    one.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class TabularEngine:
         return result
 
     def _microbatches(self, sample: SequenceSample) -> Iterator[SequenceSample]:
-        """Return micro-batches within the budget; an empty one for a rank without items."""
+        """Return micro-batches within the budget; a rank without items gets an empty one."""
         start, size = 0, 0
         for place, tokens in enumerate(sample.item_lengths("input_ids")):
             if size and size + tokens > self._budget:

@@ -110,8 +110,8 @@ class _Kernels(_Names):
         *more: Any,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """Return the product B A of tensors whose last dimension is the columns. Each is transposed
-        if its flag is set.
+        """Return the product B A of tensors whose last dimension is the columns. A tensor is
+        transposed if its flag is set.
         """
         bias, grad, accumulate = more[2], more[6], more[9]
         made = _product(a.flatten(0, -2), a_turned, b.flatten(0, -2), b_turned)
@@ -166,7 +166,7 @@ def install() -> None:
     if not FOLDER.is_dir():
         raise FileNotFoundError(f"{FOLDER} is not there: scripts/test makes it")
     sys.path.insert(0, str(FOLDER))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not search for shared objects
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # Do not search for shared objects.
     for name in WITHOUT:
         _add(_Names(name))
     sys.modules["transformer_engine_torch"] = _Kernels("transformer_engine_torch")
@@ -188,8 +188,8 @@ def _add(module: types.ModuleType) -> None:
 
 
 def _patch() -> None:
-    warnings.filterwarnings("ignore", "To guarantee overlapping")  # a matter of CUDA streams
-    warnings.filterwarnings("ignore", "fp8_autocast is deprecated")  # megatron calls it
+    warnings.filterwarnings("ignore", "To guarantee overlapping")  # about CUDA streams
+    warnings.filterwarnings("ignore", "fp8_autocast is deprecated")  # megatron calls it.
     fake = megatron_cpu.TorchOnCPU()
     fake.cuda.is_available = lambda: True
     fake.cuda.is_current_stream_capturing = lambda: False

@@ -47,8 +47,8 @@ ROLES = {
 
 
 def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 300.0) -> T:
-    """Poll until ``check`` returns a true value. At the deadline, the error names the awaited
-    condition. A check that runs a command takes at most half a core.
+    """Poll until ``check`` returns a true value. The error at the deadline names the condition. A
+    check that runs a command takes at most half a core.
     """
     deadline = time.monotonic() + timeout_s
     while (began := time.monotonic()) < deadline:
@@ -183,7 +183,7 @@ def processes(run: Path) -> dict[str, list[int]]:
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not, nor one that goes while it is looked at."""
+    """Return whether a process runs; false for a zombie, or if it ends during the check."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -10,8 +10,8 @@ from typing import Any
 from slurmrl.tensors.weights import writer
 
 DEADLY = ("4.1/part-1.json", "6.2/manifest.json")
-"""Records before which the process is killed that is about to write them: a rank with its part on
-disk, and the master with all parts there."""
+"""Records whose writer is killed just before it writes: a rank whose part is on disk, and the
+master when all parts are on disk."""
 
 
 def processes_die_while_they_publish() -> None:

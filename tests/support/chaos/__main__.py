@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    logging.disable(logging.WARNING)  # failures are the subject here
+    logging.disable(logging.WARNING)  # Failures are expected here.
     gc.freeze()  # forked actors then share the pages of all these modules
     try:
         for name in options.scenario or sorted(SCENARIOS):

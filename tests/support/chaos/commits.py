@@ -1,4 +1,4 @@
-"""Scenarios: commits of checkpoints by the real committer, their deletion, and processes of dead
+"""Scenarios: the real committer commits and deletes checkpoints, next to processes of dead
 incarnations. A fake workforce writes the ranks' files.
 """
 
@@ -106,7 +106,7 @@ def master(folder: Path, me: int, note: Note) -> None:
     except StaleIncarnationError:
         note(event="stale")
     except (CheckpointError, EnvironmentFailure) as error:
-        # Harmless if there is a newer one: it may have deleted our base, and cleans up our files.
+        # Harmless if a newer incarnation has deleted our base: it also removes our files.
         writer.check()
         raise ViolationError(f"the newest incarnation lost files: {error}") from error
 
@@ -130,7 +130,7 @@ def successor(folder: Path, me: int, note: Note) -> None:
 
 
 def late_writer(folder: Path, me: int, note: Note) -> None:
-    """Threads of ranks that continue to write after the end of their master."""
+    """Threads of ranks that continue to write after their master has ended."""
     paths = RunPaths(folder)
     for number in range(4):
         for name in leftovers(folder):

@@ -28,8 +28,8 @@ def setup(folder: Path) -> None:
 
 
 def master(folder: Path, me: int, note: Note) -> None:
-    """Post batches of two messages until there is a newer incarnation. The master notices it at the
-    latest when it reads the history, as at a commit.
+    """Post batches of two messages until there is a newer incarnation. The master detects the newer
+    incarnation no later than at its next read of the history.
     """
     paths = RunPaths(folder)
     writer = begin(History(paths.history), {"by": me})
@@ -48,7 +48,7 @@ def master(folder: Path, me: int, note: Note) -> None:
     except StaleIncarnationError:
         note(event="stale")
     except EnvironmentFailure as error:
-        with suppress(StaleIncarnationError):  # a newer one has removed the log
+        with suppress(StaleIncarnationError):  # a newer incarnation has removed it
             writer.check()
             raise ViolationError(f"the newest incarnation lost its log: {error}") from error
 

@@ -73,7 +73,7 @@ def _shown(record: Record) -> list[object]:
 
 
 def check_history(folder: Path, events: list[Event]) -> list[Record]:
-    """Check that one sequence has every acknowledged record, and readers saw prefixes."""
+    """Check that one sequence has all acknowledged records, and that readers saw prefixes of it."""
     records = History(folder).read()
     shown = [_shown(record) for record in records]
     won: dict[int, int] = {}

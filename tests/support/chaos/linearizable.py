@@ -25,7 +25,7 @@ class Operation:
     result: Any
     begin: int
     end: int | None
-    """Index of the event at which it returned; None: never."""
+    """Index of the event at which the call returned; None if it never returned."""
 
 
 def operations(events: Sequence[dict[str, Any]], key: str) -> list[Operation]:

@@ -1,5 +1,5 @@
-"""Scenarios: a rollout task writes samples and records them; masters read them and remove what is
-settled.
+"""Scenarios: a rollout task writes and records samples; masters read samples and remove settled
+ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def task(folder: Path, me: int, note: Note) -> None:
 
 def master(folder: Path, me: int, note: Note) -> None:
     """Read the records of the first attempt. Every second read is by a later incarnation, which
-    begins at the position of the last one.
+    begins at the last read position.
     """
     place = "rollout", 0, 0
     paths = RunPaths(folder)

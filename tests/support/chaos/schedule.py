@@ -12,8 +12,8 @@ from tests.support.chaos.stepping import WRITES, Actor, Process
 
 MAX_STEPS = 20_000
 STICKINESS = (0.0, 0.6, 0.95)
-"""The probability that an actor keeps moving: small steps of all, or long runs while others
-pause."""
+"""Probabilities that the same actor continues: 0 alternates actors; near 1, others pause for
+long."""
 
 Event = dict[str, Any]
 Check = Callable[[Path, list[Event]], None]
@@ -38,7 +38,7 @@ class Scenario:
 class Outcome:
     events: list[Event] = field(default_factory=list)
     killed_at: str | None = None
-    """``<number>:<operation>``; None if the victim ended before."""
+    """The operation as ``<number>:<operation>``; None if the victim ended earlier."""
     victim_operations: int = 0
 
 

@@ -65,7 +65,7 @@ class Pacer:
                 return real(*arguments, **options)
             token = self.turn(name)
             if not token:
-                os._exit(3)  # the controller is gone
+                os._exit(3)  # The controller has exited.
             if token == HALF and name in WRITES and len(arguments[1]) > 1:
                 half = memoryview(arguments[1])[: len(arguments[1]) // 2]
                 arguments = (arguments[0], half, *arguments[2:])
@@ -76,14 +76,14 @@ class Pacer:
 
 class Process:
     """The controller's side of an actor's process, which runs one part after the other. During a
-    part, the process stops before ``operation``. None: it waits for the next part.
+    part, the process stops before ``operation``. With None, it waits for the next part.
     """
 
     def __init__(self, parts: Mapping[str, Actor]) -> None:
         self.operation: str | None = None
         self.number = 0
         self.count = 0
-        """Operations of this part that happened."""
+        """Executed operations of this part."""
         self._parts = parts
         self._pid = 0
 
@@ -96,7 +96,7 @@ class Process:
 
     def go(self, note: Callable[[dict[str, Any]], None], *, half: bool = False) -> None:
         """Let the actor execute its operation. Receive its reports until it stops before the next
-        one.
+        operation.
         """
         if self.operation != "start":
             self.count += 1

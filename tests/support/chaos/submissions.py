@@ -30,7 +30,7 @@ from tests.support.chaos.stepping import Note
 RUN = Path("run")
 SLURM = Path("slurm")
 CONFIG = "sft.yaml"
-"""The trial of `write_config`."""
+"""Name of the trial that `write_config` configures."""
 PENDING, CANCELLED = "PENDING", "CANCELLED"
 
 
@@ -88,7 +88,7 @@ class FolderScheduler(SlurmScheduler):
 
 @cache
 def _proposal() -> proposal.Proposal:
-    """Return the proposal, which is made only once, because this writes nothing."""
+    """Return the proposal. It is made only once, because making it writes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder))
         return proposal.propose(config, [], root=folder, scheduler="local")

@@ -70,7 +70,7 @@ def host(folder: Path, me: int, note: Note) -> None:
             continue
         try:
             problem = _problem(found)
-        except WeightVersionError:  # the other process has moved on
+        except WeightVersionError:  # Another process has updated it.
             note(event="moved on")
             continue
         if problem is not None or found.id < least:

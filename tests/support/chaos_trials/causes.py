@@ -17,12 +17,12 @@ TIMEOUT_S = 600.0
 @dataclass(frozen=True)
 class Cause:
     role: str
-    """One of `tests.support.trials.ROLES`; a process with it is chosen."""
+    """Role of the process, from `tests.support.trials.ROLES`."""
     signal: signal.Signals
     everyone: bool = False
-    """All processes of the role at once."""
+    """Whether all processes of the role get the signal at once."""
     resumes: bool = False
-    """The trial needs ``slurmrl resume`` after it."""
+    """Whether the trial needs ``slurmrl resume`` afterwards."""
 
 
 CAUSES = {
@@ -42,8 +42,8 @@ DEFAULT = ("worker", "master", "agent", "supervisor", "warn")
 
 
 def strike(cause: Cause, run: Path, choice: float, over: Callable[[], bool]) -> bool:
-    """Send the signal to a process of the run when it exists. Return False if ``over``
-    held first.
+    """Send the signal to a process of the run when it exists. Return False if ``over`` returned
+    True first.
     """
 
     def struck() -> str | None:
@@ -54,7 +54,7 @@ def strike(cause: Cause, run: Path, choice: float, over: Callable[[], bool]) -> 
             for pid in found if cause.everyone else [found[int(choice * len(found))]]:
                 os.kill(pid, cause.signal)
         except ProcessLookupError:
-            return None  # it just ended by itself: choose another one
+            return None  # The process just ended: choose another.
         return "struck"
 
     return wait_until(f"a {cause.role} of {run}", struck, TIMEOUT_S) == "struck"

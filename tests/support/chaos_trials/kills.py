@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PHASES = {"step": 6, "commit": 2, "start": 2}
-"""The weight of each phase. ``start`` is the start that follows the previous kill."""
+"""Relative frequency of each phase. ``start`` is the start after the previous kill."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Plan:
     number: int
     cause: str
     phase: str
-    """``step``: the batch of ``step`` was given out; ``commit``: a checkpoint of that step or a
-    later one is being written; ``start``: an incarnation has begun."""
+    """Begin of the phase: the batch of ``step`` was posted (``step``), a checkpoint of ``step`` or
+    later is being written (``commit``), or an incarnation has begun (``start``)."""
     step: int
     fraction: float
     """Delay before the kill, as a fraction of the phase's usual length."""
     choice: float
-    """Choice among the candidate processes: 0 to 1 along their order."""
+    """Position of the chosen process in the list of candidates, from 0 to 1."""
 
     @property
     def moment(self) -> str:

@@ -16,7 +16,7 @@ class Usual:
     """Lengths of an undisturbed run's phases in seconds."""
 
     start_s: float
-    """From BEGIN until the ranks are ready."""
+    """Seconds from BEGIN until the ranks are ready."""
     step_s: float
     commit_s: float
 
@@ -30,15 +30,15 @@ class Kill:
 
     plan: Plan
     at: float
-    """Seconds since the epoch."""
+    """Time of the kill in seconds since the epoch."""
     incarnation: int
     """The newest incarnation at the time of the kill."""
     successor: int | None = None
-    """The incarnation that trained again; None if none was needed."""
+    """The incarnation that trained again; None if no new incarnation was needed."""
     how: str = ""
-    """How the next incarnation started, in words."""
+    """Description of the start of the next incarnation."""
     seconds: float | None = None
-    """From the kill to the end of the next trained step."""
+    """Seconds from the kill to the end of the next trained step."""
 
 
 class Monkey:
@@ -62,7 +62,7 @@ class Monkey:
         return self.kills
 
     def _carry_out(self, plan: Plan) -> bool:
-        """Execute one plan; False if the trial ended before there was a process to kill."""
+        """Execute one plan; return False if the trial ended before a process could be killed."""
         cause = CAUSES[plan.cause]
         if not strike(cause, self.trial.witness.paths.run, plan.choice, self.trial.over):
             return False

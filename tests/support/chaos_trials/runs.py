@@ -17,7 +17,7 @@ from tests.support.trials import Site, generate_config, ppo_config, sft_config
 
 STEPS_PER_KILL = {"sft": 12, "ppo": 4, "generate": 12}
 LAST_STEPS = 12
-"""Steps after the last kill's window, so that the trial must recover."""
+"""Steps after the last possible kill, so that the trial must recover."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Setting:
     scheduler: str = "local"
     hosts: int = 1
     gpu: bool = False
-    """Each rank has a GPU and computes in bfloat16, instead of float32 on a CPU."""
+    """Whether each rank computes on a GPU in bfloat16, instead of on a CPU in float32."""
     mixed: bool = False
-    """Each model of PPO, and generation, has a layout of its own, on 2 ranks; the reference is on
-    one of them and follows the actor."""
+    """Whether the models of PPO and generation have different layouts on 2 ranks. The reference is
+    then on one rank and follows the actor."""
 
     @property
     def steps(self) -> int:
@@ -63,7 +63,7 @@ class Setting:
             config["ref"] = config.get("ref", {}) | ref
             config["rollout"] |= {"backend": "native:d2"}
         if self.gpu:
-            config["deterministic"] = True  # not the default there
+            config["deterministic"] = True  # not the default on GPUs
             for role in {"actor", "critic", "ref"} & config.keys():
                 config[role]["dtype"] = "bfloat16"
         return config

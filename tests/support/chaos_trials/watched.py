@@ -19,12 +19,12 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that must not depend on how often a trial was disturbed."""
+    """All results that must not depend on the disturbances of a trial."""
 
     final: dict[str, Any]
     """`Site.outcome`: files, export, ledger, metrics, results, evaluations."""
     batches: dict[int, Items]
-    """Items of each step, as committed."""
+    """Items of each committed step."""
     state: str
     step: int
 
@@ -64,7 +64,7 @@ class Watched:
 
     @property
     def incarnation(self) -> int:
-        """The newest one."""
+        """Number of the newest incarnation."""
         return self.witness.state.incarnation
 
     def resume(self) -> None:

@@ -19,17 +19,17 @@ Items = list[list[int]]
 
 
 class Witness:
-    """Observes a run directory from outside; `look` records what is new."""
+    """Observes a run directory from outside; `look` records new files and batches."""
 
     def __init__(self, paths: RunPaths, folder: Path) -> None:
-        """``folder``: the place of the links, on the same file system."""
+        """``folder`` gets the links and is on the same file system."""
         self.paths = paths
         self.folder = folder
         folder.mkdir(exist_ok=True)
         self.state = TrialState()
         self.records: list[Record] = []
         self.posted: dict[int, dict[int, Items]] = {}
-        """Batches by incarnation and step."""
+        """The posted batches, by incarnation and step."""
         self._history = History(paths.history)
         self._logs: dict[int, LogReader] = {}
 
