@@ -120,6 +120,7 @@ def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> N
     The files must store the same values of adapted weights as the model. Compare every ``ranks``-th
     weight from number ``first`` on. If tensor ranks share a weight, compare this rank's part.
     """
+    assert isinstance(model.config, HFConfig), "a model of transformers"
     files = open_folder(source)
     weights = {
         weight: model.get_parameter(weight)
@@ -133,7 +134,7 @@ def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> N
         rank = model.tensor_rank
         boxes = {name: model.tensor.box(name, shape, rank) for name, shape in shapes.items()}
     specs = files.specs()
-    names = adapted_tensors(shapes, specs, source)
+    names = adapted_tensors(shapes, specs, source, model.config, model.head)
     for weight in sorted(weights)[first::ranks]:
         name, values = names[weight], weights[weight].detach()
         stored = as_tensor(files.read(name, boxes[weight]), specs[name].dtype)

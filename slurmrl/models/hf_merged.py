@@ -24,7 +24,7 @@ from slurmrl.models.adapters import (
     tensor_sum,
 )
 from slurmrl.models.architecture import Head
-from slurmrl.models.hf_config import MODULE
+from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.hf_targets import adapted_tensors
 from slurmrl.models.shapes import LM_HEAD, FolderTensors, TrainedTensors
 from slurmrl.tensors.checkpoint.export import widened
@@ -38,7 +38,12 @@ class MergedFolder:
     """Weights for an export: W + scale * B A in float32, and the folder's other tensors."""
 
     def __init__(
-        self, trained: TrainedTensors, folder: FolderTensors, head: Head, scale: float
+        self,
+        trained: TrainedTensors,
+        folder: FolderTensors,
+        config: HFConfig,
+        head: Head,
+        scale: float,
     ) -> None:
         """Open the folder. Raises UsageError if its files do not store the adapted weights."""
         inputs.check_folder(folder.folder)
@@ -52,7 +57,7 @@ class MergedFolder:
             for name in own
             if name.endswith(LORA_A) and (weight := adapted_weight(name)) is not None
         }
-        names = adapted_tensors(shapes, self._specs, folder.folder)
+        names = adapted_tensors(shapes, self._specs, folder.folder, config, head)
         self._adapted = {name: weight for weight, name in names.items()}
         """Names of the adapted weights, by their names in the files."""
         replaced = {name.removeprefix(MODULE) for name in self._heads}

@@ -15,7 +15,9 @@ from typing import Any, Final
 
 from slurmrl.config.schema.roles import ALL_LINEAR, Lora
 from slurmrl.errors import UsageError
-from slurmrl.models.hf_config import MODULE
+from slurmrl.models import hf_form
+from slurmrl.models.architecture import Head
+from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.tensors.layout import Index, TensorSpec
 
 QUERY_VALUE: Final = ("q_proj", "v_proj")
@@ -88,29 +90,50 @@ def peft_targets(
 
 
 def adapted_tensors(
-    shapes: Mapping[str, Index], specs: Mapping[str, TensorSpec], folder: Path
+    shapes: Mapping[str, Index],
+    specs: Mapping[str, TensorSpec],
+    folder: Path,
+    config: HFConfig,
+    head: Head,
 ) -> dict[str, str]:
     """Return the name in the files of each adapted weight of ``shapes``.
 
     ``specs`` are the tensors of the model's files, which may name the modules around a layer
     differently. A weight is the tensor of its layer number whose name has the longest end in common
-    with the weight's name, of at least two parts, such as ``q_proj.weight``. Raises UsageError if
-    the files do not store a weight as one tensor of its shape.
+    with the weight's name, of at least two parts, such as ``q_proj.weight``. If this rule does not
+    find every weight, apply it to the names that transformers writes for these weights. Raises
+    UsageError if the files do not store a weight as one tensor of its shape.
     """
+    try:
+        return _found({name: name.removeprefix(MODULE) for name in shapes}, shapes, specs, folder)
+    except UsageError:
+        slices = hf_form.file_form(config, head).slices
+        written = {name: slices[name][0].tensor for name in shapes if name in slices}
+        if written.keys() != shapes.keys():
+            raise
+        return _found(written, shapes, specs, folder)
+
+
+def _found(
+    names: Mapping[str, str],
+    shapes: Mapping[str, Index],
+    specs: Mapping[str, TensorSpec],
+    folder: Path,
+) -> dict[str, str]:
     stored: dict[str, list[str]] = {}
     for name in specs:
         stored.setdefault(_of_layer(name)[0], []).append(name)
     found: dict[str, str] = {}
     taken = set()
     for weight, shape in shapes.items():
-        name = weight.removeprefix(MODULE)
+        name = names[weight]
         same = [name] if name in specs else _nearest(name, stored.get(_of_layer(name)[0], []))
         fitting = [each for each in same if specs[each].shape == tuple(shape)]
         if len(fitting) != 1 or fitting[0] in taken:
             problem = "in another form" if not fitting else f"ambiguously ({', '.join(fitting)})"
             raise UsageError(
-                f"{folder} stores {name} {problem}, so that its adapter cannot be merged; leave it "
-                "out of lora.targets"
+                f"{folder} stores {weight.removeprefix(MODULE)} {problem}, so that its adapter "
+                "cannot be merged; leave it out of lora.targets"
             )
         (found[weight],) = fitting
         taken.add(found[weight])

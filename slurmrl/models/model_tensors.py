@@ -27,7 +27,7 @@ from slurmrl.models.adapters import (
     tensor_sum,
 )
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.hf_config import stored
+from slurmrl.models.hf_config import HFConfig, stored
 from slurmrl.models.hf_merged import MergedFolder
 from slurmrl.models.shapes import (
     EMBEDDING,
@@ -268,8 +268,9 @@ def _opened(
     trained: RoleCheckpoint, origin: PinnedOrigin, values: dict[str, Any]
 ) -> tuple[ExportedWeights, Storage]:
     head: Head = "value" if origin.head == "value" else "lm"
-    config = None if origin.implementation == "hf" else ModelConfig.from_hf(values)
-    if config is not None:
+    hf = origin.implementation == "hf"
+    config = HFConfig.from_hf(values) if hf else ModelConfig.from_hf(values)
+    if isinstance(config, ModelConfig):
         storage = storage_of(config)
     elif origin.lora is None:
         storage = file_form(values, "hf", head)[1]
@@ -286,14 +287,14 @@ def _opened(
 
 
 def merged_weights(
-    trained: TrainedTensors, folder: Path, config: ModelConfig | None, head: Head, lora: Lora
+    trained: TrainedTensors, folder: Path, config: ModelConfig | HFConfig, head: Head, lora: Lora
 ) -> MergedCheckpoint | MergedFolder:
-    """Return the weights of ``folder`` merged with adapters. ``config`` is None for hf models.
+    """Return the weights of ``folder`` merged with adapters.
 
     Raises UsageError if the folder has no weights of this architecture.
     """
-    if config is None:
-        return MergedFolder(trained, open_folder(folder), head, lora.scale)
+    if isinstance(config, HFConfig):
+        return MergedFolder(trained, open_folder(folder), config, head, lora.scale)
     return MergedCheckpoint(trained, folder, config, head, lora)
 
 

@@ -28,7 +28,7 @@ from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL, is_temporary
 from slurmrl.models.adapters import write_adapter
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.hf_config import stored
+from slurmrl.models.hf_config import HFConfig, stored
 from slurmrl.models.model_tensors import merged_weights, open_folder, read_headers, stored_name
 from slurmrl.models.shapes import FolderTensors, file_form, mtp_entries, states_mtp
 from slurmrl.plan.build import make_plan
@@ -180,8 +180,8 @@ class Exporter:
         if model.lora is None:
             return trained
         assert model.path is not None, "submission rejects adapters without a path"
-        builtin = model.implementation == "builtin"
-        config = ModelConfig.from_hf(config_values(model)) if builtin else None
+        kind = ModelConfig if model.implementation == "builtin" else HFConfig
+        config = kind.from_hf(config_values(model))
         merged = merged_weights(trained, Path(model.path), config, self.head, model.lora)
         if trained.frozen is not None:
             merged.check_base(trained.frozen, model.dtype)

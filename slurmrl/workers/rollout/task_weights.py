@@ -258,7 +258,7 @@ class MergingHost:
         shutil.rmtree(self._folder, ignore_errors=True)
         atomic.make_private_directory(self._folder, calls=self._calls)
         if not isinstance(self._config, ModelConfig):
-            return self._read_files()
+            return self._read_files(self._config)
         shapes, constants = stored_shapes(self._config, "lm"), constant_specs(self._config)
         types = {n: constants[n].dtype if n in constants else self._dtype for n in shapes}
         fingerprint = Fingerprint(shapes, self._device)
@@ -275,14 +275,14 @@ class MergingHost:
         self._write(ADAPTED, (one for one in entries if one.name in self._adapted))
         return str(fingerprint)
 
-    def _read_files(self) -> str:
+    def _read_files(self, config: HFConfig) -> str:
         """Copy the tensors of a model of transformers as its files store them.
 
         Round only weights with adapters, to the trainers' dtype. Return the fingerprint.
         """
         files = open_folder(self._source)
         specs = files.specs()
-        names = adapted_tensors(self._shapes, specs, self._source)
+        names = adapted_tensors(self._shapes, specs, self._source, config, "lm")
         self._adapted = {name: weight for weight, name in names.items()}
         whole = {name: tuple(spec.shape) for name, spec in specs.items()}
         fingerprint = Fingerprint(whole, self._device)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slurmrl.config.schema.roles import Lora
 from slurmrl.models.adapters import write_adapter
-from slurmrl.models.hf_config import MODULE, stored
+from slurmrl.models.hf_config import MODULE, HFConfig, stored
 from slurmrl.models.hf_merged import MergedFolder
 from slurmrl.models.hf_targets import TRANSPOSED
 from slurmrl.models.model_tensors import open_folder
@@ -62,7 +62,8 @@ def assert_merged_as_exported(ranks: RankPool, found: Setup, folder: Path) -> se
     names = [name for name, _ in saved.weights()]
     assert names
     assert all(name.endswith((".lora_A", ".lora_B")) for name in names)
-    merged = MergedFolder(saved, open_folder(found.source), "lm", 5 / 3)
+    config = HFConfig.from_hf(json.loads((found.source / "config.json").read_text()))
+    merged = MergedFolder(saved, open_folder(found.source), config, "lm", 5 / 3)
     files = dict(merged.weights())
     compared = set()
     for _, _, chunks in ranks(found.ranks, f"{LORA_CASES}:loaded", found, folder):
@@ -113,7 +114,7 @@ def test_peft_and_merged_export_compute_as_tensor_ranks(
     saved, lora = RoleCheckpoint(folder, "actor"), Lora(rank=3, alpha=5.0, targets="all-linear")
     values = json.loads((base / "config.json").read_text())
     written = write_adapter(saved, tmp_path / "adapter", lora, "lm", base="base", theirs=values)
-    merged = MergedFolder(saved, open_folder(base), "lm", lora.scale)
+    merged = MergedFolder(saved, open_folder(base), HFConfig.from_hf(values), "lm", lora.scale)
     form, _ = file_form(values, "hf", "lm")
     merged_at = export(merged, form, tmp_path / "merged", generation={}, storage=stored)
     whole, exported = (AutoModelForCausalLM.from_pretrained(each) for each in (base, merged_at))

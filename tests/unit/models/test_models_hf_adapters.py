@@ -40,7 +40,7 @@ FAMILIES = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma2"),
     *("gemma3_text", "gpt_oss", "glm4", "glm4_moe", "deepseek_v3", "olmo2", "phi3", "phi"),
     *("nemotron_h", "falcon_h1", "mamba2", "gpt2", "opt", "bloom", "gpt_neox", "mixtral"),
-    *("cohere2", "granitemoehybrid", "kimi_linear"),
+    *("cohere2", "granitemoehybrid", "kimi_linear", "bailing_hybrid"),
 )
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 LENGTHS = (5, 9, 1, 7)
@@ -157,7 +157,7 @@ def test_outputs_gradients_and_exports_equal_peft(family: str, tmp_path: Path) -
         assert (plain - logp).abs().max() > 1e-3
         torch.testing.assert_close(plain, logprobs_of(expected, ids, rows), rtol=bound, atol=bound)
 
-    merged = MergedFolder(trained, open_folder(tmp_path / "base"), "lm", LORA.scale)
+    merged = MergedFolder(trained, open_folder(tmp_path / "base"), model.config, "lm", LORA.scale)
     values, _ = file_form(tiny(family), "hf", "lm")
     export(merged, values, tmp_path / "merged", generation={}, storage=stored)
     whole = read(tmp_path / "merged", family).inner
@@ -250,8 +250,8 @@ def test_adapter_files_of_another_model_are_rejected(tmp_path: Path) -> None:
         ("inner.model.layers.7.self_attn.v_proj.weight", (16, 24), "in another form"),
     ):
         with pytest.raises(UsageError, match=message):
-            adapted_tensors({name: shape}, specs, tmp_path)
+            adapted_tensors({name: shape}, specs, tmp_path, model.config, "lm")
     shape = specs["model.layers.0.self_attn.v_proj.weight"].shape
     names = (f"inner.model.layers.0.{each}.v_proj.weight" for each in ("self_attn", "cross_attn"))
     with pytest.raises(UsageError, match=r"cross_attn.v_proj.weight ambiguously \(model.layers.0"):
-        adapted_tensors(dict.fromkeys(names, shape), specs, tmp_path)
+        adapted_tensors(dict.fromkeys(names, shape), specs, tmp_path, model.config, "lm")

@@ -39,7 +39,7 @@ def task(folder: Path, family: str) -> TaskWeights:
     return TaskWeights(folder / "versions", folder / "host", config.to_hf(), host)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral", "nemotron_h", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "nemotron_h", "gpt_oss", "deepseek_v4"])
 def test_task_serves_the_same_bits_as_the_export(tmp_path: Path, family: str) -> None:
     """Also covers files with one tensor per expert, or with other names than the model."""
     tiny_model(family, tmp_path / "base")
@@ -48,7 +48,7 @@ def test_task_serves_the_same_bits_as_the_export(tmp_path: Path, family: str) ->
     version = task(tmp_path, family).newer()
     assert version is not None
     found = open_folder(version.folder)
-    merged = MergedFolder(adapters, base, "lm", LORA.scale)
+    merged = MergedFolder(adapters, base, HFConfig.from_hf(tiny(family)), "lm", LORA.scale)
     values, _ = file_form(tiny(family), "hf", "lm")
     folder = export(merged, values, tmp_path / "merged", generation={}, storage=stored)
     expected = open_folder(folder)
