@@ -94,7 +94,7 @@ def include(
 
 
 def requester() -> str:
-    """Return a name for this process as the claimant of an extension."""
+    """Return the name under which this process claims an extension."""
     return f"{user_name()}@{socket.gethostname()}:{os.getpid()}"
 
 

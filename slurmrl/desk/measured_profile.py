@@ -36,7 +36,7 @@ from slurmrl.workers import hardware_job
 from slurmrl.workers.hardware_sizes import ON_CPUS, ON_GPUS, MeasureSizes
 
 SENT: Final[Mapping[str, float]] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""Number of times that a collective sends the part of the tensor that a rank lacks."""
+"""Number of times that a collective sends each rank the missing part of the tensor."""
 LARGEST_SHARE: Final = 1.5
 LEAST_S: Final = 1e-7
 
@@ -57,7 +57,7 @@ def profile_text(
     points = _together(ranks)
     like = name if name in hardware.shipped_names() else FITTED_GPU
     shape = read(model)
-    assert shape is not None, "the measured model is one of the built-in decoder"
+    assert shape is not None, "the built-in decoder runs the measured model"
     measured = _Measured(name, like, points, shape)
     numbers = {key: float(f"{value:.4g}") for key, value in measured.numbers().items()}
     values = {"hardware": name, "like": like, "made": made_by, "measured": numbers}

@@ -66,11 +66,11 @@ class Proposal:
     kind: str
     """The scheduler: ``local`` or ``slurm``."""
     recorder: ProvenanceWriter
-    """The user's code, and the writer of its record in a snapshot."""
+    """Writer of the snapshot's provenance record, which also has the user's code."""
     update_code: bool = False
     """Whether to take another snapshot of the code."""
     renamed: Callable[[], Proposal] | None = None
-    """Makes the proposal again with another free name; None if the user has chosen the name."""
+    """Function that makes the proposal again with another free name; None for a user's name."""
 
     @property
     def trial(self) -> str:

@@ -103,8 +103,8 @@ class Rope:
         """Read the rotary fields of a ``config.json`` as transformers does. Also return problems.
 
         With ``partial``, a part of each head's dims may be rotated. The older ``rope_scaling``
-        overrides ``rope_parameters``, and an original length next to these objects overrides an
-        original length in them.
+        overrides ``rope_parameters``. An original length outside these objects overrides an
+        original length inside them.
         """
         stated = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"

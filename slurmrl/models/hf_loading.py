@@ -82,7 +82,7 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
 def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
     """Return the reason why a folder's files do not fill the model of a ``config.json`` object.
 
-    Only headers of files are read, and tensors that the config ties. Pinned checkpoints and
+    Read only the headers of files, and the tensors that the config ties. Pinned checkpoints and
     quantized folders are not checked.
     """
     if is_pinned(source) or values.get("quantization_config"):
@@ -90,7 +90,7 @@ def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
     try:
         model = sketch(HFConfig.from_hf(values), head)
         report: dict[str, Any] = {}
-        with suppress(ImportError, AttributeError, TypeError):  # another version of transformers
+        with suppress(ImportError, AttributeError, TypeError):  # The private loader may differ.
             report = _report(model, source)
         if report:
             _require_filled(model, report, source)
@@ -172,7 +172,7 @@ def make_model(
             stated = {**_stated(config), **LABELS[head]}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **stated))
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # keeps GPU generators
+                torch.default_generator.manual_seed(seed)  # seeds no GPU generator
                 model = task_of(config, head).from_config(settings, dtype=dtype)
             fresh = True
     except UsageError:

@@ -59,7 +59,7 @@ class MergedFolder:
         }
         names = adapted_tensors(shapes, self._specs, folder.folder, config, head)
         self._adapted = {name: weight for weight, name in names.items()}
-        """Names of the adapted weights, by their names in the files."""
+        """Name of each adapted weight, by its name in the files."""
         replaced = {name.removeprefix(MODULE) for name in self._heads}
         if head == "value":
             replaced.add(LM_HEAD)

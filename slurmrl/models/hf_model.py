@@ -330,8 +330,8 @@ def check_generation(model: nn.Module, inner: PreTrainedModel) -> None:
 def _difference(model: nn.Module, inner: PreTrainedModel, trial: int) -> float:
     """Return the relative difference between logits from generation and from one whole pass.
 
-    The test has two prompts and pads the shorter one. Before new tokens, the rows change places and
-    another session begins.
+    The test has two prompts and pads the shorter one. Before the new tokens, another session
+    begins, and the rows of the first session change places.
     """
     ids = trial_tokens(inner, trial, LONG + SHORT)
     rows = (ids[:LONG], ids[LONG:])

@@ -148,7 +148,7 @@ def _nearest(name: str, others: Iterable[str]) -> list[str]:
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return the number of equal parts at the beginning of both."""
+    """Return the number of equal parts at the beginning of two names."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -40,7 +40,7 @@ ATTENTION = (
 
 
 def layer_call(mode: Recompute) -> LayerCall:
-    """Return a function that calls a layer. It ignores ``selective``, which layers implement."""
+    """Return a function that calls a layer. Layers implement ``selective`` themselves."""
     return recomputed if mode == "full" and torch.is_grad_enabled() else plain
 
 

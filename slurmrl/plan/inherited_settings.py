@@ -42,7 +42,7 @@ TASKS_BACKEND: Final = "native:d1"
 WITHOUT_ENCODER: Final = "slurmrl.models.families:WITHOUT_ENCODER"
 """Table that ``plan`` must import by name."""
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
-"""Roles that never start from the actor's weights: a copy of the actor could not teach it."""
+"""Roles that never start from the actor's weights: a copy could not teach the actor."""
 INHERITED: Final = (
     "implementation",
     "dtype",

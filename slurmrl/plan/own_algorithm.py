@@ -252,8 +252,8 @@ def wrong_class(schema: Any) -> str:
     if get_origin(name) is Literal:
         kept = get_args(name)
         return (
-            f"{schema.__name__} allows only the names of its base class ({', '.join(kept)}); "
-            "declare in it: name: str"
+            f"{schema.__name__} allows only the names of its base class ({', '.join(kept)}); add a "
+            "field to it: name: str"
         )
     for field in schema.model_fields.keys() - base.model_fields.keys():
         if hasattr(base, field):
@@ -442,7 +442,7 @@ def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: boo
 
 
 def _unread(algorithm: Algorithm, calls: Sequence[Call], config: Config) -> Iterator[str]:
-    """Yield messages about calls that would train with other probabilities than sampling used."""
+    """Yield messages about training calls that do not read the records of generation."""
     for setting, recorded in RECORDED.items():
         keys = resolve(recorded)(algorithm, config)
         for call in calls:

@@ -82,7 +82,7 @@ class TrialResolver:
         self._source = source
         self._root = Path(config.root)
         self._configs = source.path.parent
-        """Folder that may have the configuration of a trial that must be submitted before."""
+        """Folder that may contain the configuration of a trial that must be submitted first."""
         self._frozen = frozen
         self._planning = planning
         run = RunPaths.of(self._root, user_name(), config.experiment, config.trial)

@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements ``start <= index < start + size`` of a tensor; both have one entry per dim.
+    """Elements ``start <= index < start + size`` of a tensor, with one entry per dim.
 
     The box of a scalar has no dims and one element.
     """
@@ -403,14 +403,14 @@ class Layout:
         ranks = values["ranks"]
         made = [Holders(tuple(map(HeldBox.from_json, parts))) for parts in values["holders"]]
         if any(not 0 <= r < ranks for all_ in made for part in all_.parts for r in part.ranks):
-            raise ValueError(f"a rank beyond the {ranks} ranks")
+            raise ValueError(f"a rank is beyond the {ranks} ranks")
         dims = [{len(part.box.size) for part in each.parts} for each in made]
         tensors, holders = {}, {}
         for name, (shape, dtype, number) in values["tensors"].items():
             tensors[name] = TensorSpec(tuple(shape), dtype)
             holders[name] = made[number]
             if not dims[number] <= {len(shape)}:
-                raise ValueError(f"a box of other dims than '{name}' of shape {shape}")
+                raise ValueError(f"a box has another number of dims than '{name}' of shape {shape}")
         return Layout(tensors, holders, ranks)
 
     def check(self) -> None:

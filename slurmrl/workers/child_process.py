@@ -386,7 +386,7 @@ limit, because a suspended agent could not receive pulses in between."""
 
 
 def pulse_interval_s(heartbeat_s: float, silence_s: float) -> float:
-    """Return the interval between two pulses. ``silence_s`` contains several intervals."""
+    """Return the interval between two pulses, a fraction of ``silence_s``."""
     return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
 
 

@@ -51,7 +51,7 @@ SHORTEST_POLL_S = 0.02
 POLL_S_PER_RANK = 0.0005
 """Poll interval per rank. All ranks together list the directory at most 2000 times per second."""
 Reject = Callable[[str, int], str | None]
-"""Function from a GPU's name and bytes to the reason why models cannot fit; None if they may."""
+"""Function of a GPU's name and bytes that returns why models cannot fit, or None if they may."""
 
 
 def collective_timeout(step_timeout_s: float) -> timedelta:

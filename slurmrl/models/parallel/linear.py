@@ -108,7 +108,7 @@ class VocabEmbedding(nn.Embedding):
         self.first, self.split = first, split
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map ids [T] to embeddings [T, h]; with sequence parallelism, only of this rank's."""
+        """Map ids [T] to embeddings [T, h]; with sequence parallelism, only for this rank's ids."""
         if self.split.tensor.size == 1:
             return super().forward(input_ids)
         row = input_ids - self.first

@@ -252,12 +252,12 @@ def _rejected(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Prob
 
 
 def _own(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Check that servers that the run starts have GPUs or tasks, and a Python."""
+    """Check that servers that the run starts have GPUs or tasks, and a Python interpreter."""
     rollout = draft.config.rollout
     if not rollout.gpus.strip() and rollout.tasks is None:
         message = (
-            f"is required with {backend}: the GPUs of the trainers' job (workers, if there are no "
-            "GPUs) that have a server. Or set rollout.tasks (one server per task) or "
+            f"is required with {backend}: the GPUs of the trainers' job that run servers (without "
+            "GPUs: the workers). Or set rollout.tasks (one server per task) or "
             "rollout.servers (addresses of running servers)"
         )
         yield draft.problem((ROLLOUTS, "gpus"), message)

@@ -87,7 +87,7 @@ def _section(draft: Draft, key: KeyPath, dataset: Dataset) -> Iterator[Problem]:
         reason = f" with type {dataset.kind}; allowed types: {', '.join(TYPES)}"
         yield draft.reject(key, reason, value)
     elif not all(part.is_chat for part in dataset.parts.values()):
-        reason = " without a chat template, which writes where images belong: set chat_template"
+        reason = " without a chat template, which marks the places of images: set chat_template"
         yield draft.reject(key, reason, value)
 
 
@@ -122,7 +122,7 @@ def _form(model: Model) -> dict[str, object]:
 
 
 def _side(value: Any) -> Any:
-    """Return the number that a list of equal numbers repeats. Return other values unchanged."""
+    """Return the number in a list of equal numbers. Return other values unchanged."""
     equal = isinstance(value, list) and value and value == value[:1] * len(value)
     return value[0] if equal else value
 

@@ -216,7 +216,7 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
 
 
 def length_of_run(draft: Draft) -> Iterator[Problem]:
-    """Check that training has a number of steps, on which learning rates depend.
+    """Check that the number of training steps is set, because learning rates depend on it.
 
     Algorithms with a single pass over the dataset must not have the settings of training.
     """
@@ -326,5 +326,5 @@ def _unfinished_warmups(config: Config, algorithm: Algorithm) -> Iterator[str]:
             reason = f"the {steps} optimizer steps of the run: the learning rate never reaches lr"
             yield f"{key}.warmup_steps {warmup} is more than {reason}"
         elif options.schedule != "constant" and 0 < (options.schedule_steps or 0) <= warmup:
-            reason = "includes the warm-up: the learning rate falls to its minimum right after it"
+            reason = "is not above the warm-up, after which the learning rate falls to its minimum"
             yield f"{key}.schedule_steps {options.schedule_steps} {reason} (warmup_steps {warmup})"

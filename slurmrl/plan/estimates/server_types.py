@@ -125,6 +125,6 @@ def staged_weights(weights: float, narrower: Narrower, *, versions: int = 1) -> 
     """Return the bytes of host memory for weights on their way to a server.
 
     ``weights`` is the number of bytes in the type of training. While a server loads narrower
-    weights, their files exist in addition to the ``versions``.
+    weights, their files exist in addition to the ``versions`` copies.
     """
     return weights * (versions + (narrower.weights if narrower.weights < 1 else 0))

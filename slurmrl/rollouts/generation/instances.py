@@ -55,10 +55,10 @@ class Instances(RolloutEngine):
     """Sends each request to one of several instances.
 
     An instance gets requests only while it has the newest weight version. A request goes to the
-    instance that has the request's prefix in its cache, unless the load of this instance is much
-    higher than the load of another. If an instance is lost, its requests are sent again. Samples do
-    not depend on the instance. While no instance is usable, requests wait for at most ``wait_s``
-    seconds, or until all instances have been given up.
+    instance that has the request's prefix in its cache, unless another instance has a much lower
+    load. If an instance is lost, its requests are sent again. Samples do not depend on the
+    instance. While no instance is usable, requests wait for at most ``wait_s`` seconds, or until
+    all instances have been given up.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ class ServerKind(ABC):
         tensor_ranks: int,
         device: torch.device,
     ) -> None:
-        """``tensor_ranks`` is the number of GPUs that share the model, such as ``device``."""
+        """``tensor_ranks`` is the number of GPUs that share the model, including ``device``."""
         self.config, self.dtype, self.serving = config, dtype, serving
         self.tensor_ranks, self.device = tensor_ranks, device
         self.model = ServedModel.of(self.model_config(), text=serving.text, experts=serving.experts)

@@ -138,7 +138,7 @@ def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
         "stop": list(options.stop_strings),
         "ignore_eos": True,  # the stop ids contain the end-of-text token if needed
         "seed": seed,
-        "logprobs": 0,  # only of the sampled tokens
+        "logprobs": 0,  # only log-probabilities of sampled tokens
         "detokenize": bool(options.stop_strings),
         "skip_special_tokens": False,  # stop strings may contain special tokens
     }

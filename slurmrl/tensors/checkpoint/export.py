@@ -108,7 +108,7 @@ class Precision:
         The entry's ``data`` raises CheckpointError for a finite value that overflows in that type.
         """
         stored = entry.spec.dtype
-        bare = entry.name.partition(".")[2]  # name in files without a head
+        bare = entry.name.partition(".")[2]  # Files of models without a head use this name.
         default = None if entry.name.endswith(EXACT) else self.default
         wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or default
         if wanted is None or wanted == stored or stored not in FLOATS:

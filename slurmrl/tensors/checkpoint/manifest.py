@@ -79,7 +79,7 @@ def write_manifest(
     state: Mapping[str, Any],
     calls: SystemCalls = REAL,
 ) -> Manifest:
-    """Write ``state.json`` and then ``manifest.json``; sync both and the directory's own entry.
+    """Write ``state.json`` and then ``manifest.json``; sync both files and the directory.
 
     ``files`` are the ranks' files; ``state`` is everything else that a run needs to continue.
     Raises EnvironmentFailure.

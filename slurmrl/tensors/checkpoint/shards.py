@@ -189,7 +189,7 @@ class RoleCheckpoint:
         box = box or Box.whole(spec.shape)
         target = np.empty(box.size, dtype=NUMPY_DTYPES[spec.dtype])
         for block, fill in self._blocks(name, box):
-            index: tuple[Any, ...] = (*block.inside(box), ...)  # a view even of a scalar
+            index: tuple[Any, ...] = (*block.inside(box), ...)  # With ..., scalars are views too.
             fill(target[index])
         return target
 

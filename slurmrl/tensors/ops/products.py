@@ -54,8 +54,8 @@ BLOCK = 2**22
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a @ b for matrices of one dtype, without gradients; write it into ``out`` if given.
 
-    On processors of AMD, torch multiplies float32 matrices with MKL, which uses AVX2. oneDNN uses
-    AVX-512 and takes half the time for large products, and so computes them.
+    On processors of AMD, torch multiplies float32 matrices with MKL, which uses AVX2. For large
+    products, this function uses oneDNN, which takes half the time with AVX-512.
     """
     if not _by_onednn(a, b.shape[1]):
         return torch.mm(a, b, out=out)

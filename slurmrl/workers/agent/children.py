@@ -235,7 +235,7 @@ class Children:
     def turn(self, timeout_s: float) -> News:
         """Wait at most ``timeout_s`` until a child sends a message or ends.
 
-        Return the last messages of a child before its end, or together with it.
+        Return a child's last messages before its end or together with its end.
         """
         for pipe in (self._line, *(slot.pipe for slot in self.slots)):
             if pipe is not None:

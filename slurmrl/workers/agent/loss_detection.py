@@ -141,8 +141,8 @@ class Symptoms:
 class OomKills:
     """Reads the kernel's count of out-of-memory kills from the most precise available counter.
 
-    The counter is of this process's control group (version 2, else 1), or else of the whole host.
-    The group contains all children, even in containers.
+    The counter belongs to this process's control group (version 2 or 1), otherwise to the whole
+    host. The group contains all children, even in containers.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -190,7 +190,7 @@ def _read(path: Path) -> str:
 WATCHERS = 3
 """Number of agents that watch the first agent."""
 GRACE_S = 30.0
-"""Seconds within which a batch process that still runs would end this step."""
+"""Seconds that a batch process may take to end this step, if it still runs."""
 LOOK_S = 3.0
 
 
@@ -322,7 +322,7 @@ class TrainersLease:
         """Round of agents whose first agent is still unknown; None if it is known."""
 
     def follow(self, job: str) -> None:
-        """From now on, observe the first agent of a round, which began a new incarnation."""
+        """Observe the first agent of a round that began a new incarnation."""
         self._sought = job
 
     def seen(self, incarnation: int) -> Orphaned:

@@ -35,7 +35,7 @@ MOST_BYTES = 256 * 1024
 """Maximum bytes of the stacks of one process."""
 PY_SPY = "py-spy"
 PY_SPY_S = 8.0
-"""Seconds that py-spy may take for all processes, one after the other."""
+"""Total seconds that py-spy may take for all processes."""
 HELD = "Tt"
 """States of stopped processes, which py-spy cannot pause to read their C frames."""
 BLOCKED = "D"

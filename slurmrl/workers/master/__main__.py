@@ -293,8 +293,8 @@ def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
         came = f"starting and loading took {ready_s:.0f} s, and {_finished(paths)}"
     limit = f"cluster.slurm.time ({slurm.time})" if slurm.time else "cluster.slurm.time"
     return (
-        f"{came}. A job needs time for one step between loading and Slurm's warning, and for "
-        f"another step and its commit between the warning and the limit ({slurm.signal_lead_s} s). "
+        f"{came}. A job must finish a step before Slurm's warning, and another step and its commit "
+        f"within {slurm.signal_lead_s} s after the warning. "
         f"Raise {limit} or cluster.slurm.signal_lead_s, commit more often "
         "(checkpoint.every_steps), or make steps shorter"
     )

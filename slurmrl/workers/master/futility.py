@@ -37,10 +37,9 @@ def futile_start(
     - user code failed with the same exception at the same step twice
     - the same input was absent twice in a row
     - two jobs in a row reached their time limit before a commit (``explain_limit`` adds figures)
-    - ``max_begins`` incarnations in a row made no commit
-
-    Incarnations whose job Slurm requeued or ended do not count, unless `LOSSES` times as many lost
-    a host without a warning.
+    - ``max_begins`` incarnations in a row made no commit; if Slurm requeued or ended the job of an
+      incarnation, this incarnation does not count
+    - ``LOSSES * max_begins`` of these incarnations lost a host without a warning
     """
     in_vain = fold(records).begins_without_commit
     # One more: include the incarnation that made the last commit.

@@ -266,7 +266,7 @@ class Master:
             raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
         tokens = seen.pop()
         generates = any(call.method == Method.GENERATE for call in self.plan.all_calls)
-        names = [call.interface for call in self.plan.all_calls]  # A user's may use the tokens.
+        names = [call.interface for call in self.plan.all_calls]  # User code may use the tokens.
         used = any("reward_model" in name or not name.startswith(OWN_PACKAGE) for name in names)
         self.progress.use_stop_tokens([token for token, _ in tokens], check=generates or used)
         if generates:

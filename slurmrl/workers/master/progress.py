@@ -213,7 +213,7 @@ class Progress:
         self.chat_template = template
 
     def use_stop_tokens(self, ids: list[int], *, check: bool = True) -> None:
-        """Set the tokens that end a completion. With ``check``, reject others with UsageError."""
+        """Set the tokens that end a completion. With ``check``, raise UsageError for changes."""
         before = self.stop_token_ids or ids
         if check and {*before} != {*ids}:
             raise UsageError(
@@ -316,7 +316,7 @@ class Progress:
 
     def record(self, incarnation: int, files: int) -> None:
         """Record that this incarnation has written the last finished step to part files."""
-        own = incarnation, files, self.step - 1  # a filter may leave no item of a step in between
+        own = incarnation, files, self.step - 1  # A step without items is not recorded.
         before = [(steps.incarnation, steps.files, steps.last) for steps in self.recorded[-1:]]
         first = self.recorded.pop().first if before == [own] else self.step
         self.recorded.append(

@@ -300,7 +300,7 @@ class AttemptWakeups:
             attempt.announce(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
 
     def wake(self, attempts: Iterable[RolloutAttempt]) -> None:
-        """Tell attempts by wake-ups that there are requests or new weights."""
+        """Send wake-ups about new requests or weights to attempts."""
         if self._wakeups is not None:
             self._wakeups.wake([one.wakeups for one in attempts if one.wakeups is not None])
 
@@ -379,11 +379,11 @@ def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
 
 
 STARTS: Final = 2
-"""Number of equal failures, per task that may run, after which the trial fails."""
+"""Number of equal failures per allowed task after which the trial fails."""
 FEWEST: Final = 3
 """Minimum number of equal failures after which the trial fails."""
 OF_ONE_HOST: Final = 4
-"""Factor of this number if all failures were on one host, because the host may be the cause."""
+"""Factor of both numbers if all failures were on one host, because the host may be the cause."""
 _NUMBER = re.compile(r"\d+")
 
 

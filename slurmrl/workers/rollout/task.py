@@ -38,8 +38,8 @@ from slurmrl.workers.rollout_messages import (
 logger = log.get(__name__)
 
 POLL_GROWTH = 1.05
-"""Factor of each pause, relative to the previous pause. Polls for requests and polls for weights
-share the pauses, so a round of both lengthens them by a tenth."""
+"""Factor of each pause, relative to the previous pause. Polls for requests and for weights use the
+same pauses, which therefore grow by a tenth per pair of polls."""
 LAST_S = 10.0
 """Seconds that a retiring task reserves at the end for recording its last results."""
 

@@ -359,7 +359,7 @@ def served(
     log: Path,
     events: EventWriter,
 ) -> MakeEngine:
-    """Return a function that starts a server on all GPUs of this worker, such as ``device``.
+    """Return a function that starts a server on all GPUs of this worker, including ``device``.
 
     The server's output goes to ``log``. Each end of a server becomes an event in ``events``.
     """

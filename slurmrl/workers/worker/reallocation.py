@@ -86,7 +86,7 @@ class Reallocations:
         self._trained: dict[str, int] = {}
         """Number of times that each model was trained in this incarnation."""
         self._arrived: dict[str, int] = {}
-        """Number of trainings in the weights of each target. A target without weights is absent."""
+        """Value of the source in `_trained` at the last move to each target that has weights."""
         self._verified: set[Reallocation] = set()
 
     def run(self, hook: Reallocation) -> None:

@@ -62,7 +62,7 @@ async def steps(count: int) -> None:
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_joining_requests_have_the_same_completions_as_alone(
+def test_joining_requests_have_the_completions_of_separate_requests(
     family: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CHECK_TOKENS, "cpu", every)

@@ -89,7 +89,7 @@ def test_tensors_of_files_equal_transformers(tmp_path: Path, family: str) -> Non
     assert written["model_type"] == config["model_type"]
 
 
-def test_moe_critic_is_written_like_by_transformers(tmp_path: Path) -> None:
+def test_files_of_a_moe_critic_equal_transformers(tmp_path: Path) -> None:
     values = FAMILIES["mixtral"]
     model = made(values, "value")
     config, tensors = saved(model, tmp_path)

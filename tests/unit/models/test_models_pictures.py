@@ -160,7 +160,7 @@ def test_text_outputs_are_unchanged_by_earlier_image_batches(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl", "llava"])
-def test_text_gives_every_trained_parameter_a_gradient(family: str, tmp_path: Path) -> None:
+def test_text_batch_gives_every_trained_parameter_a_gradient(family: str, tmp_path: Path) -> None:
     """Ranks with and without images must reduce the same gradients."""
     model = random_prompts(tmp_path, family).model
     ids = torch.arange(5)

@@ -154,7 +154,7 @@ def test_error_of_returns_names_the_argument(arguments: Any, message: str) -> No
         discounted_returns(*arguments)
 
 
-def test_inputs_of_16_bits_are_summed_in_32() -> None:
+def test_half_precision_inputs_are_summed_in_float32() -> None:
     """Each step, 1 + 2^-7, is exact in bfloat16, but the sum of 300 of them is not."""
     steps = 300
     one = torch.full((steps,), 1 + 2**-7, dtype=torch.bfloat16)

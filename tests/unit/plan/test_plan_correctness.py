@@ -120,6 +120,6 @@ def test_schedule_within_the_warm_up_gives_a_note(load_ppo: Load) -> None:
     )
     (found,) = (note for note in settings.notes if "warmup_steps" in note)
     assert found == (
-        "actor.optimizer.schedule_steps 3 includes the warm-up: the learning rate falls to its "
-        "minimum right after it (warmup_steps 3)"
+        "actor.optimizer.schedule_steps 3 is not above the warm-up, after which the learning rate "
+        "falls to its minimum (warmup_steps 3)"
     )

@@ -246,7 +246,7 @@ STATS = f"{REWARD}    def stats(self):\n        return {{'brief': (1.0, 2.0)}}\n
         (STATS, "", "eval/brief", None, ""),
     ],
 )
-def test_condition_is_checked_with_metrics_of_a_custom_reward(
+def test_stop_condition_is_checked_with_metrics_of_a_custom_reward(
     tmp_path: Path, module: str, pool: str, metric: str, weight: Weight | None, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(module)
@@ -552,7 +552,7 @@ def test_disk_space_check_counts_checkpoints_versions_and_data(
     assert "tokenized" not in found.message
 
 
-def test_submit_rejects_before_writing_unless_checks_are_off(
+def test_submit_rejects_bad_inputs_before_writing_unless_checks_are_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_config(tmp_path)

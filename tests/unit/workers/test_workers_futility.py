@@ -222,7 +222,7 @@ TOO_MANY = f"{MOST} starts in a row without a new commit; the last start: "
         ),
     ],
 )
-def test_last_of_futile_ends_fails_the_trial(
+def test_trial_fails_after_repeated_futile_ends(
     past: Past, ends: list[dict[str, Any]], reason: str, traceback: str
 ) -> None:
     for one in ends:

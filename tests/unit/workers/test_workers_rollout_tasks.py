@@ -998,7 +998,7 @@ def test_master_leases_items_according_to_the_settings(
     assert len(task.open) == leased
 
 
-def test_first_task_gets_no_prompts_before_the_minimum_joined(beds: Callable[..., Bed]) -> None:
+def test_first_task_gets_no_prompts_before_enough_tasks_joined(beds: Callable[..., Bed]) -> None:
     """With `min`, the master leases no items before this number of tasks has joined."""
     bed = beds(least=2)
     bed.begin(0, "0.1")

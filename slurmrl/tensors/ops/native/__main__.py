@@ -21,7 +21,7 @@ def main() -> int:
         nargs="*",
         type=Half,
         metavar="{cpu,cuda}",
-        help="cpu needs a C++ compiler, cuda nvcc as well (default: both)",
+        help="cpu needs a C++ compiler; cuda also needs nvcc (default: cpu and cuda)",
     )
     tools = libraries.find_toolchain()
     status = 0
