@@ -333,7 +333,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     """
     if not is_prepared(paths):
         for left in paths.run.parent.glob(f"{calls.TEMPORARY_PREFIX}*"):
-            with suppress(FileNotFoundError):  # its submitter may just rename it
+            with suppress(FileNotFoundError):  # another process may rename it now
                 if time.time() - left.stat().st_mtime > 24 * 3600:
                     shutil.rmtree(left, ignore_errors=True)
         made = RunPaths(calls.temporary_beside(paths.run))

@@ -59,7 +59,7 @@ SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
 
 def take_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> None:
     """Make the first snapshot of a trial."""
-    os.rename(_build(paths, code, record), paths.code)  # replaces the trial's empty folder
+    os.rename(_build(paths, code, record), paths.code)  # This replaces the trial's empty folder.
     atomic.sync_directory(paths.run)
 
 

@@ -93,7 +93,7 @@ def unpack(path: Path, root: Path) -> Path:
         finally:
             shutil.rmtree(part, ignore_errors=True)
         _check_unpacked(folder, manifest)
-    for left in bundles.glob(f".part-{digest}-*"):  # Killed processes left these.
+    for left in bundles.glob(f".part-{digest}-*"):  # Killed processes left these folders.
         shutil.rmtree(left, ignore_errors=True)
     logger.info("unpacked %s into %s", path, folder)
     return folder / CONFIG

@@ -165,7 +165,7 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._settings.concurrency, len(items))):
-                    waiting.begin()  # until the worker begins
+                    waiting.begin()  # Count as busy until `work` begins.
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -56,7 +56,7 @@ def check_environment(config: Config, *, sleeps: bool = False, images: bool = Fa
     try:
         backend = parse(config.rollout.backend).backend if config.rollout.backend else ""
     except AllocationError:
-        return []  # the check of the configuration reports this
+        return []  # the check of the configuration reports the error
     python, rules = config.rollout.python, SERVER_KINDS.get(backend)
     if rules is None or python is None:
         return []

@@ -109,7 +109,7 @@ def chart(
         )
     values = [y for curve in curves.values() for y in curve.y if y is not None]
     low, high = min(values), max(values)
-    if (size := max(high, -low)) and not 1e-5 <= size < 1e9:  # plotext writes all their digits
+    if (size := max(high, -low)) and not 1e-5 <= size < 1e9:  # plotext would write all digits
         ticks = [low + (high - low) * share / 3 for share in range(4 if low < high else 1)]
         plotext.yticks(ticks, [f"{tick:.4g}" for tick in ticks])
     text: str = plotext.build() if colored else plotext.uncolorize(plotext.build())

@@ -370,7 +370,7 @@ def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
     """Return a profile's numbers with their origins. The profile ``like`` adds missing numbers."""
     like = shipped_file(file.like)
     numbers = {} if like == file else _numbers(like)
-    if file.hardware != file.like:  # Other hardware: numbers are guesses.
+    if file.hardware != file.like:  # For other hardware, the numbers are guesses.
         numbers.pop("memory_gib", None)
         numbers = {name: (value, "guessed") for name, (value, _) in numbers.items()}
     return numbers | file.numbers()

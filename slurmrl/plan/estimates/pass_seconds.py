@@ -269,7 +269,7 @@ def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> floa
     seconds = 0.0
     # On GPUs, the measured share of the bandwidth includes the latency.
     waits = not machine.gpu.asynchronous
-    if tp > 1:  # Two all-reduces, in which each rank sends and receives every element.
+    if tp > 1:  # In two all-reduces, each rank sends and receives every element.
         sent = 4 * own * shape.hidden * job.width * (tp - 1) / tp
         seconds += sent / machine.ring(tp, 1) + 2 * waits * machine.latency(tp, 1)
     if cp > 1 and not passes_keys(shape, job.allocation):  # Ranks exchange q, k, v and the result.

@@ -65,7 +65,7 @@ def main(command: list[str]) -> int:
     poller.register(pidfd, select.POLLIN)
     temporary = os.environ.get("TMPDIR")
     listed = os.path.join(temporary, LIST) if temporary else os.devnull
-    remove_shared(listed)  # leftovers of a server whose warden was killed
+    remove_shared(listed)  # An earlier server's warden may have been killed.
     held: set[str] = set()
     while not poller.poll(1000 * LOOK_S):
         held = note_shared(listed, held)

@@ -42,8 +42,8 @@ EXPERTS: Mapping[str, Sequence[Sequence[str]]] = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
-"""Parameters in which servers store all experts of a block, each with the names of an expert's
-matrices in the files, by family. Files have a separate tensor for each matrix of an expert."""
+"""Names of an expert's matrices in the files of each family, by the server's parameter that stores
+all experts of a block. Files have a separate tensor for each matrix of an expert."""
 VOCABULARY = ("embed_tokens.weight", LM_HEAD, "wte.weight")
 FULL_ROWS = 64
 """Servers pad the vocabulary with rows of zeros to a multiple of this number."""
@@ -392,8 +392,8 @@ class WeightChecks:
         before = self._before.get(where)
         if before is not None and before[0] == version and before[1] != held:
             raise RunFailedError(
-                f"{where}: its weights of version {version} differ from its weights before it was "
-                "started again"
+                f"{where}: after a restart, its weights of version {version} differ from its "
+                "earlier weights of this version"
             )
         self._before[where] = version, held
 

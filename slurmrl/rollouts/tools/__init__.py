@@ -212,7 +212,7 @@ def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
         owner = tool if inspect.isclass(tool) else type(tool)
         call = owner.__call__
         doc = call.__doc__ or inspect.getdoc(owner)
-    named: Any = wraps(call)(lambda: None)  # a function with the tool's signature
+    named: Any = wraps(call)(lambda: None)  # This function has the tool's signature.
     named.__name__, named.__doc__ = name, doc or ""
     try:
         schema: dict[str, Any] = get_json_schema(named)

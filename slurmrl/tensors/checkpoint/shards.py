@@ -366,7 +366,7 @@ class RankFiles:
                 f"{file.path} has (ranks, step) {origin}, but the checkpoint has {self.origin}"
             )
         self.origin = origin
-        # Files share equal specs: thousands of files with thousands of arrays each fill memory.
+        # Share equal specs: thousands of files with thousands of arrays would fill the memory.
         for other in self._kinds:
             if (other.specs, other.begins) == (file.specs, file.begins):
                 file.specs, file.begins = other.specs, other.begins

@@ -343,8 +343,7 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
 def _wrong_attention(sizes: Sizes) -> str:
     """Return the difference of the kernels' results from a computation on the host; "" if none.
 
-    The test has single tokens and chunks, split rows and other rows, with and without window and
-    sinks.
+    The test covers single tokens and chunks, split and unsplit rows, windows and sinks.
     """
     sinks = torch.linspace(-2, 4, sizes.heads)
     for longest, bound, chunk, window, extra in (

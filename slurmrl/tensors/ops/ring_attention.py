@@ -304,7 +304,7 @@ def _summed(x: Tensor, heads: int) -> Tensor:
 
 
 def _own_chunk(q: Tensor, packing: Packing, window: int | None) -> Ragged:
-    """Return the queries and keys of the tokens' own chunks."""
+    """Return the boundaries for attention within each chunk of this rank."""
     cu, most = packing.cu_seqlens_on(q.device), packing.max_len
     return Ragged(cu, cu, most, most, -1 if window is None else window - 1, 0)
 

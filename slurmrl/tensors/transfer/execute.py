@@ -190,7 +190,7 @@ class Mover:
         posted = [operation for operation, _ in operations]
         works = dist.batch_isend_irecv(posted)
         received = [messages for _, messages in operations]
-        if len(works) < len(operations):  # NCCL returns one operation for all.
+        if len(works) < len(operations):  # NCCL returns one common operation.
             received = [*([] for _ in works[1:]), list(itertools.chain.from_iterable(received))]
         return _UnderWay(list(zip(works, received, strict=True)), arriving, posted)
 

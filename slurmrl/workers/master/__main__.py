@@ -99,7 +99,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         if master is not None:
             _end(master, names, events, failure)
         if failure.agent:
-            kill_parent()  # The agent hangs and would not notice our end.
+            kill_parent()  # The hanging agent would not notice this exit.
         return 1
     return 0
 

@@ -216,7 +216,7 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
     if size is None:
         return limits
     cell = cell_bytes(decoder)
-    pages = (size - cell) // (cell * limits.page_tokens)  # minus a spare cell
+    pages = (size - cell) // (cell * limits.page_tokens)  # One cell is spare.
     if pages < 1:
         needed = cell * (limits.page_tokens + 1) / GIB
         raise UsageError(
