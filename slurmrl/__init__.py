@@ -80,7 +80,7 @@ def trial(name: str, *, root: str | None = None) -> Trial:
 
     Raises:
         UsageError: The name is not of the form ``EXPERIMENT/TRIAL``.
-        UnknownNameError: There is no such trial; the message lists the existing ones.
+        UnknownNameError: There is no such trial; the message lists the existing trials.
 
     Example:
         slurmrl.trial("addition-grpo/1").metrics()[-1]["reward"]

@@ -62,7 +62,7 @@ def convert(source: Path, target: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     tokenizer.model_max_length = LONGEST
-    # The published tokenizer splits numbers into digits before anything else.
+    # As in the published tokenizer, numbers are split into digits before all other rules apply.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

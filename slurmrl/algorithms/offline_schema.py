@@ -35,7 +35,7 @@ MEASURED: Final[dict[Measure, tuple[str, ...]]] = {
 
 
 class Generate(AlgorithmSchema):
-    """Offline sampling: `rollout.n` completions of each prompt of the dataset, without training.
+    """Sampling of `rollout.n` completions for each prompt of the dataset, without training.
 
     The completions are in `results.jsonl`, with scores if the configuration has a reward. The run
     ends after the last row. The run resumes after any interruption, and the results have each row

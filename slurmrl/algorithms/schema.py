@@ -41,7 +41,7 @@ class AlgorithmSchema(Section, ABC):
     name: str
     """Name of the algorithm; `module:Class` for your own."""
     batch_size: PositiveInt
-    """Prompts, or other items of the dataset, in one step, over all ranks. Example: `64`"""
+    """Number of prompts, or other items of the dataset, in one step on all ranks. Example: `64`"""
 
     dataset_types: ClassVar[tuple[str, ...]]
     """Types of training dataset that the algorithm accepts."""

@@ -149,7 +149,7 @@ def _print(sample: DataSample) -> None:
     type=click.IntRange(min=1),
     metavar="N",
     help="Number of rows, from the first. Default: "
-    f"{REWARD_ROWS}; 1 with --completion; all of a --completions file.",
+    f"{REWARD_ROWS}; 1 with --completion; all lines of a --completions file.",
 )
 @click.option(
     "--completion",
@@ -164,7 +164,7 @@ def _print(sample: DataSample) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Score the completions of a JSONL file, such as 'slurmrl samples --json' prints. Each "
-    "object has the key completion. It also has id, unless objects follow the order of the rows.",
+    "object has the keys completion and id; without id, the objects follow the order of the rows.",
 )
 @click.option(
     "--timeout",
@@ -289,8 +289,8 @@ def train_tokenizer(
 ) -> int:
     """Train a byte-level BPE tokenizer on datasets and write it in Hugging Face format.
 
-    Use it for models that are trained from scratch (actor.architecture). A pretrained model has a
-    tokenizer already.
+    Use the tokenizer for models that are trained from scratch (actor.architecture). A pretrained
+    model has a tokenizer already.
     """
     from slurmrl.data.tokenizer import make_tokenizer
 

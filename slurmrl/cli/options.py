@@ -380,7 +380,7 @@ def submitting(command: F) -> F:
     scheduler = click.option(
         "--scheduler",
         type=click.Choice(["auto", "local", "slurm"]),
-        help="Where to run. Default: cluster.scheduler; auto is slurm on a cluster.",
+        help="Where to run. Default: cluster.scheduler; auto selects Slurm on a cluster.",
     )
     wait = click.option(
         "--wait/--detach",
@@ -410,7 +410,7 @@ def short_job(timeout_s: float) -> Callable[[F], F]:
     scheduler = click.option(
         "--scheduler",
         type=click.Choice(["auto", "local", "slurm"]),
-        help="Where to run the job. Default: cluster.scheduler; auto is slurm on a cluster.",
+        help="Where to run the job. Default: cluster.scheduler; auto selects Slurm on a cluster.",
     )
     return lambda command: timeout(scheduler(command))
 

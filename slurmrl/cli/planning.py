@@ -40,7 +40,7 @@ class Shown(NamedTuple):
 @click.option(
     "--scheduler",
     type=click.Choice(["auto", "local", "slurm"]),
-    help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm on a cluster.",
+    help="Plan for this scheduler. Default: cluster.scheduler; auto selects Slurm on a cluster.",
 )
 @json_option
 @click.option(

@@ -102,7 +102,7 @@ def _limits(text: str) -> list[str]:
 @click.option(
     "--hosts",
     type=click.IntRange(1, 10**5),
-    help="Hosts of the trainers. The work of each host stays the same, so the batch and the "
+    help="Number of trainer hosts. The work of each host stays the same, so the batch and the "
     "number of rollout tasks grow. Default: the plan's.",
 )
 @click.option("--tasks", type=click.IntRange(1, 10**5), help="Rollout tasks. Default: the plan's.")
@@ -136,7 +136,7 @@ def _limits(text: str) -> list[str]:
     "--first-wait",
     callback=_checked(_first_wait),
     metavar="TIME|slurm",
-    help="Wait of the first job. slurm: until the start that 'sbatch --test-only' predicts.",
+    help="Queue wait of the first job, or slurm: the wait that 'sbatch --test-only' predicts.",
 )
 @click.option(
     "--failures", type=RATE, default=0.0, metavar="RATE", help="Host failures per host and day."
@@ -178,15 +178,15 @@ def _limits(text: str) -> list[str]:
     type=FiniteRange(0, 1),
     default=0.0,
     metavar="SHARE",
-    help="Share of the cluster's hosts that are always slow (0.01: 1 %). They slow down each step "
-    "of a job that runs on them.",
+    help="Share of the cluster's hosts that are always slow (0.01: 1 %). Such a host slows down "
+    "each step of its job.",
 )
 @click.option(
     "--slow-factor",
     type=FiniteRange(1, 1000),
     default=1.5,
     metavar="FACTOR",
-    help="Step time of a slow host divided by that of other hosts. Default: 1.5.",
+    help="Step time of a slow host divided by the step time of other hosts. Default: 1.5.",
 )
 @click.option("--step-seconds", type=SECONDS, help="Measured seconds of a step of the trainers.")
 @click.option(

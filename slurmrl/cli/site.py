@@ -415,13 +415,13 @@ def bundle(
     "--hosts",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Hosts of the job. Default: 2 if the cluster has them, so that the network is measured.",
+    help="Number of hosts. Default: 2 if the cluster has them, so that the network is measured.",
 )
 @click.option(
     "--ranks",
     type=click.IntRange(1, 64),
     metavar="N",
-    help="Ranks of each host. Default: cluster.workers_per_host, else one for each GPU, else 2.",
+    help="Ranks per host. Default: cluster.workers_per_host, else one for each GPU, else 2.",
 )
 @click.option(
     "--name",

@@ -81,7 +81,7 @@ def submit(
     "suites",
     multiple=True,
     metavar="NAME",
-    help="A suite of CONFIG's evaluation; may be repeated. Default: all of them.",
+    help="A suite of CONFIG's evaluation; may be repeated. Default: all suites.",
 )
 @submitting
 @click.option("--new", is_flag=True, help="Start a new trial under the next free name.")

@@ -120,8 +120,8 @@ class Trial:
         """Continue the trial from its last commit, as ``slurmrl resume`` does.
 
         Args:
-            overrides: Strings ``dotted.key=value``. They may change the layout and settings that
-                do not affect results.
+            overrides: Strings ``dotted.key=value``. Overrides may change the layout and
+                settings that do not affect results.
             check: Check data, weights, tokenizer and reward before the first job is queued.
 
         Raises:

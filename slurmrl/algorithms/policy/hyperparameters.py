@@ -77,7 +77,7 @@ class Objective(Section):
     m2_threshold: PositiveFloat | None = None
     """Maximum mean square of the log-ratios that have moved in the direction of their advantage
     (M2PO). Before each update, the tokens that moved furthest are dropped until the others are
-    within the maximum. The search costs a forward pass. `null` disables this. Example: `0.04`"""
+    within the maximum. Dropping costs a forward pass. `null` disables this. Example: `0.04`"""
     aggregation: Literal["tokens", "sequences", "constant"] = "tokens"
     """How the losses of tokens are averaged in a minibatch.
 
@@ -165,7 +165,7 @@ class Correction(Section):
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Tokens that share an importance weight.
 
-    - `token`: none; each token has its own weight.
+    - `token`: each token has its own weight.
     - `sequence`: all tokens of a response. The weight is the product over these tokens.
     - `geometric`: all tokens of a response. The weight is the geometric mean over these tokens."""
     correction_upper: PositiveFloat = 2.0

@@ -157,7 +157,7 @@ class Slurm(JobOptions):
       process itself is killed.
     - `none`: the trial stops. Slurm does not requeue the job."""
     spares: NonNegativeInt = 0
-    """Additional hosts in a fixed group's job that replace lost hosts. Example: `1`"""
+    """Additional hosts of the trainers' job, which replace lost hosts. Example: `1`"""
     signal_lead_s: PositiveInt = 120
     """Time before the time limit at which Slurm signals the run to commit and stop. The lead must
     be shorter than `time`."""

@@ -82,7 +82,7 @@ class Checkpoint(Section):
     optimizer state to host memory, which needs additional host memory of the same size. A job waits
     for its last checkpoint."""
     export_at_end: bool = True
-    """Export the trained actor in Hugging Face format when the run finishes after a step."""
+    """Export the trained actor in Hugging Face format when a run of at least one step finishes."""
     export_dtype: ExportDtype = "auto"
     """Data type of exported weights; `slurmrl export --dtype` overrides it. Checkpoints are always
     in float32.

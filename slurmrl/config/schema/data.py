@@ -118,7 +118,7 @@ class DataSource(Section):
     messages_key: Word | None = None
     """Key of the conversation. Example: `conversations`"""
     id_key: Word | None = None
-    """Key of the id. Example: `uuid`"""
+    """Key of a row's id. Example: `uuid`"""
     system_prompt: str | None = None
     """System message. Example: `Answer with a number.`"""
 
@@ -172,8 +172,8 @@ class Dataset(Section):
     string, which requires a chat template."""
     answer_key: Word = "answer"
     """Key of the value that replaces `{answer}`. The value may be a list of messages that begins
-    with the assistant's message, which requires a chat template. With type `prompt`, it is the
-    reference answer for the reward; if one row has it, every row must have it, as a string."""
+    with the assistant's message, which requires a chat template. With type `prompt`, the value is
+    the reference answer for the reward: a string, which all rows or none must have."""
     chosen_key: Word = "chosen"
     """With type `preference`: key of the preferred answer, or of a list of preferred answers. Rows
     may also have the keys `pos_answers` and `neg_answers`. An answer may be a list of messages:
@@ -200,10 +200,10 @@ class Dataset(Section):
     (docs/images.md#videos). Also set this key if only messages have videos, as parts `{type: video,
     video: PATH}`. Requires a chat template. Default: no videos. Example: `videos`"""
     video_fps: PositiveFloat | None = None
-    """Frames per second that the model reads of a video. A list of images has this rate. Default:
+    """Frames per second that the model reads from a video. A list of images has this rate. Default:
     from the files of the processor, else 2. Example: `1.0`"""
     video_frames: Annotated[int, Field(ge=2)] | None = None
-    """Maximum number of frames that the model reads of a video, at equal distances. Default: from
+    """Maximum number of frames that the model reads from a video, evenly spaced. Default: from
     the files of the processor, else 768. Example: `32`"""
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
@@ -228,8 +228,8 @@ class Dataset(Section):
     """System message for conversations that have no system message. Requires a chat template.
     Default: none. Example: `Answer with a number.`"""
     id_key: Word = "id"
-    """Key of the id. If this is `id` and no row has it, line numbers are the ids. Any other key
-    must be in every row."""
+    """Key of a row's id, which every row must have. Only `id` may be missing, in all rows: line
+    numbers are then the ids."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum length of a prompt; longer rows are skipped. The number of skipped rows is reported
     at submission, in the log, and as the metric `rows_left_out`. `null` keeps all rows. Example:
@@ -245,7 +245,7 @@ class Dataset(Section):
     Example: `difficulty`"""
     balanced_batches: bool = False
     """Order each epoch into batches of about equal numbers of tokens, the longest first, so that a
-    batch that does not fit into memory fails early. Lengths are lengths in the dataset, without
+    batch that does not fit into memory fails early. Lengths count the tokens of the rows, without
     completions. `shuffle` changes which rows of equal length share a batch."""
 
     @model_validator(mode="after")

@@ -51,7 +51,7 @@ class RewardPool(Section):
     batch_timeout_s: PositiveFloat = 600.0
     """Time for all completions of a call, after which the remaining completions get no score."""
     memory_mib: PositiveInt = 4096
-    """Private memory of one process (`RLIMIT_DATA`)."""
+    """Maximum private memory of one process (`RLIMIT_DATA`)."""
     unjudged_score: float | None = None
     """Score of a completion that the reward could not score. `null` sets none. Example: `0.0`"""
 

@@ -102,13 +102,13 @@ class Tasks(Section):
     """Maximum number of tasks that run at a time. Default: the `d` of `backend`, or as many as fill
     `rollout.gpus`. Example: `8`"""
     min: PositiveInt = 1
-    """Number of joined tasks for which each start of the trainers waits before it requests
-    completions, so that the first task does not get all prompts. `slurmrl scale` accepts 0 or at
-    least this number."""
+    """Number of tasks that must have joined before the trainers request completions at each start.
+    Otherwise the first task would get all prompts. `slurmrl scale` accepts 0 or at least this
+    number."""
     max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
-    """Maximum number of steps between the oldest weights that sampled a token of a completion and
-    the weights that the completion updates. slurmrl drops completions that exceed this number.
-    With 0, each step waits for completions that its weights have sampled."""
+    """Maximum staleness of a completion: the number of steps from the oldest weights that sampled
+    one of its tokens to the weights that train on it. slurmrl drops staler completions. With 0,
+    each step waits for completions that the current weights have sampled."""
     max_in_flight: Annotated[PositiveInt, Unit("prompts")] | None = None
     """Maximum number of prompts on which all tasks together work. Default: as many as
     `max_staleness` allows. Example: `256`"""
@@ -181,7 +181,7 @@ class EpisodeSettings(Section):
     tools: dict[PartName, ToolChoice] = Field(default_factory=dict)
     """Tools by the names under which the policy calls them. Example: `{calculator: {}}`"""
     max_turns: PositiveInt = 8
-    """Maximum number of the policy's turns in an episode. An episode that needs more ends
+    """Maximum number of the policy's turns in an episode. An episode that needs more turns ends
     unfinished."""
     max_tokens: PositiveInt | None = None
     """Maximum number of tokens of an episode after its prompt, in all turns and messages. Default:
@@ -259,9 +259,9 @@ class Rollout(Section):
     """
 
     backend: Line = ""
-    """Engine and layout for generation (docs/allocation.md). The actor's weights move there before
-    each generation. `sglang` and `vllm` need `servers`, or `python` with `gpus` or `tasks`.
-    Default: the actor's engine, on its ranks. Example: `native:d4`"""
+    """Engine and layout for generation (docs/allocation.md). The actor's weights move to this
+    layout before each generation. `sglang` and `vllm` need `servers`, or `python` with `gpus` or
+    `tasks`. Default: the actor's engine, on its ranks. Example: `native:d4`"""
     gpus: Line = ""
     """GPUs of the trainers' job for generation. On CPUs, these are numbers of workers. Required
     with `sglang` and `vllm`, unless `servers` or `tasks` are given.
