@@ -70,7 +70,7 @@ class Proposal:
     update_code: bool = False
     """Whether to take another snapshot of the code."""
     renamed: Callable[[], Proposal] | None = None
-    """Function that makes the proposal again with another free name; None for a user's name."""
+    """Function that proposes again with another free name; None if the user chose the name."""
 
     @property
     def trial(self) -> str:
@@ -239,7 +239,7 @@ def _own_names(config: Config) -> list[str]:
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
-    """Return whether a trial without a commit exists, but ``config`` names other code."""
+    """Return whether the existing trial has no commit and ``config`` names other code."""
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)

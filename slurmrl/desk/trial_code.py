@@ -99,7 +99,7 @@ def current_code(paths: RunPaths) -> Path:
 
 
 def edited(code: OwnCode, folder: Path) -> list[str]:
-    """Return notes about the user's files that differ from a snapshot: three, and the number left.
+    """Return notes about the user's files that differ from a snapshot: three, then a count.
 
     Raises EnvironmentFailure for a file that cannot be read.
     """

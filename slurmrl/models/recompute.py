@@ -67,7 +67,7 @@ def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keeping_products(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function as `recomputed` does, but keep attention's result and the products before."""
+    """Call a function as `recomputed` does, but keep attention's result and earlier products."""
     contexts = partial(create_selective_checkpoint_contexts, _KeepingPolicy())
     return checkpoint(call, *args, context_fn=contexts, **CHECKPOINT_OPTIONS, **kwargs)
 

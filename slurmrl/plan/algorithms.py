@@ -131,7 +131,7 @@ class Algorithm(Protocol):
         ...
 
     def untrained_steps(self, role: str) -> int:
-        """Return the number of steps at the start of a run that do not train a trained role."""
+        """Return the number of steps at the start of a run that do not train a trained role yet."""
         ...
 
     @property

@@ -274,7 +274,7 @@ def _best(hosts: Sequence[HostRow], needed: int) -> list[HostRow]:
 
 
 def _cpu_share(host: HostRow, workers_per_host: int) -> int:
-    """Return the cores for each GPU of a host, or for each worker if there are more workers."""
+    """Return the cores for each GPU of a host, or for each worker if workers outnumber GPUs."""
     return host.cpus // max(host.gpus, workers_per_host) if host.cpus else CPUS
 
 

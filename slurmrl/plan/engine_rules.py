@@ -143,7 +143,7 @@ ENGINES: Final = {
     "native": EngineRules("dt", DECODER),
 }
 """Rules by name of the engine. The first rank of each data-parallel copy runs a server on the GPUs
-of its tensor ranks."""
+of the copy's tensor ranks."""
 
 
 def rules_of(allocation: Allocation) -> EngineRules:

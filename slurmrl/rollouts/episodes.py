@@ -228,7 +228,7 @@ class EpisodeRunner:
         """Log the failures of a call.
 
         Raises EpisodeError if all episodes failed. A call for one item or prompt (``alone``) raises
-        only if it is number `MOST_SINGLE_FAILURES` of such failed calls in a row.
+        only after `MOST_SINGLE_FAILURES` such failures in a row.
         """
         pairs = zip(items, outcomes, strict=True)
         failed = [(item, outcome.failure) for item, outcome in pairs if outcome.failure]

@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements ``start <= index < start + size`` of a tensor, with one entry per dim.
+    """Elements ``start <= index < start + size`` of a tensor, compared dim by dim.
 
     The box of a scalar has no dims and one element.
     """

@@ -193,8 +193,7 @@ class Done:
     dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
     """Batch positions of the items that a filter drops, by reason."""
     scored: bool = False
-    """Whether the rank has written evaluation scores of its items to the part file of its number.
-    """
+    """Whether the rank has written evaluation scores of its items to its part file."""
 
 
 @dataclass(frozen=True, kw_only=True)

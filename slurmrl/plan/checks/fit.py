@@ -66,7 +66,7 @@ Rule: TypeAlias = Callable[[Fit], Found]
 
 
 def check(fit: Fit) -> Found:
-    """Yield the first misfit of each axis, because another size may remove all its misfits."""
+    """Yield only the first misfit of each axis: another size may also remove the other misfits."""
     reported = set()
     for rule in RULES:
         for misfit in rule(fit):
@@ -109,7 +109,7 @@ def _divisions(fit: Fit) -> Found:
 
 
 def _copied_heads(fit: Fit) -> Found:
-    """Yield a tensor size that neither divides nor evenly replicates the heads of keys."""
+    """Yield a tensor size at which ranks can have neither equal parts nor copies of key heads."""
     shape, tp = fit.shape, fit.allocation.sizes["tp"]
     if shape is None or shape.heads % tp:
         return

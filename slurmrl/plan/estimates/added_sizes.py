@@ -61,7 +61,7 @@ def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, floa
     """Return, for each kind of weight with an adapter, its number of layers and its two sides.
 
     Only layers with this kind of weight count. Tensor ranks split the second side, so the result
-    has a rank's part of it.
+    has a rank's part of this side.
     """
     queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
     hidden = float(shape.hidden)

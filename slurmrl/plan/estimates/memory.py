@@ -280,8 +280,8 @@ def _inner_tensors(job: MemoryDemand) -> int:
     """Return the number of tensors with `_inner` units that a feed-forward block keeps.
 
     The built-in dense block keeps its gate and its up-projection. Experts, blocks of Megatron and
-    blocks with an adapter of their output also keep the product of both. Blocks of transformers
-    also keep the activated gate.
+    blocks with an adapter of their output also keep the product of these two tensors. Blocks of
+    transformers also keep the activated gate.
     """
     gated = job.shape.mlp_matrices == 3
     if job.model.implementation == "hf":

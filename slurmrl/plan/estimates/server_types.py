@@ -32,7 +32,7 @@ LARGEST: Final = 448.0
 MATRICES: Final = tuple(f"{name}.weight" for name in TARGETS)
 """Suffixes of the names of matrices in FP8."""
 FACTORS: Final = "_scale_inv"
-"""Suffix of the name of a matrix's factors, after the name of the matrix."""
+"""Suffix that turns the name of a matrix into the name of its factors."""
 
 
 def fp8_config(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def in_written_order(
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
-    """Split entries into files of at most ``limit_bytes``, or with a single larger tensor."""
+    """Split entries into files of at most ``limit_bytes``. A larger tensor gets a separate file."""
     shards: list[Shard] = [[]]
     size = 0
     for entry in entries:

@@ -90,7 +90,7 @@ class Activity:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Return a context with another phase of the current call; then restore the old phase."""
+        """Return a context that sets another phase of the current call, then restores the phase."""
         before = self._doing
         self.phase(name)
         try:
@@ -156,7 +156,7 @@ class ParallelContext:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first with its samples, and reports for all ranks with them."""
+        """Whether this rank is the first with its samples, which reports for the other ranks."""
         return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
 
     def group(self, axis: str) -> dist.ProcessGroup:

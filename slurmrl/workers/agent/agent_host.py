@@ -287,7 +287,7 @@ def claim(
 
 
 class Warnings:
-    """Receiver of signals that warn of the job's end, after a call of `listen`.
+    """Receiver of signals that warn of the job's end. Call `listen` first.
 
     ``lead_s`` is the requested time between the scheduler's warning and the time limit. ``stopped``
     returns whether a user has stopped the trial.

@@ -49,7 +49,7 @@ STATES = {
 }
 MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*?\(most recent call first\):\n", re.M)
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.M)
-DENIED = "; it may be restricted by kernel.yama.ptrace_scope or the container"
+DENIED = "; kernel.yama.ptrace_scope or the container may forbid this"
 SEEN = f"Seen by {PY_SPY}:\n"
 SEEN_THREAD = re.compile(r"^Thread .*\n", re.M)
 SEEN_FRAME = re.compile(r"^    (?P<name>.+) \((?P<file>.+\.py|<.+>):(?P<line>\d+)\)$", re.M)

@@ -301,7 +301,7 @@ def _merged_actor(paths: RunPaths) -> Exporter:
 def _of_commit(
     paths: RunPaths, step: int | None, make: Callable[[Commit], Made], *, how: str
 ) -> Made:
-    """Make an export or folder of a commit; take another commit if the run deletes it.
+    """Make an export or folder of a commit; take another commit if the run deletes this commit.
 
     ``how`` names the option that chooses a commit, for the message about a damaged commit.
     """
@@ -371,8 +371,8 @@ def _head(paths: RunPaths, role: str) -> Head:
 def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
     """Return whether the role is a reward model that was trained at the ends of turns.
 
-    Older versions of slurmrl trained at the ends of conversations. Inputs in the plan show the
-    difference. Raises CorruptFileError, EnvironmentFailure.
+    Older versions of slurmrl trained at the ends of conversations. The call's inputs in the plan
+    show which version it was. Raises CorruptFileError, EnvironmentFailure.
     """
     if role != ROLE or all(call.interface not in REWARD_MODELS for call in _plan(paths).calls):
         return False

@@ -353,7 +353,7 @@ class Master:
             self._tell_version(self.versions.start(self.progress.step))
 
     def _publish_again(self) -> None:
-        """Publish the current weights again if rollout tasks need weights and can read no version.
+        """Publish the current weights again if rollout tasks need weights but can read no version.
 
         The ranks must be between two steps.
         """

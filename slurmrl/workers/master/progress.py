@@ -224,7 +224,7 @@ class Progress:
         self.stop_token_ids = ids
 
     def _sources(self, directories: Sequence[Path]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the fingerprints of each source's files and of its tokens, by its name."""
+        """Return the fingerprints of each source's files and tokens, by the source's name."""
         named = zip(self.config.dataset.parts, map(read_manifest, directories), strict=False)
         known = {name: manifest for name, manifest in named if manifest is not None}
         return {n: m.source for n, m in known.items()}, {n: m.tokens for n, m in known.items()}
@@ -345,7 +345,7 @@ class Progress:
     def finish_reason(self) -> str | None:
         """Return why the run is finished after this step, or None.
 
-        A restart also calls this, so a run that was killed after its last commit ends.
+        A restart also calls this, because a run may have been killed after its last commit.
         """
         if self.stop_when is not None and self.stop_when.met(self.metrics):
             return f"stop_when: {self.stop_when}"

@@ -200,8 +200,8 @@ class RolloutTasks:
     ) -> Sequence[StoredGroup] | None:
         """Take ``count`` readable groups for a step; they are then in flight.
 
-        If a filter follows (``filtered``), take more groups if available, so that ``count``
-        probably remain. Return None if there are too few groups, or if the step should wait.
+        If a filter follows (``filtered``), take more groups if available, so that it probably keeps
+        ``count`` groups. Return None if there are too few groups, or if the step should wait.
         """
         self._wait.begin(step)
         samples: Sequence[StoredGroup] = ()
@@ -487,7 +487,7 @@ class TaskNumbers:
         return self._were_enough
 
     def surplus(self, joined: Iterable[RolloutAttempt]) -> Sequence[RolloutAttempt]:
-        """Return the surplus attempts (of the highest tasks) after ``patience_s`` with too many."""
+        """Return surplus attempts (the tasks with the highest numbers) after ``patience_s``."""
         staying = sorted(
             (one for one in joined if not one.leaving), key=lambda one: (one.task, one.number)
         )

@@ -163,7 +163,7 @@ class TaskLeases:
                 self.post(attempt)
 
     def post(self, attempt: RolloutAttempt, *requests: Leave) -> None:
-        """Post requests to an attempt, after a first request with the valid leases."""
+        """Post requests to an attempt. If there were none before, first post its valid leases."""
         if not attempt.confirmed:
             attempt.confirmed = True
             held = self._ledger.leases_of(attempt.name)

@@ -125,7 +125,7 @@ class WorkerChannel:
         """The agents' addresses for wake-ups, by task."""
         self._while_waiting, self._wakers = while_waiting, wakers
         self._woken_at = 0.0
-        """Time of the last wait that a descriptor of ``wakers`` could end."""
+        """End of the last pause that wake-ups could interrupt."""
         self._numbers = itertools.count()
         self._waits: tuple[Callable[[], str], Callable[[], set[int]], float] | None = None
         """Description, missing ranks and start of the current wait; None without a wait."""
@@ -215,7 +215,7 @@ class WorkerChannel:
     def saved(self, number: int) -> list[tuple[Done, Saved]] | None:
         """Return every rank's answers to the `Save` or `WriteVersion` with this number.
 
-        Return None until all ranks have sent both answers.
+        Return None until all ranks have sent `Done` and `Saved`.
         """
         if self._unsaved(number):
             return None

@@ -139,7 +139,7 @@ def _peers(
 
 
 class FollowingRank:
-    """The worker of a later rank of a task with a split model.
+    """The worker of any rank but the first of a task with a split model.
 
     Only the first rank gets requests. It sends the other ranks their model calls until it retires.
     """

@@ -371,7 +371,7 @@ def job_tag() -> str:
 
 
 def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
-    """Exclude a host from later jobs, unless it is excluded already or jobs could not start."""
+    """Exclude a host from later jobs, unless it is excluded or too few hosts would be left."""
     if host not in {one.host for one in avoided(paths)}:
         SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
 

@@ -187,7 +187,7 @@ class Schedule:
     def _admit(self, sequence: Sequence, flush: Callable[[], None]) -> bool:
         """Give the first waiting sequence a row and the pages for all its tokens.
 
-        Return False if fewer pages are available than these plus one for each running sequence.
+        Return False unless these pages and one more page for each running sequence are available.
         """
         shared = self._pool.find(sequence.tokens)
         needed = self._pages(sequence.length) - len(shared) + self._pool.idle_among(shared)

@@ -66,7 +66,7 @@ ARCHITECTURES = ("80", "90", "100")
 ASK_TIMEOUT_S = 60.0
 NO_CXX = "install one (Debian, Ubuntu: apt-get install g++) or set CXX to its path"
 NO_NVCC = (
-    "install the CUDA toolkit, or into this environment: pip install nvidia-cuda-nvcc "
+    "install the CUDA toolkit, or run in this environment: pip install nvidia-cuda-nvcc "
     "nvidia-cuda-runtime nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl; or set CUDA_HOME to its "
     "folder"
 )
