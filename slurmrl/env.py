@@ -72,8 +72,8 @@ OPS: Variable[str] = Variable(
     _one_of("auto", "torch", "native"),
     "auto",
     USER,
-    "Compiled operators: `auto` uses them if they are available and faster. `torch` never uses "
-    "them. `native` always uses them, and fails if they are not available.",
+    "Use of compiled operators. `auto` uses available operators that are faster. `torch` uses no "
+    "compiled operators. `native` requires them, and fails if they are not available.",
 )
 OPS_CACHE: Variable[str] = Variable(
     "SLURMRL_OPS_CACHE",
@@ -96,14 +96,14 @@ SERVER_KEY: Variable[str] = Variable(
     "",
     USER,
     "API key of `rollout.servers`, used if `rollout.server_keys` names no file. Jobs do not "
-    "inherit it from your shell: set it in `cluster.slurm.setup`.",
+    "inherit the key from your shell: set the key in `cluster.slurm.setup`.",
 )
 SERVER_ADMIN_KEY: Variable[str] = Variable(
     "SLURMRL_SERVER_ADMIN_KEY",
     str,
     "",
     USER,
-    "Admin key of `rollout.servers` (`--admin-api-key` of SGLang). Set it like the API key.",
+    "Admin key of `rollout.servers` (`--admin-api-key` of SGLang). Set this key like the API key.",
 )
 PROFILE: Variable[str] = Variable(
     "SLURMRL_PROFILE",
@@ -142,7 +142,7 @@ LOADED_MODULES: Variable[str] = Variable(
     str,
     "",
     SITE,
-    "Loaded environment modules. `slurmrl init site` proposes them for the jobs.",
+    "Loaded environment modules, which `slurmrl init site` proposes for the jobs.",
 )
 LINK: Variable[int] = Variable(
     "SLURM_ARRAY_TASK_ID", int, 0, SLURM, "Index of this link in its chain (or local chain)."

@@ -57,7 +57,7 @@ class DPO(AlgorithmSchema):
     """Coefficient of the chosen answer's cross entropy (mean over its tokens) in the loss of a
     pair. This term keeps chosen answers likely. Example: `0.1`"""
     reference_free: bool = False
-    """Use no reference model: all answers count as equally likely under it."""
+    """Use no reference model; all answers then count as equally likely under the reference."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("preference",)
     evaluation_types: ClassVar[tuple[str, ...]] = ("preference", "prompt")

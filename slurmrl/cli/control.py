@@ -143,7 +143,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
 def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     """Stop trials at the next step: they commit, and their jobs end.
 
-    `slurmrl resume` continues them. `slurmrl cancel` ends them at once, without a commit.
+    `slurmrl resume` continues stopped trials. `slurmrl cancel` ends trials without a commit.
     """
     from slurmrl.desk import trial_jobs, trials
 

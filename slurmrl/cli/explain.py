@@ -61,7 +61,7 @@ def explain(key: str | None, algorithm: str | None, as_json: bool) -> int:
     """Explain a key of the configuration: type, default, unit, meaning and example.
 
     KEY is dotted, such as actor.optimizer.lr. For a section, the command lists its keys. Without
-    KEY, it lists the sections.
+    KEY, the command lists the sections.
     """
     path = tuple(key.split(".")) if key else ()
     entries = _entries(path, algorithm) if path else [Explanation(each) for each in _top()]

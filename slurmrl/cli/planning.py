@@ -84,7 +84,7 @@ def plan(
     """Show which ranks would run where, without submitting.
 
     For a configuration, the command shows hosts, GPUs, ranks of each model, memory and FLOPs. For
-    an allocation such as megatron:d2p2t4, it shows the parallel dimensions and ranks.
+    an allocation such as megatron:d2p2t4, the command shows the parallel dimensions and ranks.
 
     The exit code is 2 if something must be fixed before the configuration can be submitted.
     """

@@ -57,9 +57,9 @@ KIND is
 {kinds}
 
 A configuration comes with a few rows of data and, if the algorithm needs one, a reward function.
-Replace both with yours. For a profile, the command queries the cluster (sinfo, sacctmgr) and asks
-you for the root of all runs, partition, account, time limit, GPU type, network interface and
-set-up lines.
+Replace rows and function with yours. For a profile, the command queries the cluster (sinfo,
+sacctmgr) and asks you for the root of all runs, partition, account, time limit, GPU type, network
+interface and set-up lines.
 """
 
 

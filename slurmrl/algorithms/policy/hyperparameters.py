@@ -361,8 +361,8 @@ class Filters(Section):
     `batch_size` prompts."""
     filter_candidates: Annotated[PositiveInt, Unit("prompts")] | None = None
     """Number of prompts in a round. If more prompts are accepted than fit the batch, the next step
-    samples the surplus again. Ignored with rollout tasks, which score prompts as they finish.
-    Default: the value of `batch_size`. Example: `128`"""
+    samples the surplus again. Rollout tasks ignore this number, because they score prompts as they
+    finish. Default: the value of `batch_size`. Example: `128`"""
     short_batch: Literal["train", "error"] = "train"
     """Reaction if prompts are missing after the last round. `train` trains on the prompts that are
     left, or not at all if none is left. `error` ends the trial with an error."""

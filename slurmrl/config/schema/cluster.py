@@ -93,8 +93,8 @@ class JobOptions(Section):
     null_means: ClassVar[str] = "the value in `cluster.slurm`"
 
     partition: Line | None = None
-    """Partition, or a comma-separated list. The partition of tasks may be preemptible: a preempted
-    task returns its unfinished work, and Slurm queues its job again. Example: `gpu`"""
+    """Partition, or several with commas between them. The partition of tasks may be preemptible: a
+    preempted task returns its unfinished work, and Slurm queues its job again. Example: `gpu`"""
     account: Line | None = None
     """Account to charge. Example: `ml-research`"""
     qos: Line | None = None

@@ -97,8 +97,8 @@ class Evaluation(Section):
     """
 
     tasks: EvaluationTasks | None = None
-    """Evaluate each checkpoint in a separate trial instead of on the trainers: `{}`, or with
-    settings. Default: the trainers evaluate."""
+    """Evaluate each checkpoint in a separate trial instead of on the trainers. `{}` uses all
+    defaults. Default: the trainers evaluate."""
     dataset: Dataset | None = None
     """The held-out prompts. Required without `suites`."""
     suites: dict[SuiteName, Suite] = Field(default_factory=dict)

@@ -65,8 +65,8 @@ class RewardPart(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the named reward. Example: `{timeout_s: 10}`"""
     pool: RewardPool | None = None
-    """Run your own function or class in separate processes: `{}`, or with other limits. Default:
-    the rank's process scores all its completions in one call."""
+    """Run your own function or class in separate processes. `{}` uses the default limits.
+    Default: the rank's process scores all completions of the rank in one call."""
     weight: float = 1.0
     """Factor of the function's score in the sum. With 0, the score is only a metric. Example: `0.2`
     """
@@ -104,8 +104,8 @@ class Reward(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the named reward. Example: `{timeout_s: 10}`"""
     pool: RewardPool | None = None
-    """Run your own function or class in separate processes: `{}`, or with other limits. Default:
-    the rank's process scores all its completions in one call."""
+    """Run your own function or class in separate processes. `{}` uses the default limits.
+    Default: the rank's process scores all completions of the rank in one call."""
     parts: dict[PartName, RewardPart] = Field(default_factory=dict)
     """Functions whose weighted scores are added, by names of your choice. Each part is also the
     metric `reward/<name>`: the mean of its scores, not weighted. Example: `{correct: {name:

@@ -354,9 +354,9 @@ class Rollout(Section):
     """Publication of the actor's weights during training (docs/protocols.md)."""
 
     tasks: Tasks | None = None
-    """Generate in separate tasks without the trainers: `{}`, or with settings. `backend`
-    then names the engine, the number of tasks (d) and the layout of one task. Default: the
-    trainers generate."""
+    """Generate in separate tasks without the trainers. `{}` uses the defaults of all settings. With
+    tasks, `backend` names the engine, the number of tasks (d) and the layout of one task. Default:
+    the trainers generate."""
 
     slurm: JobOptions = JobOptions()
 
