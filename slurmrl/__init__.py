@@ -43,7 +43,7 @@ def submit(
         check: Check data, weights, tokenizer and reward before the first job is queued.
 
     Returns:
-        The trial. Its jobs run independently of the calling process.
+        The trial, whose jobs run independently of the calling process.
 
     Raises:
         ConfigError: The configuration has problems; the error lists all of them.

@@ -1,6 +1,6 @@
 """The command ``slurmrl``, which is the same as ``python -m slurmrl``.
 
-It imports other modules only after it has set up the handling of Ctrl-C.
+The command imports other modules only after it has set up the handling of Ctrl-C.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ T = TypeVar("T")
 UNCLEAR_PAUSES_S = (0.005, 0.02, 0.1, 0.5, 1.0)
 """Pauses in seconds between attempts at an operation whose outcome is unclear."""
 HIDDEN_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses in seconds between checks for a file that must exist but is not visible yet. They sum to
-64 s, because an NFS client may report a file as missing for a minute."""
+"""Pauses in seconds between checks for a file that must exist but is not visible yet. The pauses
+sum to 64 s, because an NFS client may report a file as missing for a minute."""
 OUTAGE_S = (0.5, 15.0)
 """First and longest pause in seconds while the shared directory does not answer."""
 READ_S = 60.0
@@ -43,7 +43,7 @@ class Backoff:
 
     Each pause is shortened at random by up to a quarter. A thousand processes that start waiting
     together therefore do not poll a metadata server in step. The random generator is private,
-    because training processes seed the global ones.
+    because training processes seed the global generators.
     """
 
     JITTER = 0.25
@@ -92,7 +92,7 @@ class Interval:
         self._next = clock() + after_s
 
     def due(self) -> bool:
-        """Return whether the interval has passed. If so, start the next interval."""
+        """Return whether the interval has passed. If it has, start the next interval."""
         now = self._clock()
         if now < self._next:
             return False

@@ -23,7 +23,7 @@ from slurmrl.registry import resolve
 
 INTERFACES: Final = "slurmrl.algorithms.offline"
 SUMMARIES: Final = "slurmrl.algorithms.summaries"
-"""Module of the summaries, imported only when a run ends: the login node does not need it."""
+"""Module of the summaries, which is imported only when a run ends."""
 
 Measure = Literal["completions", "preferences", "likelihood"]
 MEASURED: Final[dict[Measure, tuple[str, ...]]] = {

@@ -63,8 +63,8 @@ class RolloutInterface(Interface):
         - ``finished``: whether the completion ended with a stop token or stop string;
         - ``turn_rewards``: only for episodes.
 
-        If they are recorded, the result also has each token's sampling mask and the experts that
-        processed the token (`data.meta`). A rank that repeats its leader's work may have no result.
+        The result also has the recorded sampling masks and experts of the tokens (`data.meta`). A
+        rank that repeats its leader's work may have no result.
         """
         assert engine is not None
         episode = context.settings.config.rollout.episode

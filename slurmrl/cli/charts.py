@@ -84,7 +84,7 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
 
 
 def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[str]]:
-    """Return the trials at the beginning of the command line, and the metrics after them."""
+    """Return the trials at the beginning of the command line, and the metrics after the trials."""
     from slurmrl.desk import trials
     from slurmrl.errors import UnknownNameError, UsageError
 

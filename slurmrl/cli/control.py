@@ -218,7 +218,7 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
     """Print the Python stacks and collectives of a running trial's ranks.
 
     The output has the Python stacks of all threads and the newest collectives of each rank, or only
-    of RANK. Without RANK, it also has the stacks of the master and of the agents.
+    of RANK. Without RANK, the output also has the stacks of the master and of the agents.
     """
     from slurmrl.desk import trials
     from slurmrl.errors import EnvironmentFailure, UsageError

@@ -213,7 +213,7 @@ def try_reward(
 def _object(tried: Tried) -> dict[str, object]:
     """Return the object that ``--json`` prints.
 
-    Its form is ``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …,
+    The object is ``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …,
     "stats": …, "made_s": …, "scored_s": …}``.
     """
     return {**asdict(tried), "mean": _mean(tried)}

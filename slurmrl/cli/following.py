@@ -311,7 +311,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """Redraws the progress in place; notes scroll above it."""
+    """Redraws the progress in place; notes scroll above the progress."""
 
     def __init__(self) -> None:
         from rich.live import Live

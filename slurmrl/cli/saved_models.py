@@ -187,8 +187,8 @@ def export(
 ) -> int:
     """Export a checkpoint's model to a folder for transformers or PEFT, and print the folder.
 
-    The command works while the trial runs and after it has ended. It first verifies the checkpoint
-    by checksum, and writes nothing if the checkpoint is damaged.
+    The command works while the trial runs and after it has ended. The command first verifies the
+    checkpoint by checksum; if the checkpoint is damaged, it writes nothing.
     """
     from slurmrl.desk import trials
     from slurmrl.workers.master.exporting import export_step

@@ -40,8 +40,8 @@ FASTER = 1.2
 MOST_GPUS_OF_PLAN = 64
 MOST_GPUS = 65536
 MOST_SIZES = 16
-"""Maximum number of sizes in a range for which the search tries every size. In larger ranges, it
-tries only doublings and the last size."""
+"""Maximum number of sizes in a range for which the search tries every size. In larger ranges, the
+search tries only doublings and the last size."""
 
 
 def _size_range(

@@ -347,7 +347,7 @@ def _tasks(status: Status) -> list[tuple[str, ...]]:
 def _kind(index: int, task: Status, many: bool) -> tuple[Any, ...]:
     """Return a key; tasks with equal keys share a line.
 
-    Tasks without a host share a line if they are equal, and so do tasks of a large group.
+    Equal tasks share a line if they have no host or belong to a large group.
     """
     apart = task["host"] is not None and not many
     states = (task["job_id"], task["state"], task["attempt"], task["reason"])

@@ -164,7 +164,7 @@ def _text(wanted: _Wanted, statuses: Sequence[dict[str, Any]], as_json: bool) ->
 class _Watch:
     """Redraws the statuses in a terminal.
 
-    Without a terminal, it prints a line for each changed trial; with JSON, all status objects.
+    Without a terminal, print a line for each changed trial; with JSON, all status objects.
     """
 
     def __init__(self, wanted: _Wanted, *, as_json: bool) -> None:
@@ -200,9 +200,9 @@ class _Watch:
 class Rest:
     """Detects when no trial can change any more unless a user runs a command.
 
-    Each trial must have ended, or have no job in two consecutive reports of the scheduler. One
-    report is not enough, because the trial may end between reading its history and the request to
-    the scheduler.
+    Each trial must have ended, or have no job in two consecutive reports of the scheduler. A single
+    report is not enough: a trial may end after its history is read and before the scheduler is
+    asked.
     """
 
     def __init__(self) -> None:

@@ -148,7 +148,7 @@ def validate(
     """Check the values at ``prefix`` against a schema.
 
     Return a model and the problems. With problems, the model has defaults in place of wrong values,
-    so that further checks can run, or it is None if that is impossible.
+    so that further checks can run. The model is None if this is impossible.
     """
     values = source.values
     for part in prefix:

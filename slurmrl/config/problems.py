@@ -371,8 +371,8 @@ def summary(text: str) -> str:
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstrings of a section's own and inherited fields, by attribute.
 
-    Parse the source only when a command shows the docstrings. Pydantic could do so when it makes
-    the classes, which would cost each process more time than compiling this package.
+    Parse the source only when a command shows the docstrings. Pydantic could parse the source when
+    it makes the classes, but this takes each process longer than compiling this package.
     """
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):

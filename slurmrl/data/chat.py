@@ -391,8 +391,8 @@ def _overlap(end: str, start: str) -> int:
 class EndOfTurn(NamedTuple):
     """The tokens of the tokenizer that end a turn.
 
-    Generation stops at each of these tokens. Training on a turn of the assistant includes one of
-    them, and a reward model scores a turn at this token.
+    Generation stops at each of these tokens. Training on a turn of the assistant includes such a
+    token, and a reward model scores a turn at this token.
     """
 
     tokens: tuple[str, ...] = ()

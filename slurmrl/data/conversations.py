@@ -105,7 +105,7 @@ def text_of(message: Message) -> str:
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
-    """Return the messages; put a system message first unless they begin with one."""
+    """Return the messages; put a system message first unless there is one already."""
     if system is None or messages[0]["role"] == "system":
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
@@ -216,7 +216,7 @@ def _missing(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str
 def _reasoning(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str:
     """Return the name of the last target's reasoning if the template omits it; else "".
 
-    The messages after this target are left out: templates may omit reasoning before them.
+    The messages after this target are left out, because templates may omit earlier reasoning.
     """
     places = [
         place
@@ -287,7 +287,7 @@ def _function(value: Any) -> Mapping[str, Any]:
 
 
 def _object(text: str) -> Any:
-    """Parse a JSON value. If it is not valid JSON, return an object with the string as its key."""
+    """Parse a JSON value. From invalid JSON, make an object with the string as its key."""
     try:
         return json.loads(text)
     except ValueError:

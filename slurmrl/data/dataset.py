@@ -131,7 +131,7 @@ class TokenizedDataset:
 class PromptDataset(TokenizedDataset):
     """Dataset of prompts, with the token key ``prompt_ids``.
 
-    Its metadata are ``prompt`` (see `Prompts.text`), ``answer`` (the string under ``answer_key``,
+    The metadata are ``prompt`` (see `Prompts.text`), ``answer`` (the string under ``answer_key``,
     or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line`` (the row's number
     in the file).
     """

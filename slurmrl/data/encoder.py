@@ -82,7 +82,7 @@ Chat = tuple[Sequence[Message], Any]
 class Encoder:
     """Tokenizes strings and conversations.
 
-    :raises ConfigError: there is no chat template, though the dataset needs one.
+    :raises ConfigError: the dataset needs a chat template that is missing.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from slurmrl.tensors.weights.format import VersionId
 STALE: Final = "stale"
 """Reason of drops: the samples of the item are from too old weights."""
 LATE: Final = "late"
-"""Reason why a result does not count: its lease never held its item or has lost it."""
+"""Reason why a result does not count: its lease never held, or no longer holds, its item."""
 ROLLED_BACK: Final = "rolled back"
 """Reason why a sample does not count: some of its tokens are from weights that training has
 abandoned."""
@@ -89,7 +89,7 @@ class SampleLedger(Ledger):
         self._granted = 0
         self._leases: dict[str, LeasedItems] = {}
         self._by_holder: dict[str, list[str]] = {}
-        """Names of each holder's leases, in the order of their grants; only holders with leases."""
+        """Names of the leases by holder, in the order of their grants; no entry without leases."""
         for lease in record.leased:
             self._hold(lease)
         self._finished = {one.item: one for one in record.samples if self._counts(one)}
@@ -250,8 +250,8 @@ class SampleLedger(Ledger):
     def expected(self, count: int, admission: Admission) -> int:
         """Return how many items a step probably uses to train ``count`` items.
 
-        The result is at least ``count``. The result is scaled by the minimum number of items that
-        one of the last `USED_STEPS` steps used for its batch: surplus items would become stale.
+        The result is at least ``count``. The last `USED_STEPS` steps give the number of items per
+        batch. The minimum is used, because surplus items would become stale.
         """
         batch = admission.batch_size
         fewest = min(self._used_by, default=batch)

@@ -90,7 +90,7 @@ class LeasedItems:
 class StoredGroup:
     """Place of the samples of an item, and the facts that decide about their use.
 
-    Result logs, the ledger and `LoadBatch` contain it.
+    Result logs, the ledger and `LoadBatch` contain such places.
     """
 
     item: Number
@@ -118,7 +118,7 @@ class LedgerRecord:
     settled: Number = 0
     """All items before this item are trained or dropped."""
     next: Number = 0
-    """This item and all after it were never taken."""
+    """First item that was never taken."""
     in_flight: tuple[StepRun, ...] = ()
     trained: tuple[StepRun, ...] = ()
     dropped: tuple[DroppedRun, ...] = ()
@@ -126,8 +126,8 @@ class LedgerRecord:
     """Drop counts of the items before ``settled``."""
     leased: tuple[LeasedItems, ...] = ()
     samples: tuple[StoredGroup, ...] = ()
-    """Samples of finished items and of items in flight: after a restart, the samples that an
-    uncommitted step took are finished again."""
+    """Samples of finished items and of items in flight. After a restart, items of an uncommitted
+    step are finished again."""
 
     def check(self, where: object) -> None:
         """Raise CorruptFileError that names ``where`` if the fields contradict each other."""

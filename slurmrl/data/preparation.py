@@ -1,6 +1,6 @@
 """Prepare a dataset once per trial.
 
-Find its tokenized rows in the run directory, or make them from the usable rows of its source
+Find the tokenized rows in the run directory, or make them from the usable rows of the source
 (`TokenReader`). Torch-free.
 """
 

@@ -291,7 +291,7 @@ class RowChecks:
         self._curriculum = kind.config.curriculum_key
         self._where = where
         self._fields: dict[str, RowField] = {}
-        """Fields by key; if several fields have one key, the first of them."""
+        """Fields by key; if several fields have the same key, the first field."""
         for field in [*kind.fields(), *curriculum_field(kind.config)]:
             self._fields.setdefault(field.key, field)
         self._required = {

@@ -43,7 +43,7 @@ class SequenceSample(SampleMeta):
         *,
         per_sequence: Mapping[str, Tensor | None] | None = None,
     ) -> SequenceSample:
-        """Make a sample of items with one sequence each, which has ``lengths`` tokens.
+        """Make a sample of items with one sequence each; ``lengths`` are the numbers of tokens.
 
         ``data`` has an entry for each token, ``per_sequence`` one for each sequence.
         """
@@ -74,7 +74,7 @@ class SequenceSample(SampleMeta):
     ) -> SequenceSample:
         """Return the items of all samples in order.
 
-        The first sample determines the keys, which of them are None, and the metadata.
+        The first sample determines the keys, the keys without data, and the metadata.
         """
         if not samples:
             raise ValueError("there are no samples to gather")

@@ -252,7 +252,7 @@ NAMES_OF_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _SHARD = re.compile(r"(.+?)(-(\d+)-of-(\d+)(-[0-9a-f]+)?)?\.parquet")
 _SPLIT = re.compile(rf"((?:.*[-._ \d])?)({'|'.join(NAMES_OF_SPLITS)})[-._ v\d]*(-[0-9a-f]{{8,}})?")
-"""Name of a file that ends with a split, before numbers and a fingerprint."""
+"""Pattern of a file name that ends with a split; numbers and a fingerprint may follow."""
 OTHERS: Final = "(others)"
 
 
@@ -298,7 +298,7 @@ def no_dataset(path: Path) -> str:
 def _splits_of(files: Sequence[re.Match[str]]) -> dict[re.Match[str], str]:
     """Return the split of each file of a folder.
 
-    Files ``train-00000-of-00002.parquet`` have the split ``train``, as ``train.parquet`` has. For
+    Files ``train-00000-of-00002.parquet`` have the split ``train``, like ``train.parquet``. For
     ``math_train.parquet``, the folder must also have ``math_test.parquet`` or another such pair: a
     single ``dev`` can be any word of a name.
     """

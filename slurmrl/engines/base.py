@@ -258,8 +258,8 @@ class GenerateEngine(Engine):
         Collective: every rank of the model enters and leaves, with or without requests.
 
         Among ranks with the same samples, the leader gets the engine. The other ranks get None, and
-        compute the leader's requests until it leaves. Without ``options.turns``, the other ranks
-        may get an engine too; then all of these ranks submit the same requests.
+        compute the leader's requests until the leader leaves. Without ``options.turns``, the other
+        ranks may get an engine too; then all of these ranks submit the same requests.
 
         Raises UsageError for options that the model does not support.
         """

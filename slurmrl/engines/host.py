@@ -269,7 +269,7 @@ def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]
     """Return the rank that owns each tensor.
 
     The owner is the rank with the fewest bytes so far among the ranks that have a part of the
-    tensor. Tensors on few ranks are assigned first, and large ones before small ones.
+    tensor. Tensors on few ranks are assigned first, and large tensors before small tensors.
     """
 
     @lru_cache(maxsize=1024)  # many layers have the same holders

@@ -220,7 +220,7 @@ class ServerEngine(GenerateEngine):
         return self._placing.layout()
 
     def storages(self) -> Mapping[str, Tensor]:
-        """Return tensors for a move to fill. Servers get them before they sample again."""
+        """Return tensors for a move to fill. Servers get the tensors before they sample again."""
         self._moved = True
         if not self._tensors:
             layout = self.layout()

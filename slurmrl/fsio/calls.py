@@ -243,7 +243,7 @@ def free_bytes(directory: Path) -> int | None:
 def require_space(directory: Path, *, calls: SystemCalls = REAL) -> None:
     """Raise EnvironmentFailure if a directory lacks the space for starting a run.
 
-    The directory need not exist. If it exists, write a probe file, because only a write reveals an
+    The directory may be missing. If it exists, write a probe file, because only a write reveals an
     exhausted quota.
     """
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())

@@ -231,7 +231,7 @@ def _bounded(text: str) -> int:
 _DECODER = json.JSONDecoder(
     parse_float=_finite, parse_int=_bounded, parse_constant=lambda constant: None
 )
-"""Decoder that reads NaN and Infinity as null. Python writes them, but they are not JSON."""
+"""Decoder that reads NaN and Infinity as null. Python writes both words, which are not JSON."""
 
 
 def too_deep(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The process that runs programs. The process reads one JSON request per line and writes one reply.
 
-Its source is sent to a Python that may be inside a container (`slurmrl.rewards.code.LOADER`), so it
+A Python that may be inside a container runs this source (`slurmrl.rewards.code.LOADER`), which
 imports nothing of slurmrl. If the kernel allows it, the process has its own namespaces: no network,
 a read-only file system with one small private folder, and a process table whose processes all die
 with its first process. Otherwise the sandbox reports the missing protections. Each program runs in

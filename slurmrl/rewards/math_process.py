@@ -93,7 +93,7 @@ def moments(text: str, *, whole: bool = False) -> list[Moment]:
 
 
 def same_moment(given: Moment, reference: Moment) -> bool:
-    """Return whether two moments agree. A year counts only if both have one."""
+    """Return whether two moments agree. Years are compared only if both moments have a year."""
     return given[1:] == reference[1:] and (
         given[0] == reference[0]
         or (-1 not in (given[0], reference[0]) and None in (given[0], reference[0]))

@@ -10,8 +10,8 @@ Shell code in batch scripts also writes files of the first and the last kind, be
 missing. A batch script tries its interpreter before it becomes the supervisor; each host of a job
 does the same before it becomes an agent. The supervisor runs the same shell code when its agents
 could not start. The code records the failure and excludes the host from the queued jobs of the
-trial. It then waits (longer after each failed start in a row) and requeues the job, so that no link
-is used up. After more than MOST_FAILED failures in a row, the job ends.
+trial. Then the code waits (longer after each failed start in a row) and requeues the job, so that
+no link is used up. After more than MOST_FAILED failures in a row, the job ends.
 
 The shell code first treats a failing line of ``cluster.slurm.setup`` like any other failed start.
 The line itself is at fault if it has never worked for this submission and fails in the same way on
@@ -181,8 +181,8 @@ shopt -s execfail
 trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_ended $? "${BASH_COMMAND:-}"' EXIT
 slurmrl_setup=yes"""
-"""Shell code before the set-up lines. It keeps a script that ends early, even with exit code 0,
-from using up its link. Without execfail, a failing exec would skip the trap."""
+"""Shell code before the set-up lines. A script that ends early, even with exit code 0, then does
+not use up its link. Without execfail, a failing exec would skip the trap."""
 AFTER_SETUP = """\
 slurmrl_setup=
 unset IFS

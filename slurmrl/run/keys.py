@@ -7,7 +7,7 @@ ATTEMPTS = "attempt"
 
 
 def attempt(group: str, task: int, number: int) -> str:
-    """Return the key that claims one start of a task. Its value names job, host and process."""
+    """Return the key that claims one start of a task. The value names job, host and process."""
     return f"attempt/{group}/{task}/{number}"
 
 
@@ -26,7 +26,7 @@ def attempt_failures(group: str) -> str:
 
 
 def attempt_failure(group: str, task: int, number: int) -> str:
-    """Return the key for the failure of one start of a rollout task. Its value is JSON."""
+    """Return the key for the failure of one start of a rollout task. The value is JSON."""
     return f"{attempt_failures(group)}/{task}.{number}"
 
 
@@ -42,7 +42,7 @@ def failure(incarnation: int) -> str:
 def warned(incarnation: int) -> str:
     """Return the key of the warning that the job of an incarnation will end.
 
-    Its value is JSON with the signal, the cause and the remaining time.
+    The value is JSON with the signal, the cause and the remaining time.
     """
     return f"incarnation/{incarnation}/warned"
 
@@ -64,7 +64,7 @@ def leader_lock(number: int) -> str:
 def hang(incarnation: int) -> str:
     """Return the key of the report on who waited when silence or a deadline ended an incarnation.
 
-    Its value is JSON with ``text``, which explains which ranks waited for which, and ``files``,
+    The value is JSON with ``text``, which explains which ranks waited for which, and ``files``,
     which lists files with stacks.
     """
     return f"incarnation/{incarnation}/hang"
@@ -73,7 +73,7 @@ def hang(incarnation: int) -> str:
 def stacks(incarnation: int, number: int) -> str:
     """Return the key of the ``number``-th request for stacks, counted from 1.
 
-    Its value is JSON with the ``ranks``; null means all ranks.
+    The value is JSON with the ``ranks``; null means all ranks.
     """
     return f"incarnation/{incarnation}/stacks/{number}"
 
@@ -81,7 +81,7 @@ def stacks(incarnation: int, number: int) -> str:
 def lost(host: str) -> str:
     """Return the key of a host whose agent is dead or whose GPU failed.
 
-    Its value is JSON: the incarnation that detected the loss, and its job.
+    The value is JSON: the incarnation that detected the loss, and its job.
     """
     return f"lost/{host}"
 

@@ -1,6 +1,6 @@
 """Leases: the holder increments a counter. Observers check by their own clocks if it grows.
 
-Observers use no clock and no file time of another machine. They count time only while the directory
+Observers use no clock and no file time of another machine. Time counts only while the directory
 answers, so a stalled file system does not look like a dead holder.
 """
 
@@ -47,8 +47,8 @@ class Lease:
         """Increment the counter and write ``note`` after it.
 
         A reader can see a partial note. After a shorter note, the end of the previous note remains.
-        If another object is in the place of the file, it is moved aside. The next beat then creates
-        the file. Raises EnvironmentFailure; the holder must then start nothing new.
+        An object that has replaced the file is moved aside, and the next beat creates the file.
+        Raises EnvironmentFailure; the holder must then start nothing new.
         """
         self._counter += 1
         data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]

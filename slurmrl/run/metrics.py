@@ -165,7 +165,7 @@ def read_evaluation(path: Path, n: int) -> dict[str, Any]:
 def read_values(path: Path, name: str) -> Iterator[float]:
     """Yield the value of one metric in each line that has it.
 
-    Search the lines without parsing them, because a long run has very many.
+    Search the lines without parsing, because a long run has very many lines.
     """
     value = re.compile(rb'[{ ]"%b": (-?[0-9.e+-]+)[,}]' % re.escape(name.encode()))
     try:

@@ -7,8 +7,8 @@ A world is a set of processes that share one process group and fail together; it
 The group of the trainers is one world on all of its hosts. In every other group, each task is a
 separate world.
 
-`Ending` is the end of an incarnation, read from the reports. From it, the master decides whether to
-start again (`workers.master.futility`). `slurmrl status` shows it (`watch.incarnation_rows`).
+`Ending` is the end of an incarnation, read from the reports. With the ending, the master decides
+whether to start again (`workers.master.futility`). `watch.incarnation_rows` shows the ending.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class RankId:
 
 class Cause(StrEnum):
     EXCEPTION = "exception"
-    """Code raised an exception. It is usually the code of a rank; then ``rank``, ``call`` and
-    ``step`` are known."""
+    """Code raised an exception. If a rank raised it, as usual, ``rank``, ``call`` and ``step`` are
+    known."""
     DIED = "died"
     """A worker ended unexpectedly."""
     OOM = "oom"
@@ -65,7 +65,7 @@ class Cause(StrEnum):
     LOST_HOST = "lost_host"
     """An agent stopped renewing its lease."""
     GPU_FAULT = "gpu_fault"
-    """A GPU failed (see `tensors.parallel.gpu`). Its host is treated like a lost host."""
+    """A GPU failed (see `tensors.parallel.gpu`). The host is treated like a lost host."""
     MASTER = "master"
     """The master ended unexpectedly."""
     ENVIRONMENT = "environment"
@@ -254,7 +254,7 @@ HOST_LOSSES = (Cause.LOST_HOST, Cause.GPU_FAULT)
 HANGS = (Cause.HUNG, Cause.DEADLINE)
 """Failures for which agents collect stacks, to explain who waited for whom."""
 RAISED = (Cause.EXCEPTION, Cause.MASTER)
-"""Failures raised by code of a worker or the master. They would probably occur again."""
+"""Failures raised by code of a worker or the master. Such failures would probably recur."""
 OWN_FAULTS = (*RAISED, *HANGS, Cause.GPU_FAULT, Cause.OOM)
 """Failures that explain an end better than a warning to the same job."""
 UNFAULTED = ("preemption", "interrupt")
@@ -347,7 +347,7 @@ class Ending:
     def hang_words(self) -> str:
         """One line that explains which ranks waited for which.
 
-        Do not compare it, because its times differ between incarnations.
+        Do not compare such lines, because their times differ between incarnations.
         """
         return first_line(self.hang.text) if self.hang is not None else ""
 
@@ -367,8 +367,8 @@ class Ending:
     def counts(self) -> bool:
         """Whether the ending counts as a failed start.
 
-        It does not count if Slurm took the job away, or if the incarnation could not read the
-        checkpoint from which it resumed.
+        False if Slurm took the job away, or if the incarnation could not read the checkpoint from
+        which it resumed.
         """
         return not (self.lost or self.warning in UNFAULTED or self.failure.damaged)
 

@@ -3,11 +3,11 @@
 ``samples/`` has readable samples. Each incarnation writes separate files. The files
 ``step-<s>.<incarnation>.jsonl`` for training and ``eval-step-<s>.<incarnation>.jsonl`` for
 evaluations contain step ``s`` and later steps. ``<s>.<incarnation>.index`` has the place of each
-step in these files. Its ``s`` is the first step of its incarnation. Earlier versions wrote one file
-per step, ``step-<s>.jsonl``.
+step in these files. The ``s`` of an index is the first step of its incarnation. Earlier versions
+wrote one file per step, ``step-<s>.jsonl``.
 
-Part files have one line for each item of a step or an evaluation. Ranks write them, and the master
-reads them.
+Part files have one line for each item of a step or an evaluation. Ranks write part files, and the
+master reads them.
 """
 
 from __future__ import annotations

@@ -82,9 +82,9 @@ def top_up(chain: Chain, scheduler: Scheduler, *, by: str, requested: bool = Fal
     """Extend a chain that needs links; return the id of the new array, or why there is none.
 
     ``by`` is unique to the caller: its element (``41_3``), or a user and a process. The running
-    link adds links only after a commit, because a trial whose starts all fail must end. It adds no
-    links while Slurm ends its job, because the user may be cancelling all links. With
-    ``requested``, a user requests links. Then a commit is not needed, but a link must wait or run.
+    link adds links only after a commit, because a trial whose starts all fail must end. While Slurm
+    ends its job, the link adds no links, because the user may be cancelling all links. With
+    ``requested``, a user requests links. A commit is then not needed, but a link must wait or run.
 
     Raises EnvironmentFailure if Slurm's commands do not work on this host, and UsageError while
     another process extends the chain.

@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands. No other module runs them."""
+"""Calls of Slurm's commands. No other module runs Slurm's commands."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ the *note* ``GROUP.more.K.job.json`` afterwards. The note has the job id, or no 
 rejected the request. If the process is killed between claim and note, other processes find its job
 by the K in the job's name.
 
-A claim without a job is *void* once its claimant has ended. Its array indices stay unused, and the
-next extension writes its note, without a job id. Thus each claim yields at most one array.
+A claim without a job is *void* once its claimant has ended. Void claims leave their array indices
+unused. The next extension writes their notes, without a job id. A claim yields at most one array.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slurmrl.scheduler.submission import Claimant, is_gone
 logger = log.get(__name__)
 
 SETTLE_S = TIMEOUT_S + 30.0
-"""Seconds after which a claim without a job is void. Its sbatch has then timed out."""
+"""Seconds after which a claim without a job is void. The claimant's sbatch has then timed out."""
 LOOK_S = 5.0
 """Seconds between two queries for the job of a claim."""
 TOO_MANY = re.compile(

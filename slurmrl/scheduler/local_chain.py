@@ -8,7 +8,7 @@ chain writes its state file.
 
 After any signal, the chain starts no other link. USR1 lets the running links continue. The chain
 forwards USR2 (stop after a step) to each link that has a handler. TERM ends the links with TERM,
-and after 10 s with KILL. QUIT kills them at once.
+and after 10 s with KILL. QUIT kills the links at once.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class HostKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition. Its kinds of hosts are in sinfo's order."""
+    """A partition, with its kinds of hosts in sinfo's order."""
 
     name: str
     is_default: bool

@@ -123,7 +123,7 @@ PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("reservation deleted", "ReservationDeleted"),
     ("node failure", "NodeDown"),
 )
-"""Phrase that Slurm shows instead of a reason's name, and the name."""
+"""Pairs of a phrase that Slurm shows in place of a reason's name, and the name."""
 
 _LIMIT: Final = re.compile(
     r"(?P<owner>Assoc|Association|QOS|(?=Max\w+Per(?:Account|User)))(?P<scope>Grp|Max|Min)?"

@@ -133,7 +133,7 @@ class SlurmScheduler(Scheduler):
         self.client.cancel(submission.queued_elements(everybody, group))
 
     def avoid(self, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
-        """Avoid a host from now on; return False if no job of the group could start without it.
+        """Avoid a host from now on; return False if every job of the group needs the host.
 
         Also exclude the host for the queued elements of the group. If Slurm rejects this change,
         the next `keep_off` of a chain replaces the elements. Raises EnvironmentFailure.
@@ -238,8 +238,8 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
 class EndedElements:
     """The rows of ended elements that squeue no longer shows, from sacct.
 
-    sacct runs only if elements are missing. It never runs again after it failed or reported that
-    there is no accounting.
+    sacct runs only if elements are missing. After a failure, or a report that there is no
+    accounting, sacct never runs again.
     """
 
     def __init__(self, client: SlurmClient) -> None:

@@ -9,7 +9,7 @@ Three records change the number of jobs that start:
   until the user sets another number or the plan changes.
 - If the trainers are missing for too long, a task of an elastic group writes `Orphaned`. Later
   tasks do not start until an incarnation begins or a link of the trainers removes the record.
-- ``slurmrl stop`` stops a submission. Its trainers commit, and no other job starts.
+- ``slurmrl stop`` stops a submission. The trainers commit, and no other job starts.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
 def is_copied(run: RunPaths, number: int) -> bool:
     """Return whether this run directory is a copy of the directory that made a submission.
 
-    The jobs then belong to the original directory. A moved directory is no copy.
+    The jobs then belong to the original directory. A moved directory does not count as a copy.
     """
     try:
         return is_another(run, documents.read(run.submission_request(number)).get("run"))
@@ -314,7 +314,7 @@ def exclude_option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
 def avoid_host(
     client: SlurmClient, run: RunPaths, number: int, group: str, host: str, why: str
 ) -> bool:
-    """From now on, avoid a host; return False if no job of the group could start without it."""
+    """Avoid a host from now on; return False if every job of the group needs the host."""
     wanted = excluded_hosts(run, number, group, host)
     try:
         client.try_out(run.submission_script(number, group), f"--exclude={wanted}")

@@ -172,7 +172,7 @@ def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, s
 def ways(checked: Checked, request: SearchRequest, gpus: int) -> Iterator[GpuUse]:
     """Yield the ways to use a number of GPUs that do not change the result of training.
 
-    A configuration with rollout tasks keeps them; a configuration without tasks gets none.
+    A configuration keeps its rollout tasks; a configuration without tasks gets none.
     """
     config = checked.config
     own = _engine(config.rollout.backend)

@@ -184,7 +184,7 @@ class TaskPool:
         self._next_look = math.inf
 
     def published(self, now: float, step: int) -> None:
-        """Publish the weights of a step. Tasks load them later."""
+        """Publish the weights of a step, which tasks load later."""
         self.advance(now)
         version, at = VersionId(step, self._incarnation).name, now + self.costs.publish_s
         self._versions = [*self._versions[-1:], (version, at)]
@@ -306,7 +306,7 @@ class TaskPool:
         self._push(self._now + lost_s, "host", first, 0)
 
     def _lose_host(self, first: int) -> None:
-        """End all tasks of a host. Their next jobs start after Slurm has detected the loss."""
+        """End all tasks of a host. The next jobs start after Slurm has detected the loss."""
         for task in self._tasks[first : first + self._per_host]:
             if task.runs:
                 self._push(self._now + self._ttl_s, "lost", task.number, task.attempt)

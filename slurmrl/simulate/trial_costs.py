@@ -142,7 +142,7 @@ class GivenSeconds:
     commit: float | None = None
     evaluation: float | None = None
     rewards: float | None = None
-    """Seconds in which the rewards of a step are computed. The cost model does not predict them."""
+    """Seconds in which a step's rewards are computed; not predicted by the cost model."""
     groups_per_hour: float | None = None
     """Groups that a rollout task makes in an hour."""
     write_rate: float = WRITE_RATE

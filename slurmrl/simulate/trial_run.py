@@ -88,7 +88,7 @@ class TrialOutcome:
     """Number of committed steps."""
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by part of the time. Their sum is `seconds`."""
+    """Seconds by part of the time. The sum is `seconds`."""
     jobs: int
     """Number of starts of the trainers' jobs."""
     links: int

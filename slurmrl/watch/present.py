@@ -82,7 +82,7 @@ def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _at(task: RolloutTaskView) -> dict[str, Any]:
-    """Return the current state of a rollout task. Its pace is the mean since the task's start."""
+    """Return the current state of a rollout task. The pace is the mean since the task's start."""
     seconds = task.counts.get("seconds", 0.0)
     return {
         "task": task.task,

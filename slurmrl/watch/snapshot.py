@@ -125,8 +125,8 @@ class TrialSnapshot:
     def total_steps(self) -> int | None:
         """Total number of steps; None if unknown.
 
-        The master, which knows the dataset's size, reports it. Before its report, the number comes
-        from the newest submission.
+        The master, which knows the dataset's size, reports the number. Before its report, the
+        number comes from the newest submission.
         """
         submission = self.submission
         if submission is None:

@@ -476,8 +476,8 @@ class FilterInterface(Interface):
 def reason(scores: Sequence[float], finished: Sequence[bool], settings: Filters) -> str | None:
     """Return why a prompt is dropped; None if it is kept.
 
-    ``scores`` and ``finished`` have an entry for each completion; ``finished`` says whether it
-    ended with a stop token or stop string. A prompt without completions has no variance.
+    ``scores`` and ``finished`` have an entry for each completion; ``finished`` means that the
+    completion ended with a stop token or stop string. A prompt without completions has no variance.
     """
     truncated = len(finished) - sum(finished)
     if settings.max_truncated is not None and truncated > settings.max_truncated * len(finished):

@@ -22,7 +22,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 class Updates(Section):
-    """Minibatches and epochs over a batch, and conditions that end them early."""
+    """Minibatches and epochs over a batch, and conditions that end the updates early."""
 
     n_minibatches: PositiveInt = 4
     """Parts of a batch, with equal numbers of prompts and one optimizer step each. The parts do not
@@ -310,7 +310,7 @@ class Advantages(Section):
     `0.95`"""
     normalize_advantages: bool = True
     """Normalize the advantages to mean 0 and standard deviation 1 over all response tokens of the
-    batch. The variance divides by the number of tokens, and 1e-8 is added to it."""
+    batch. The variance is the sum of squares divided by the number of tokens, plus 1e-8."""
 
     @model_validator(mode="after")
     def _advantage_uses_its_settings(self) -> Advantages:
@@ -353,8 +353,8 @@ class Filters(Section):
     larger share are dropped. Failed episodes do not count. `null` keeps all prompts. Example:
     `0.5`"""
     mask_truncated: bool = False
-    """Leave the tokens of completions without a stop token or stop string out of the losses. Their
-    rewards still count in the baselines and standard deviations of other completions."""
+    """Leave the tokens of completions without a stop token or stop string out of the losses. The
+    rewards of such completions still count in baselines and standard deviations."""
     filter_rounds: PositiveInt = 10
     """Maximum number of rounds of generation in a step, until the filters leave enough prompts for
     a batch. 1 replaces no prompt. With rollout tasks, a step scores at most this number times

@@ -242,7 +242,7 @@ class _Reader:
 
 
 def _shifted(scanner: Scanner, prefix: str) -> Allocation:
-    """Read dimensions as if ``prefix`` preceded them; errors have positions without the prefix."""
+    """Read ``prefix`` and the dimensions; positions in errors do not count the prefix."""
     start = scanner.position
     end = _end_of_dimensions(scanner.text, start)
     inner = Scanner(prefix + _renamed(scanner.text[start:end]))

@@ -233,9 +233,9 @@ class Config(Section):
     step_timeout_s: PositiveFloat = 1800.0
     """Time after which an unfinished call counts as failed."""
     code: Sequence[PathText] = ()
-    """Your Python files and folders that the run imports. slurmrl copies them when you submit. It
-    also copies the modules in `algorithm.name`, `reward.name` and `dataset.type`, and their imports
-    from the same folder. Each file and folder can be imported by its name. Example: `[rewards.py,
+    """Your Python files and folders that the run imports. slurmrl copies them when you submit. The
+    modules in `algorithm.name`, `reward.name` and `dataset.type`, and their imports from the same
+    folder, are copied too. Each file and folder can be imported by its name. Example: `[rewards.py,
     my_package]`"""
     allocation_mode: Line = ""
     """Deprecated: the layouts of all roles in one string, as ReaL and AReaL write it. Write
@@ -256,7 +256,7 @@ class Config(Section):
     the actor's."""
     reward_model: Model | None = None
     """The model behind a reward named `model`. `path` is required: an export of `algorithm.name:
-    reward_model`, or another folder with a scalar head. Its tokenizer must equal the actor's."""
+    reward_model`, or another folder with a scalar head. The tokenizer must equal the actor's."""
     models: dict[RoleName, Model] = Field(default_factory=dict)
     """Models of a custom algorithm, by the names of its roles (docs/algorithms/custom.md). A role
     without a section is the initial actor."""

@@ -57,7 +57,7 @@ def has(row: Mapping[str, Any], key: str) -> bool:
 
 
 def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -> Iterator[str]:
-    """Yield the keys of a row up to a depth; nested keys follow the keys that contain them."""
+    """Yield the keys of a row up to a depth; nested keys follow the keys that enclose them."""
     for key, value in row.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping) and levels > 1:

@@ -101,7 +101,7 @@ class Preferences(PromptAnswers):
         )
 
     def _answered(self, row: Row) -> Iterator[tuple[Row, Row]]:
-        """Return the row with the chosen answer of each pair, and the row with the rejected one."""
+        """Return a row with the chosen and a row with the rejected answer, for each pair."""
         values = (_answers(field.value(row)) for field in self._both())
         pairs = islice(zip(*values, strict=True), self.config.max_pairs_per_prompt)
         for chosen, rejected in pairs:

@@ -318,8 +318,8 @@ def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Te
 class MergedWeights(Mapping[str, Tensor]):
     """This rank's chunks of a decoder's weights, each merged with its adapter: W + scale * B A.
 
-    A merged weight is rounded to the type of W (see `models.adapters`). Reading a merged weight
-    computes it from the frozen W, and only the last one is kept. The constructor is collective.
+    A merged weight is rounded to the type of W (see `models.adapters`). A merged weight is computed
+    from the frozen W when it is read; only the last one is kept. The constructor is collective.
     """
 
     def __init__(

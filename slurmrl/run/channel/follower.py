@@ -156,7 +156,7 @@ class Follower:
         return self._wakeups.fileno() if self._wakeups and descriptor < 0 else descriptor
 
     def drain(self) -> None:
-        """Acknowledge that `fileno` is readable. It becomes readable again at the next change."""
+        """Acknowledge that `fileno` is readable, so that it becomes readable at the next change."""
         if self._watch.fileno() >= 0:
             self.woken = True
             self._watch.drain()

@@ -56,7 +56,7 @@ def encode(message: Message) -> bytes:
 def decode(buffer: bytes | bytearray, *, torn: bool = True) -> tuple[list[Message], int]:
     """Return the complete messages at the start of ``buffer`` and the number of bytes they take.
 
-    Later bytes are an incomplete frame. With ``torn``, they may also be no frame at all, because a
+    Later bytes are an incomplete frame. With ``torn``, later bytes may also be garbage, because a
     file can show half a write. Without ``torn``, such bytes raise CorruptFileError. A frame with a
     correct checksum whose content is not a JSON object always raises this error.
     """
@@ -151,7 +151,7 @@ class LogWriter:
 
         Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
         already. The next append, even without messages, writes them first. Never append the same
-        messages again. Raises CorruptFileError if something else has replaced the file. A retry
+        messages again. Raises CorruptFileError if something else has replaced the file; a retry
         would not help.
         """
         if any(OWN in message for message in messages):

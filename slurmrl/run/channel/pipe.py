@@ -1,7 +1,7 @@
 """A pipe of messages between a process and its child, over one end of a socket pair.
 
-Only `Connection.receive` waits. Data that does not fit into the kernel's buffer is queued, and
-later calls send it. Several threads may send, but only one may receive.
+Only `Connection.receive` waits. Data that does not fit into the kernel's buffer is queued and sent
+by later calls. Several threads may send, but only a single thread may receive.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Connection:
     def take_fd(self) -> int | None:
         """Return the oldest received descriptor that was not taken yet; None if there is none.
 
-        The caller then owns it.
+        The caller then owns the descriptor.
         """
         return self._descriptors.popleft() if self._descriptors else None
 

@@ -154,8 +154,8 @@ class WakeupSocket:
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 _ROUTE_PROBE = ("192.0.2.1", 9)
-"""An address reserved for documentation (RFC 5737). Connecting a UDP socket to it sends nothing,
-and shows which address of this host the default route uses."""
+"""An address reserved for documentation (RFC 5737). Connecting a UDP socket to this address sends
+nothing, and shows which address of this host the default route uses."""
 
 logger = log.get(__name__)
 

@@ -129,11 +129,11 @@ logger = log.get(__name__)
 class History:
     """The records of one trial. Records never change, so each is read once per object.
 
-    ``directory`` is created before the run's configuration. If it is missing: - Without the
-    configuration, there are no records, and `append` raises EnvironmentFailure. If this object has
-    seen the directory before, `read` also raises EnvironmentFailure.
-    - With the configuration, or if something else has replaced the directory, all reads raise
-      CorruptFileError.
+    ``directory`` is created before the run's configuration. If the directory is missing:
+
+    - Without the configuration, there are no records, and `append` raises EnvironmentFailure. If
+      this object has seen the directory before, `read` also raises EnvironmentFailure.
+    - With the configuration, all reads raise CorruptFileError, as for a replaced directory.
 
     ``clock`` provides the records' timestamps.
     """

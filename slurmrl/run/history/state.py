@@ -33,7 +33,7 @@ from slurmrl.run.history.slots import History, Kind, Record
 
 @dataclass(frozen=True)
 class Commit:
-    """A checkpoint that exists."""
+    """A commit that was not deleted."""
 
     step: int
     directory: str

@@ -43,7 +43,7 @@ def make_feeders(
 ) -> list[Feeder]:
     """Return the feeders of the configured sinks.
 
-    The feeders begin with the steps up to ``committed`` that the sinks lack. They stop when
+    The feeders begin with the steps up to ``committed`` that the sinks lack. Feeders stop when
     ``incarnation`` is no longer the newest; None means a trial without incarnations.
 
     Raises MissingDependencyError if a package is not installed.
@@ -106,7 +106,7 @@ class MetricsRecorder:
     def close(self) -> None:
         """Close the sinks within CLOSE_S seconds.
 
-        A later incarnation sends the lines that they have not accepted.
+        A later incarnation sends the lines that the sinks have not accepted.
         """
         for feeder in self._feeders:
             feeder.end()
@@ -118,7 +118,7 @@ class MetricsRecorder:
 def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
     """Return a function that raises StaleIncarnationError after a newer incarnation has begun.
 
-    Each thread needs a separate function, because it caches the records that it has read.
+    Each thread needs a separate function, because the function caches records that it has read.
     """
     if incarnation is None:
         return lambda: None

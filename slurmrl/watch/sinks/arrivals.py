@@ -46,8 +46,8 @@ HELD = {"held": each(COUNT)}
 HELD_S: Final = 60
 """Maximum number of seconds of a turn."""
 GONE_S: Final = 75.0
-"""Seconds without news after which the holder of a turn has certainly ended. Its files may appear
-late."""
+"""Seconds without news after which the holder of a turn has certainly ended. The holder's files may
+appear late."""
 LOOK_S: Final = 0.5
 ENDED: Final = ".ended"
 

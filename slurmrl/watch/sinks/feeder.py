@@ -151,7 +151,7 @@ class Feeder:
             self._write_kept(self._sink.kept)
 
     def _drop(self) -> None:
-        """Close the sink if possible. When it is opened again, it determines its newest step."""
+        """Close the sink if possible. A reopened sink determines its newest step."""
         sink, self._sink, self._delivered = self._sink, None, -1
         if sink is not None:
             with suppress(Exception):
@@ -160,7 +160,7 @@ class Feeder:
     def _may_write(self) -> None:
         """Raise StaleIncarnationError if the feeder must not write any more.
 
-        After the end of the trial, it may still write steps that were committed before.
+        After the end of the trial, the feeder may still write steps that were committed before.
         """
         with suppress(TrialEndedError):
             self._check()
