@@ -80,7 +80,7 @@ class Evaluate(AlgorithmSchema):
     """With `completions`: minimum reward of a correct completion, for pass@k and maj@k. Default:
     the default of `evaluation.pass_score`. Example: `1.0`"""
     vote_pattern: Pattern | None = None
-    """With `completions`: regular expression that finds a completion's answer, its vote in maj@k.
+    """With `completions`: regular expression that finds a completion's answer, the vote in maj@k.
     The vote is the last match, or the group in that match. A completion without a match has no
     vote. Default: the vote is the complete completion. Example: `'#### (.*)'`"""
 

@@ -172,7 +172,7 @@ def _content(one: StoredVersion) -> str:
 @click.option(
     "--form",
     type=click.Choice(["merged", "adapter"]),
-    help="Form of a role with lora. merged: a whole model. adapter: a folder for PEFT. "
+    help="Form of a LoRA role's export. merged: a whole model. adapter: a folder for PEFT. "
     "Default: the trial's checkpoint.export_form (merged unless set).",
 )
 @common

@@ -129,7 +129,7 @@ def _limits(text: str) -> list[str]:
     "--task-wait",
     callback=_checked(_waits),
     metavar="TIME|fixed:TIME",
-    help="Queue wait of jobs of rollout tasks, in the form of --queue-wait. Default: the wait of "
+    help="Queue wait of rollout tasks' jobs, written like --queue-wait. Default: the wait of "
     "the trainers' jobs.",
 )
 @click.option(

@@ -29,8 +29,8 @@ class Updates(Section):
     depend on the number of ranks."""
     shuffle_minibatches: bool = False
     """Select the minibatches of each epoch at random, whatever the number of ranks. `false` uses
-    consecutive parts of the batch, of which all ranks get about equal numbers of tokens. With
-    `true`, the numbers are equal only on average."""
+    consecutive parts of the batch, and all ranks get about equal numbers of tokens of each part.
+    With `true`, the numbers are equal only on average."""
     n_epochs: PositiveInt = 1
     """Passes over each batch."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0

@@ -67,7 +67,7 @@ class Suite(Section):
     """Minimum reward of a correct completion. Default: `evaluation.pass_score`, or 1 if every
     reward of the suite is 1 or 0. Example: `1.0`"""
     vote_pattern: Pattern | None = None
-    """Regular expression that finds a completion's answer, its vote in maj@k. Example: `'####
+    """Regular expression that finds a completion's answer, the vote in maj@k. Example: `'####
     (.*)'`"""
     temperature: PositiveFloat | None = None
     """Divisor of the logits in sampling. Example: `0.7`"""
@@ -116,7 +116,7 @@ class Evaluation(Section):
     or 0 (`exact_match`, `math`, `code` with `score: all`); with other rewards, evaluations have
     no pass@k and maj@k. Example: `1.0`"""
     vote_pattern: Pattern | None = None
-    """Regular expression that finds a completion's answer, its vote in maj@k. The vote is the last
+    """Regular expression that finds a completion's answer, the vote in maj@k. The vote is the last
     match, or the group in that match. A completion without a match has no vote. Default: the vote
     is the complete completion. Example: `'#### (.*)'`"""
     every_steps: PositiveInt | None = None

@@ -245,8 +245,8 @@ class Model(Section):
     - a folder in Hugging Face format;
     - `org/name` or `hf://org/name@revision`: a model of the Hugging Face hub;
     - `trial:EXPERIMENT/TRIAL`: that trial's newest export;
-    - `trial:EXPERIMENT/TRIAL@STEP`: its export of a step; `@last`: the export of its newest
-      checkpoint.
+    - `trial:EXPERIMENT/TRIAL@STEP`: that trial's export of a step; `@last`: the export of its
+      newest checkpoint.
 
     A model that is not trained needs no export: it reads the checkpoint of that step
     (docs/checkpoints.md). Required unless `architecture` is given. Example:

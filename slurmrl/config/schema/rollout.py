@@ -158,7 +158,7 @@ class ToolChoice(Section):
 
 
 class EpisodeSettings(Section):
-    """The turns that make a completion (docs/rollouts.md).
+    """The turns of a completion (docs/rollouts.md).
 
     A completion has one turn of the policy, or several with messages between them. The policy is
     not trained on the messages. Example: `{name: multi_turn, environment: {name: tools}, tools:
@@ -288,7 +288,7 @@ class Rollout(Section):
     have access to the file (mode 0600). Default: the variables SLURMRL_SERVER_KEY and
     SLURMRL_SERVER_ADMIN_KEY of the job, or no key. Example: `~/.config/slurmrl/server-keys`"""
     server_args: Sequence[Line] = ()
-    """Further arguments of each server, one word per item. These words override slurmrl's own
+    """Additional arguments of each server, one word per item. These words override slurmrl's own
     arguments, including its share of GPU memory. The words must not set keys, addresses, the model,
     its layout, or files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
     quantization: Literal["fp8"] | None = None
