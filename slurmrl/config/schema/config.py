@@ -63,7 +63,7 @@ ExportForm = Literal["merged", "adapter"]
 
 
 class Checkpoint(Section):
-    """When the run commits, and which checkpoints it keeps. A run always commits at its end."""
+    """Commits of the run, and the checkpoints that it keeps. A run always commits at its end."""
 
     every_steps: PositiveInt | None = 10
     """Steps between commits. `null` disables commits by steps."""
@@ -167,7 +167,7 @@ class Logging(Section):
 
 
 class Notify(Section):
-    """Notices at the end of a trial."""
+    """Notifications at the end of a trial."""
 
     webhook: VariableName | None = None
     """Name of the environment variable that holds a URL. slurmrl posts a JSON object to this URL

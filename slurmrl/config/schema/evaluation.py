@@ -84,7 +84,7 @@ class EvaluationTasks(Section):
     """
 
     backend: Line = ""
-    """Layout of the model in the evaluation trial; its engine also generates there. Default: the
+    """Layout of the model in the evaluation trial; this engine also generates. Default: the
     actor's layout, and `rollout.backend` generates as in training. Example: `fsdp:d1`"""
     slurm: JobOptions = JobOptions()
 

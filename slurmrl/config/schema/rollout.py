@@ -267,7 +267,7 @@ class Rollout(Section):
     with `sglang` and `vllm`, unless `servers` or `tasks` are given.
 
     With `tasks`, these are GPUs after the GPUs of the trainers' models. Tasks then run inside
-    the trainers' job, equally many on each host, instead of in separate jobs. Default: from GPU
+    the trainers' job, the same number on each host, instead of in separate jobs. Default: from GPU
     0 of the trainers. Example: `4-7`"""
     python: PlainPathText | None = None
     """Python of the environment in which `sglang` or `vllm` is installed. This Python may differ
