@@ -24,6 +24,7 @@ LONGEST_FIRST = (
     "slurm/test_slurm_lost_nodes.py",
     "engines",
     "slurm/test_slurm_causes.py",
+    "distributed/test_families.py",
     "distributed/test_local_kills.py",
     "faults",
     "slurm/test_slurm_scheduler.py",
@@ -40,8 +41,6 @@ LONGEST_FIRST = (
 """Files and folders. A process takes the next file when it has finished one, so files that take
 minutes must not come last. Files that wait are between files that compute. Other files follow in
 the order of LANES."""
-LAST = "distributed/test_families.py"
-"""File whose tests check other families at each commit. Its tests skip first if time is short."""
 
 # The user who runs the tests may have other runs and a site profile.
 os.environ.pop(env.ROOT.name, None)
@@ -89,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gone = [name for name in (*LONGEST_FIRST, LAST) if not (HERE / name).exists()]
+    gone = [name for name in LONGEST_FIRST if not (HERE / name).exists()]
     if gone:
         raise pytest.UsageError(f"tests/conftest.py: LONGEST_FIRST names nothing: {gone}")
     for item in items:
@@ -120,5 +119,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 def _place(item: pytest.Item) -> tuple[int, int, str]:
     path = item.path.relative_to(HERE)
     places = (place for place, name in enumerate(LONGEST_FIRST) if path.is_relative_to(name))
-    place = len(LONGEST_FIRST) + 1 if path == Path(LAST) else next(places, len(LONGEST_FIRST))
-    return place, LANES.index(path.parts[0]), str(path)
+    return next(places, len(LONGEST_FIRST)), LANES.index(path.parts[0]), str(path)

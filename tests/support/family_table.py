@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Final
 from tests.support import family_checks, picture_checks
 from tests.support.families import families
 from tests.support.picture_checks import picture_families
+from tests.support.rotation import commit, share
 from tests.support.trials import REPOSITORY
 
 KEPT: Final = REPOSITORY / "scripts" / "models.json"
@@ -33,6 +33,8 @@ TEXT, IMAGES = "families", "images"
 LIMIT_S: Final = 1800.0
 """Time limit of all checks of a family. The start of a server takes up to half of it."""
 TENTHS: Final = 10
+WITHOUT_TRIALS: Final = ("load", "logits", "generation", "megatron", "builtin")
+"""Columns that take seconds, because they start no trial."""
 
 FORK_SERVER: Final = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload([picture_checks.__name__])  # Import modules once.
@@ -51,18 +53,6 @@ def asked_of(family: str, columns: Sequence[str]) -> list[str]:
     images = family in picture_families()
     own = picture_checks.columns_of(family) if images else columns
     return [column for column in columns if column in own]
-
-
-def tenth(commit: str) -> list[str]:
-    """Return the families that a commit's hash chooses; ten commits in a row may miss some."""
-    return all_families()[int(commit, 16) % TENTHS :: TENTHS]
-
-
-def commit() -> str:
-    """Return the hash of the current commit, ``0`` outside a clone."""
-    command = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "0"
 
 
 def checked(family: str, columns: Sequence[str]) -> dict[str, str]:
@@ -148,7 +138,9 @@ def differences(results: Results, wanted: Mapping[str, Mapping[str, str]]) -> li
 
 def run(chosen: argparse.Namespace) -> int:
     """Run ``scripts/models``. Return its exit code."""
-    names = chosen.families or (tenth(commit()) if chosen.tenth else all_families())
+    names = chosen.families or (
+        share(all_families(), TENTHS, commit()) if chosen.tenth else all_families()
+    )
     if unknown := sorted(set(names) - set(all_families())):
         print(f"models: transformers has no family {', '.join(unknown)}", file=sys.stderr)
         return 2

@@ -22,9 +22,9 @@ from tests.support.family_table import (
     asked_of,
     differences,
     kept,
-    tenth,
 )
 from tests.support.picture_checks import PictureFamily, picture_families
+from tests.support.rotation import rotating, share
 from tests.support.trials import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -32,9 +32,17 @@ import models_table
 
 
 def test_ten_tenths_of_the_model_table_cover_all_families() -> None:
-    shares = [tenth(f"{number:040x}") for number in range(TENTHS)]
+    shares = [share(all_families(), TENTHS, f"{number:040x}") for number in range(TENTHS)]
     assert sorted(family for share in shares for family in share) == sorted(all_families())
     assert len(families()) >= 40
+
+
+def test_rotation_chooses_one_case_and_soak_has_the_others() -> None:
+    cases = rotating("a", pytest.param("b", marks=pytest.mark.long), "c")
+    assert [case.values for case in cases] == [("a",), ("b",), ("c",)]
+    marks = [[mark.name for mark in case.marks] for case in cases]
+    assert sum("soak" not in names for names in marks) == 1
+    assert "long" in marks[1]
 
 
 def test_kept_results_belong_to_the_installed_versions() -> None:
