@@ -14,6 +14,7 @@ from tests.support.family_checks import TRIAL, finished, newest, of_generation
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.picture_models import draw
 from tests.support.picture_prompts import write_source
+from tests.support.rotation import rotating
 from tests.support.trials import Site, kill_one
 
 
@@ -54,12 +55,12 @@ def with_videos(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "videos"),
-    [
-        ("qwen3_vl", False),
-        ("qwen2_5_vl", True),
-        pytest.param("qwen3_vl", True, marks=pytest.mark.long),
-        pytest.param("qwen3_5", False, marks=pytest.mark.long),
-    ],
+    rotating(
+        pytest.param("qwen3_vl", False),
+        pytest.param("qwen2_5_vl", True),
+        pytest.param("qwen3_vl", True),
+        pytest.param("qwen3_5", False),
+    ),
 )
 def test_killed_trial_with_images_equals_undisturbed_one(
     tmp_path: Path, family: str, videos: bool

@@ -14,6 +14,7 @@ from slurmrl.run.events import read_all
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
+from tests.support.rotation import rotating
 from tests.support.sink_readers import ALL_SINKS, READERS
 from tests.support.trials import (
     Site,
@@ -65,7 +66,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 
 pytestmark = pytest.mark.timeout(1800)
 long = pytest.mark.long
-soak = pytest.mark.soak
 
 
 def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
@@ -139,15 +139,16 @@ def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
         assert points(site.paths("sft/1"), "tokens") == tokens, name
 
 
+@long
 @pytest.mark.parametrize(
     ("kind", "role", "begun"),
-    [
-        pytest.param("generate", "worker", [(0, "0"), (0, "0")], marks=long),
-        pytest.param("ppo", "worker", [(0, "0"), (0, "0")], marks=soak),
-        pytest.param("ppo", "master", [(0, "0"), (0, "0")], marks=soak),
-        pytest.param("sft", "fork_server", [(0, "0"), (0, "0")], marks=soak),
-        pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=soak),
-    ],
+    rotating(
+        pytest.param("generate", "worker", [(0, "0"), (0, "0")]),
+        pytest.param("ppo", "worker", [(0, "0"), (0, "0")]),
+        pytest.param("ppo", "master", [(0, "0"), (0, "0")]),
+        pytest.param("sft", "fork_server", [(0, "0"), (0, "0")]),
+        pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")]),
+    ),
 )
 def test_outcome_is_unchanged_after_a_process_is_killed(
     tmp_path: Path,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.support.hooks import ROOT, hooked, write_hook
+from tests.support.rotation import rotating
 from tests.support.trials import ARCHITECTURE, REPOSITORY, Site
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_moe.yaml"
@@ -58,13 +59,13 @@ def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> list[str]
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "architecture"),
-    [
-        ("t2", ARCHITECTURE),
-        ("p2", CORRECTED),
-        ("t2", LATENT),
-        pytest.param("p2", SINKS, marks=pytest.mark.soak),
-        pytest.param("p2", ARCHITECTURE, marks=pytest.mark.soak),
-    ],
+    rotating(
+        pytest.param("t2", ARCHITECTURE),
+        pytest.param("p2", CORRECTED),
+        pytest.param("t2", LATENT),
+        pytest.param("p2", SINKS),
+        pytest.param("p2", ARCHITECTURE),
+    ),
 )
 def test_trial_learns_the_same_weights_on_megatron(
     tmp_path: Path, layout: str, architecture: dict[str, Any]
@@ -94,7 +95,7 @@ def test_trial_learns_the_same_weights_on_megatron(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["c2", "p2"])
+@pytest.mark.parametrize("layout", rotating("c2", "p2"))
 def test_archon_trial_learns_the_same_weights_on_either_engine(tmp_path: Path, layout: str) -> None:
     site = Site(tmp_path)
     one = site.write("one.yaml", config_of("sft", trial="one", total_steps=3))

@@ -19,6 +19,7 @@ from tests.support.held import NO_LIMIT
 from tests.support.held_examples import PLACES, HeldForms, engine_of
 from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import trained
+from tests.support.rotation import rotating
 from tests.support.servers import check_served, servers
 from tests.support.trials import Site, processes, wait_until
 
@@ -117,13 +118,15 @@ def skip_without(engine: str) -> None:
 
 
 @pytest.mark.long
-def test_episodes_survive_the_loss_of_server_and_job(tmp_path: Path, free_bed: Path) -> None:
+@pytest.mark.parametrize("kind", rotating("server", "requeued"))
+def test_episodes_survive_the_loss_of_server_or_job(
+    tmp_path: Path, free_bed: Path, kind: str
+) -> None:
     """The turns of an episode contain the sampled tokens. Tokens of messages are masked."""
     skip_without("sglang")
     (tmp_path / "questions.py").write_text(ENVIRONMENT)
     episode = f"rollout.episode={json.dumps(EPISODE)}"
-    kinds = ("server", "requeued")
-    trial = run(tmp_path, "grpo_sglang.yaml", "shared", free_bed, kinds, episode)
+    trial = run(tmp_path, "grpo_sglang.yaml", "shared", free_bed, (kind,), episode)
     assert max(line.get("turns", 0.0) for line in trial.forms.site.metrics(trial.name)) > 1.0
 
 

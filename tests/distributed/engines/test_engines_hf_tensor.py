@@ -23,6 +23,7 @@ from tests.distributed.engines.cases import Setup, model
 from tests.distributed.engines.test_engines_layouts import setup_of
 from tests.pool import RankPool
 from tests.support.families import tiny
+from tests.support.rotation import rotating
 
 CASES = "tests.distributed.engines.cases"
 CASES_OF_TENSOR = "tests.distributed.engines.hf_tensor_cases"
@@ -106,6 +107,10 @@ def test_tensor_ranks_train_as_one_rank(
     assert_trains_alike(ranks, tmp_path, alone, setup(family, sizes, **options), 3 * BOUND)
 
 
+THIRDS = [sorted(TENSOR_FAMILIES)[first::3] for first in range(3)]
+LARGE = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
 @pytest.mark.parametrize(
     "families",
     [
@@ -120,9 +125,9 @@ def test_tensor_ranks_train_as_one_rank(
             "qwen3_5_moe_text",  # linear attention, a gated shared expert
             "starcoder2",  # biases
         ],
-        pytest.param(sorted(TENSOR_FAMILIES), marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
+        *rotating(*(pytest.param(third, marks=LARGE) for third in THIRDS)),
     ],
-    ids=["some", "all"],
+    ids=["some", "first third", "second third", "last third"],
 )
 def test_listed_families_compute_the_same_on_two_tensor_ranks(
     ranks: RankPool, families: list[str]

@@ -22,6 +22,7 @@ from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.test_engines_contract import plain_decoder, value_model
 from tests.pool import RankPool
 from tests.support.decoder_folders import to_hf
+from tests.support.rotation import rotating
 
 HERE = "tests.distributed.engines.megatron_cases"
 EVEN = {
@@ -338,7 +339,7 @@ def test_megatron_model_trains_as_in_one_process(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", rotating(*LONG, shares=2))
 def test_every_layout_trains_as_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     where, architecture, head = LONG[name]
     compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head))
@@ -351,7 +352,7 @@ DESCENDED = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", DESCENDED)
+@pytest.mark.parametrize("name", rotating(*DESCENDED, shares=2))
 def test_plain_gradient_descent_equals_one_process(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:

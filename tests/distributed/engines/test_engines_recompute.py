@@ -20,6 +20,7 @@ from tests.distributed.engines.cases import make as make_setup
 from tests.distributed.engines.megatron_cases import Case, make, placed, step
 from tests.distributed.engines.test_engines_megatron import BUDGET, EVEN, FAST, LONG
 from tests.pool import RankPool
+from tests.support.rotation import rotating
 
 MODES = ("off", "selective", "full")
 PRODUCTS = "aten::mm"
@@ -88,10 +89,11 @@ LAYOUTS = (
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, "float32") for name in LAYOUTS),
-        *((name, "bfloat16") for name in ("t2 sp tied", "d2 experts e2")),
-    ],
+    rotating(
+        *(pytest.param(name, "float32") for name in LAYOUTS),
+        *(pytest.param(name, "bfloat16") for name in ("t2 sp tied", "d2 experts e2")),
+        shares=3,
+    ),
 )
 def test_recomputation_repeats_expected_operations_with_equal_results(
     ranks: RankPool, tmp_path: Path, name: str, dtype: str

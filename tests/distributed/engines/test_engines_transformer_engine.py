@@ -21,6 +21,7 @@ from tests.distributed.engines.test_engines_megatron import (
 )
 from tests.distributed.engines.test_engines_replay_ranks import megatron_as_fsdp
 from tests.pool import RankPool
+from tests.support.rotation import rotating
 from tests.support.transformer_engine_cpu import FOLDER
 
 pytestmark = [
@@ -51,7 +52,7 @@ def te_ranks() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rotating(*LAYOUTS, shares=3))
 def test_model_with_transformer_engine_trains_as_in_one_process(
     te_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
