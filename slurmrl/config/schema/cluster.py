@@ -126,7 +126,7 @@ class JobOptions(Section):
     gpu_directive: Literal["gres", "gpus-per-node", "none"] | None = None
     """How the batch script requests GPUs: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
     gpu_type: Line | None = None
-    """GPU type in the request for GPUs. Example: `a100`"""
+    """GPU type that the job requests. Example: `a100`"""
 
     def over(self, trainers: Slurm) -> Slurm:
         """Return the trainers' options, overridden by these options. Raises ValueError."""

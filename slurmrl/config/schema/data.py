@@ -228,8 +228,8 @@ class Dataset(Section):
     """System message for conversations that have no system message. Requires a chat template.
     Default: none. Example: `Answer with a number.`"""
     id_key: Word = "id"
-    """Key of a row's id, which every row must have. Only `id` may be missing, in all rows: line
-    numbers are then the ids."""
+    """Key of a row's id, which every row must have. If the key is `id` and no row has it, line
+    numbers are the ids."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum length of a prompt; longer rows are skipped. The number of skipped rows is reported
     at submission, in the log, and as the metric `rows_left_out`. `null` keeps all rows. Example:

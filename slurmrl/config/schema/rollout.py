@@ -160,8 +160,8 @@ class ToolChoice(Section):
 class EpisodeSettings(Section):
     """The turns of a completion (docs/rollouts.md).
 
-    A completion has one turn of the policy, or several with messages between them. The policy is
-    not trained on the messages. Example: `{name: multi_turn, environment: {name: tools}, tools:
+    A completion has one turn of the policy, or several turns with messages between them. The policy
+    is not trained on the messages. Example: `{name: multi_turn, environment: {name: tools}, tools:
     {calculator: {}}}`
     """
 
@@ -346,9 +346,9 @@ class Rollout(Section):
     lists these tokens. The reward does not see the token that ended a completion. Example:
     `[151643]`"""
     stop_strings: Sequence[StopString] = ()
-    """Strings that end a completion as a stop token does, once it has `min_new_tokens`. A string
-    may begin and end within tokens. The token that completes the string is kept and trained on, and
-    the reward sees its characters. Example: `["</answer>"]`"""
+    """Strings that end a completion like a stop token, once the completion has `min_new_tokens`. A
+    string may begin and end within tokens. The token that completes the string is kept and trained
+    on, and the reward sees its characters. Example: `["</answer>"]`"""
 
     publish: Publish | None = None
     """Publication of the actor's weights during training (docs/protocols.md)."""
