@@ -63,7 +63,8 @@ def explain(key: str | None, algorithm: str | None, as_json: bool) -> int:
     KEY is dotted, such as actor.optimizer.lr. For a section, the command lists its keys. Without
     KEY, the command lists the sections.
     """
-    path = tuple(key.split(".")) if key else ()
+    # Completion offers a section with a dot too, because its keys may follow.
+    path = tuple(key.removesuffix(".").split(".")) if key else ()
     entries = _entries(path, algorithm) if path else [Explanation(each) for each in _top()]
     if not path or (path == (ALGORITHM,) and algorithm is None):
         blocks = [_algorithms() if path else _index()]

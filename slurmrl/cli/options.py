@@ -213,6 +213,10 @@ def _values(key: str) -> Iterable[str]:
         from slurmrl.plan.algorithms import ALGORITHMS
 
         return ALGORITHMS
+    if key.endswith("reward.name"):
+        from slurmrl.config.schema.reward import BINARY
+
+        return (*BINARY, "model")
     return next((one.values for one in _below(key) if one.key == key), ())
 
 

@@ -41,6 +41,7 @@ _UNITS: Final = {
     "_steps": "steps",
     "_epochs": "epochs",
     "_tokens": "tokens",
+    "_fps": "frames per second",
 }
 """Unit by the suffix of a key; a `Unit` in the key's type takes precedence."""
 
@@ -182,10 +183,10 @@ def _default(one: FieldInfo, null_means: str) -> str:
 
 
 def _example(one: FieldInfo, values: Sequence[str]) -> str:
-    """Return the default if it is informative, else the first allowed value, if any are known."""
+    """Return the other boolean, an informative default, or the first known value, else ""."""
     default = None if one.is_required() else one.get_default(call_default_factory=True)
     if default not in (None, "", (), {}) and not isinstance(default, BaseModel):
-        return json.dumps(default)
+        return json.dumps(not default if isinstance(default, bool) else default)
     return values[0] if values else ""
 
 
@@ -265,8 +266,7 @@ def _limits(marks: Sequence[Any]) -> Iterator[Any]:
 
 def nested(path: KeyPath, value: str) -> str:
     """Return YAML that sets the key at ``path`` to a value, which is YAML too."""
-    parts = [str(part) for part in path]
-    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(parts)]
+    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(path)]
     return "\n".join(lines) + (f" {value}" if value else "")
 
 

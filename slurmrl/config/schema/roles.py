@@ -72,7 +72,7 @@ class Lora(Section):
     """
 
     rank: PositiveInt = 16
-    """Rows of A and columns of B."""
+    """Rank of the adapters: rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
     """Numerator of the scale, which is alpha / rank."""
     targets: Literal["all-linear"] | Sequence[str] | None = None

@@ -131,6 +131,7 @@ def test_shells_complete_keys_values_metrics_and_steps(shell: str, folder: Path)
         ("actor.optimizer.schedule", "co", {"constant", "cosine"}),
         ("rollout.greedy", "", {"true", "false"}),
         ("algorithm.name", "d", {"dr_grpo", "dapo", "dpo", "distill"}),
+        ("reward.name", "m", {"math", "model"}),
     ):
         if shell == "bash":
             typed, expected = [key, "=", *([value] if value else [])], values

@@ -16,6 +16,9 @@ def test_explain_shows_facts_and_example_of_key(command: Command) -> None:
     )
     assert "Default:    the cluster's default\n" in command("explain", "cluster.slurm.time").out
     assert "\nUnit:       seconds\n" in command("explain", "cluster.heartbeat_s").out
+    assert "\nUnit:       frames per second\n" in command("explain", "dataset.video_fps").out
+    assert command("explain", "actor.lora.rslora").out.endswith("rslora: true\n")
+    assert command("explain", "actor.").out == command("explain", "actor").out
 
 
 def test_explain_lists_keys_of_section(command: Command) -> None:
