@@ -53,7 +53,7 @@ def topics() -> dict[str, Path]:
 
 
 def find(name: str) -> str:
-    """Return the topic ``howto/install`` for ``install``, ``docs/howto/install.md`` and the like.
+    """Return the topic ``howto/install`` for ``install``, ``inst``, ``docs/howto/install.md`` etc.
 
     Raises UsageError with the closest topics if no topic or several topics have this name.
     """
@@ -61,16 +61,16 @@ def find(name: str) -> str:
     wanted = name.strip("/").lower().removeprefix("docs/").removesuffix(".md")
     if wanted in known:
         return wanted
-    ends = [topic for topic in known if f"/{topic}".endswith(f"/{wanted}")]
-    if len(ends) == 1:
-        return ends[0]
-    if ends:
-        raise UsageError(f"'{name}' is ambiguous: {', '.join(ends)}")
-    last = {topic.rpartition("/")[2]: topic for topic in known}
-    likely = near(wanted, [*known, *last]).partition("? ")
-    hint = f"{likely[0]}? " if likely[1] else ""
+    last = {topic: topic.rpartition("/")[2] for topic in known}
+    found = [topic for topic in known if f"/{topic}".endswith(f"/{wanted}")]
+    found = found or [topic for topic in known if wanted and last[topic].startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"'{name}' is ambiguous: {', '.join(found)}")
+    best, mark, _ = near(wanted, [*known, *last.values()]).partition("? ")
     raise UsageError(
-        f"no topic '{name}'; {hint}slurmrl docs lists all, slurmrl docs --search WORD finds them"
+        f"no topic '{name}'; {mark and best + mark}slurmrl docs lists all, --search WORD finds them"
     )
 
 

@@ -64,7 +64,7 @@ def test_docs_lists_every_page_of_the_repository(command: Command) -> None:
     assert "changelog" in listed
 
 
-@pytest.mark.parametrize("name", ["howto/install", "install", "docs/howto/install.md", "Install"])
+@pytest.mark.parametrize("name", ["howto/install", "install", "docs/howto/install.md", "Inst"])
 def test_docs_prints_the_file_of_a_topic_without_a_terminal(command: Command, name: str) -> None:
     page = ROOT / "docs/howto/install.md"
     assert command("docs", name).out == page.read_text()
@@ -76,6 +76,7 @@ def test_docs_prints_the_file_of_a_topic_without_a_terminal(command: Command, na
     [
         (["gide"], "no topic 'gide'; did you mean 'guide'?"),
         (["guide"], "'guide' is ambiguous: algorithms/guide, howto/guide"),
+        (["gui"], "'gui' is ambiguous: algorithms/guide, howto/guide"),
         (["--search", "zeppelin"], "no section has all of the words 'zeppelin'"),
         (["--search", ""], "no section has all of the words ''"),
         (["guide", "--search", "job"], "--search takes no topic"),
