@@ -21,6 +21,7 @@ FLAGS = (
     "--no-sandbox",  # tests may run as root
     "--disable-gpu",
     "--disable-dev-shm-usage",
+    "--hide-scrollbars",  # they would be part of the pictures in docs
     "--no-first-run",
     "--remote-debugging-port=0",
     "--window-size=1300,1000",

@@ -283,7 +283,7 @@
     const ratio = timing.effective_ratio;
     const rows = [
       ["state", `${status.state}: ${status.diagnosis}`],
-      ["effective training time", ratio === null || ratio === undefined ? "–" : `${(100 * ratio).toFixed(0)} %; the rest: queue, start-up, lost steps`],
+      ["useful time", ratio === null || ratio === undefined ? "–" : `${(100 * ratio).toFixed(0)} %; the rest: queue, start-up, lost steps`],
       ["a step", span(timing.step_s)],
       ["start-up", span(timing.start_s)],
       ["newest commits", timing.commit_s === null || timing.commit_s === undefined ? "–" : `${span(timing.commit_s)}, training waited ${span(timing.commit_stall_s)}`],
@@ -327,7 +327,7 @@
       const longest = Math.max(trial.step_s ?? 0, ...trial.calls.map((call) => call.seconds));
       const ranks = (call) => call.ranks.length ? ` on ${call.ranks.length > 8 ? `${call.ranks.length} ranks` : `rank ${call.ranks.join(", ")}`}` : "";
       found.push(
-        el("p", { className: "dim", textContent: "Mean seconds of each call in the newest 50 steps, beside the whole step; calls of different ranks may run at the same time." }),
+        el("p", { className: "dim", textContent: "Mean seconds of each call in the newest 50 steps, below the seconds of the whole step. Calls of different ranks may run at the same time." }),
         lanes([...(trial.step_s === null ? [] : [{ label: "the step", bars: [{ from: 0, to: trial.step_s, text: span(trial.step_s), color: "#7a8594", title: "the whole step" }] }]),
           ...trial.calls.map((call, i) => ({ label: call.name, bars: [{ from: 0, to: call.seconds, text: `${span(call.seconds)}${ranks(call)}`,
             color: COLORS[i % COLORS.length], title: `${call.name}${ranks(call)}: ${span(call.seconds)}` }] }))], 0, longest));
@@ -378,7 +378,7 @@
     show();
     return [el("h3", { textContent: "Calls on each rank" }),
       el("div", { className: "tools" }, pick, ...calls.map((name) => el("span", {}, swatch(color(name)), name))), box,
-      el("p", { className: "dim", textContent: "By the clocks of the hosts. Between calls a rank waits for others, or reads its batch." })];
+      el("p", { className: "dim", textContent: "The times come from the clocks of the hosts. Between calls, a rank waits for other ranks or reads its batch." })];
   }
 
   function memoryOf(trial) {
@@ -389,9 +389,9 @@
     const bar = (bytes, color, title) => [{ from: 0, to: bytes, text: size(bytes), color, title: `${title}: ${size(bytes)}` }];
     return [el("h3", { textContent: gpus ? "Memory of each GPU" : "Memory of each process" }),
       lanes([...(planned === null ? [] : [{ label: `plan, rank ${plan.fullest_gpu ?? 0}`, bars: bar(planned, "#7a8594", "the plan's estimate of the fullest") }]),
-        ...trial.peaks.map(([rank, bytes]) => ({ label: `rank ${rank}`, bars: bar(bytes, whole !== null && bytes > whole ? FAILED : COLORS[1], "the most that it had") }))], 0, most, size),
-      el("p", { className: "dim", textContent: (gpus ? "The most that torch held on the GPU" : "The most that the process held, code and libraries included")
-        + (planned === null ? "." : ", and what the plan expects of models and activations on the fullest.") }),
+        ...trial.peaks.map(([rank, bytes]) => ({ label: `rank ${rank}`, bars: bar(bytes, whole !== null && bytes > whole ? FAILED : COLORS[1], "maximum") }))], 0, most, size),
+      el("p", { className: "dim", textContent: (gpus ? "Maximum memory that torch held on the GPU" : "Maximum memory of the process, with code and libraries")
+        + (planned === null ? "." : ", and the plan's estimate of models and activations on the fullest rank.") }),
     ];
   }
 
@@ -412,7 +412,7 @@
       taken.length ? lanes(taken.map(([age, count]) => ({ label: old(age), bars: [{ from: 0, to: count,
         text: `${number(count)}, ${share(count)}`, color: COLORS[0], title: `${count} groups with weights ${old(age)} old` }] })), 0, most, number) : null,
       rows.length ? table(["groups", "reason", "count"], rows) : null,
-      said.tasks.length ? el("p", { className: "dim", textContent: "Rollout tasks as the master last knew them." }) : null,
+      said.tasks.length ? el("p", { className: "dim", textContent: "State of the rollout tasks in the last report of the master." }) : null,
       said.tasks.length ? table(["task", "attempt", "host", "weights", "groups in work"],
         said.tasks.map((task) => [task.task, task.attempt, task.host || "–", task.version || "none yet", task.leased])) : null].filter(Boolean);
   }
