@@ -211,13 +211,7 @@ def _algorithms() -> str:
 
 def _lines(entry: Explanation, whole: bool) -> Iterator[str]:
     """Yield the lines about an entry; ``whole`` marks the entry of an algorithm's whole section."""
-    from slurmrl.config.key_facts import (
-        OF_KEYS,
-        facts_of,
-        nested,
-        parts_of,
-        preset_settings,
-    )
+    from slurmrl.config.key_facts import OF_KEYS, facts_of, nested, parts_of, preset_settings
     from slurmrl.config.problems import summary
 
     facts, names = entry
