@@ -73,7 +73,7 @@ class Backoff:
         self._sleep(self.next_s())
 
     def reset(self) -> None:
-        """Restart with the shortest pause. After an event, the next event may follow soon."""
+        """Restart with the shortest pause: after an event, another event may follow soon."""
         self._pause_s = self.first_s
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of slurmrl, with exit codes. Most of them derive from a standard exception.
+"""The exceptions of slurmrl, with exit codes. Most derive from a standard exception.
 
 Subclasses keep all their values in ``args``, so that the default pickling works.
 """

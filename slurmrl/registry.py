@@ -107,7 +107,7 @@ def _is_of_others(file: str) -> bool:
 def near(name: str, known: list[str], likeness: float = 0.6) -> str:
     """Return a hint for a misspelled name: the closest match, or at most SHOWN known names.
 
-    The match has at least this ``likeness`` (0 to 1).
+    ``likeness`` (0 to 1) is the minimum similarity of the match.
     """
     from difflib import get_close_matches as closest  # the import is slow and rarely needed
 

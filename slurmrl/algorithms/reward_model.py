@@ -1,12 +1,12 @@
 """Reward models: training on pairs, scores of completions and of given answers.
 
-The score is the model's value at the token with which generation would have ended the answer. This
-token is the first stop token of the answer's last turn, or the last token of a truncated
+The score is the model's value at the token with which generation would have ended the answer. The
+scored token is the first stop token of the answer's last turn, or the last token of a truncated
 completion. Tokens that a chat template adds after the end of a turn, such as a newline after
 ``<|im_end|>``, do not count, because a completion never has them.
 
-Models without `SCORE_AT` in their config.json were trained on whole rendered conversations. For
-such models, the score is the value at the last token of a conversation.
+Models without `SCORE_AT` in their config.json were trained on whole rendered conversations. The
+score of such a model is its value at the last token of a conversation.
 
 S is the number of sequences, T the number of packed tokens and P the number of pairs.
 """

@@ -94,7 +94,7 @@ def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int])
     their values at roots of unity, and a Fourier transform yields the coefficient of z^k.
 
     With fewer than n + 1 roots, the result includes cases with other numbers of sampled
-    completions. These numbers differ from k by at least the number of roots, which has a
+    completions. The other numbers differ from k by at least the number of roots, which has a
     probability below 1e-17 (Hoeffding 1963).
     """
     n = silent + sum(each.size * each.number for each in votes)

@@ -135,8 +135,8 @@ def _pause(seconds: float, interrupts: Interrupts | None, sleep: Callable[[float
 def has_ended(paths: RunPaths) -> bool:
     """Return whether the trial has ended according to its history.
 
-    Call this before reading the output of its processes. The output of an ended trial is then
-    complete. Raises UnknownNameError for a removed trial.
+    Call this function before reading the output of the processes: if the trial has ended, the
+    output is complete. Raises UnknownNameError for a removed trial.
     """
     try:
         atomic.read(paths.identity)

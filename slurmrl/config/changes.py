@@ -61,7 +61,7 @@ MAY_CHANGE = frozenset(
     }
 )
 """Dotted keys (`*` is any string) that change how a run is executed, monitored or ended, but not
-its results. The set includes all keys below these keys."""
+its results. All keys below a listed key are included."""
 
 
 LAYOUT = frozenset(

@@ -238,8 +238,8 @@ class Continuations:
     """Tokenizes strings that continue a context.
 
     Many tokenizers (Llama 2, Mistral, T5) add a space at the beginning of a string. A continuation
-    must not have this space. Each string is therefore tokenized with an anchor before it, and the
-    anchor's tokens are removed.
+    must not begin with such a space. Each string is therefore tokenized with an anchor before it,
+    and the anchor's tokens are removed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -82,8 +82,8 @@ class LeasedItems:
     oldest: Annotated[str, VERSION]
     """The weights that the holder had when it got the lease; no token is from older weights."""
     rows: tuple[tuple[Number, Number], ...] = ()
-    """Epoch of each item, and its row number in the dataset. Only requests have these numbers,
-    because the ledger's owner computes them from the order of the dataset."""
+    """Epoch of each item, and its row number in the dataset. Only requests have epochs and row
+    numbers, because the ledger's owner computes them from the order of the dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class StoredGroup:
     length: Number
     """Number of bytes of the group in the file."""
     checksum: Annotated[str, CHECKSUM]
-    """Checksum of these bytes (see `tensors.checkpoint.tensors`)."""
+    """Checksum of the group's bytes (see `tensors.checkpoint.tensors`)."""
     versions: Annotated[tuple[str, ...], VERSIONS]
     """Versions of the weights that sampled its tokens, from old to new; at least one."""
 

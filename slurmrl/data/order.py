@@ -339,7 +339,7 @@ def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
 def joined(spreads: Sequence[Spread], items: Sequence[tuple[int, int]]) -> Spread:
     """Return the spread of a batch whose items come from other batches and stay on their ranks.
 
-    These batches have ``spreads`` of one layout. ``items`` are (number of the batch, place in it).
+    The batches have ``spreads`` of one layout. ``items`` are (number of the batch, place in it).
     """
     parts: list[list[int]] = [[] for _ in spreads[0].parts]
     owners = [

@@ -91,7 +91,7 @@ class PreparedManifest:
     source: str
     """Fingerprint of the user's file, and of its images (`Sources`)."""
     source_state: str
-    """Size and times of these files when they were read."""
+    """Sizes and times of the user's files when they were read."""
     rows: Annotated[int, SIZE]
     left_out: Annotated[int, SIZE]
     """Number of rows above the length limits."""

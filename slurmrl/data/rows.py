@@ -199,7 +199,7 @@ WORD: Final = "The"
 EXAMPLE: Final = {"description": "", "parameters": {"type": "object", "properties": {}}}
 """The parts of an example tool's schema except its name."""
 DATE: Final = "strftime_now"
-"""The function of chat templates that returns the date."""
+"""Name of the function with which chat templates get the date."""
 
 
 class Remark(NamedTuple):

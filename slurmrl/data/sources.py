@@ -316,7 +316,7 @@ class JsonArray(RowSource):
 
 
 class ArrowFiles(RowSource):
-    """The rows of the files one after the other, as JSON: dates and decimals are strings."""
+    """Reads the rows of files in order, as JSON with strings for dates and decimals."""
 
     _first: list[int]
 

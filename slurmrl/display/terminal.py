@@ -171,8 +171,8 @@ class Grid:
 class NodeLine:
     """A line of a node; ``mark`` says whether the node reads (``in``) or produces (``out``) it.
 
-    ``source`` names the node that produces an item to read. Text shows this name; a picture has
-    arrows instead.
+    ``source`` names the node that produces an item to read. Text shows the name of the node; a
+    picture has arrows instead.
     """
 
     words: str

@@ -1,6 +1,6 @@
 """Engines, which execute models: their contracts in ``base``, and a module or folder for each.
 
-To add an engine, write a class and add a line to ``ENGINES``. This file is torch-free.
+To add an engine, write a class and add a line to ``ENGINES``. This file does not import torch.
 """
 
 from __future__ import annotations

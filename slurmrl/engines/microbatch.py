@@ -52,11 +52,11 @@ MOST = 64
 class MicrobatchSchedule:
     """The micro-batches of a rank.
 
-    All ranks run the same number, because micro-batches contain collectives.
+    All ranks run the same number of micro-batches, because micro-batches contain collectives.
     """
 
     parts: tuple[tuple[int, ...], ...]
-    """Item indices of this rank's micro-batches. Micro-batches beyond these, up to ``count``, are
+    """Item indices of this rank's micro-batches. Further micro-batches, up to ``count``, are
     empty."""
     count: int
     denominator: float
@@ -293,7 +293,7 @@ class SharedPrefix:
     """A prefix of ``length`` tokens that ``count`` adjacent sequences share."""
 
     first: int
-    """Index of the first of these sequences."""
+    """Index of the first sequence that shares the prefix."""
     count: int
     length: int
 

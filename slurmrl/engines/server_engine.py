@@ -103,8 +103,8 @@ class ServerEngine(GenerateEngine):
     Each rank has its own server, or all ranks use existing servers.
 
     Moves fill tensors of this process. Before the next generation, the leader of each copy writes
-    the tensors of all tensor ranks into a folder, from which the servers read them. These ranks
-    free their tensors. Then the leader sends the requests.
+    the tensors of all tensor ranks into a folder, from which the servers read them. The ranks of
+    the copy free their tensors, and then the leader sends the requests.
     """
 
     kind: type[ServerKind]
@@ -173,7 +173,7 @@ class ServerEngine(GenerateEngine):
         )
 
     def _visible_devices(self) -> str:
-        """Return the GPUs of all ranks of this copy. Collective over these ranks."""
+        """Return the GPUs of all ranks of this copy. Collective over the ranks of the copy."""
         own = os.environ.get(VISIBLE, "")
         if self.tensor_ranks == 1:
             return own
@@ -245,13 +245,13 @@ class ServerEngine(GenerateEngine):
             self.context.activity.phase(f"waiting for the {self.kind.name} server to sleep")
             self._run(self._servers.engine.sleep())
             self._remove_installed()
-        self._meet()  # After this, the GPUs of all ranks are free.
+        self._meet()  # Wait until the GPUs of all ranks are free.
 
     def onload(self) -> None:
         """Do nothing, because the server wakes once the weights have moved."""
 
     def _meet(self) -> None:
-        """Wait until all ranks of the copy have called this."""
+        """Wait until all ranks of the copy have called this method."""
         if self.tensor_ranks > 1:
             here = torch.zeros(1, device=self.context.device)
             dist.all_reduce(here, group=self.context.group("tp"))

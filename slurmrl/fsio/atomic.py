@@ -287,8 +287,8 @@ def open_log(path: Path) -> IO[bytes]:
 def sweep_temporaries(directory: Path, *, calls: SystemCalls = REAL) -> int:
     """Remove temporary files that killed writers left; return their number.
 
-    This is safe at any time: a writer that loses its temporary file writes another file. The age of
-    a file does not matter, because it depends on the clock of another machine.
+    The call is safe at any time: a writer that loses its temporary file writes another file. The
+    age of a file does not matter, because it depends on the clock of another machine.
     """
     leftovers = [name for name in _listing(directory, calls) if is_temporary(name)]
     return sum(remove(directory / name, calls=calls) for name in leftovers)

@@ -214,7 +214,7 @@ def write_new_parts(path: Path, parts: Iterable[bytes], durable: bool, calls: Sy
 
 
 def discard(path: Path, calls: SystemCalls) -> None:
-    """Try to remove a temporary file. If this fails, `sweep_temporaries` removes it later."""
+    """Try to remove a temporary file; else `sweep_temporaries` removes the file later."""
     with suppress(OSError):
         calls.unlink(path)
 
@@ -282,9 +282,9 @@ DEFINITE = frozenset(
         errno.ELOOP,
     }
 )
-"""Errors after which a link or rename has certainly not happened. After any other error, callers
-check the outcome. EEXIST and ENOENT are among the other errors: a client resends a request whose
-reply was lost, and gets the answer to the second request."""
+"""Errors after which a link or rename has certainly not happened. After an error that is not in
+this set, callers check the outcome. EEXIST and ENOENT are among the other errors: a client resends
+a request whose reply was lost, and gets the answer to the second request."""
 
 
 def cause(failure: EnvironmentFailure) -> int:

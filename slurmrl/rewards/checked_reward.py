@@ -20,7 +20,7 @@ MODEL_SCORES: Final = "model_scores"
 PER_COMPLETION: Final = ("token_ids", "finished", "sample_ids", "indices", "siblings", MODEL_SCORES)
 """Arguments with a value for each completion, which a reward requests by its parameters' names."""
 PER_CALL: Final = ("step", "evaluation")
-"""Arguments with one value for a call. Rewards request these by name, too."""
+"""Arguments with one value for a call. Rewards request such arguments by name, too."""
 Stats = dict[str, tuple[float, float]]
 Extras = Mapping[str, Any]
 """Additional arguments by name. Arguments in `PER_COMPLETION` are lists."""

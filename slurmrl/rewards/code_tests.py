@@ -284,7 +284,7 @@ def _may_import_program(node: ast.AST) -> bool:
 def _names(code: str, unused: set[str]) -> tuple[set[str], set[str]]:
     """Return the global names that code uses outside its ``unused`` definitions.
 
-    The second set has the names among them that the code does not define.
+    The second set has the used names that the code does not define.
     """
     module = symtable.symtable(code, "tests", "exec")
     used = {each.get_name() for each in module.get_symbols() if each.is_referenced()}

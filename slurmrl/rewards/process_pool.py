@@ -204,7 +204,7 @@ class PoolProcess:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield a pidfd of each descendant. Some may lead sessions, so that no session contains all."""
+    """Yield a pidfd of each descendant. No single session contains all descendants."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # The thread or its child has ended.
             for child in map(int, children.read_text().split()):

@@ -239,7 +239,7 @@ class RolloutsView:
     refused: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     """Number of rejected results, by reason."""
     damaged: Annotated[int, SIZE] = 0
-    """Number of groups with unreadable samples. These groups are generated again."""
+    """Number of groups with unreadable samples. Such groups are generated again."""
     aborted: Annotated[int, SIZE] = 0
     """Number of items that the master withdrew because their samples would have been too stale."""
     given_back: Annotated[int, SIZE] = 0
@@ -310,7 +310,7 @@ class Ending:
     repeated: bool = False
     """Whether the failure is a GPU fault that also occurred on other hosts."""
     shared_loss: bool = False
-    """Whether the next incarnation in the same start of the job was lost with its host. Then this
+    """Whether the next incarnation in the same start of the job was lost with its host. If so, this
     incarnation was lost for the same reason."""
 
     @property

@@ -207,7 +207,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def interrupt(self, jobs: JobIds) -> None:
-        """Signal running elements to stop after a step (USR2). No other link starts.
+        """Signal running elements to stop after a step (USR2). No further link of the chain starts.
 
         A link without a handler for the signal may miss it.
         """
@@ -279,8 +279,8 @@ EXPORTED = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH")
 
 Set-up lines define all other variables, so that no secret of the login shell gets into a job's
 environment. With ``--export=HOME,USER,…``, Slurm would run the user's login shell on the compute
-node at each start of a job. This takes seconds and would add every variable that the shell exports.
-Therefore sbatch itself runs with these variables only, and the script uses ``--export=ALL``."""
+node at each start of a job. A login shell takes seconds and would add all its exported variables.
+Therefore sbatch itself runs with only these variables, and the script uses ``--export=ALL``."""
 
 FABRIC_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
 """Prefixes of other variables that a job inherits. NCCL's settings are not secret."""

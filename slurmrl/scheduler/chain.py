@@ -52,7 +52,7 @@ RETRY_S = 120.0
 COMMIT_S = 15.0
 """Seconds between two checks for the first commit."""
 KEEP_S = 60.0
-"""Seconds between two checks of an elastic group. Each failure in a row doubles this time."""
+"""Seconds between two checks of an elastic group. Each failure in a row doubles the time."""
 LONGEST_S = 3600.0
 """Maximum seconds between two checks of an elastic group."""
 

@@ -88,7 +88,7 @@ class Extension:
 
     @property
     def open(self) -> bool:
-        """Whether there is no note. Then only the job's name can show whether there is a job."""
+        """Whether there is no note, so that only the job's name can show whether there is a job."""
         return self.job is None and not self.refused
 
 
@@ -311,7 +311,7 @@ class Extender:
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
     """Return whether the claimant can no longer submit a job.
 
-    This holds for an earlier start of the element ``by``, an ended element and an ended process.
+    True for an earlier start of the element ``by``, an ended element and an ended process.
     """
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active

@@ -352,8 +352,8 @@ class ElasticGroup:
     def keep(self, desired: int) -> Change:
         """Ensure that ``desired`` tasks run or are queued, and no more start; return the change.
 
-        Raises SchedulerError if Slurm's commands do not work on this host. In this case, only
-        queued elements can replace tasks.
+        Raises SchedulerError if Slurm's commands do not work on this host. After such an error,
+        only queued elements can replace tasks.
         """
         jobs = self._scheduler.recover(self._run, self._number)
         if self._group not in jobs:

@@ -422,7 +422,7 @@ def _answer(
 
 
 INHERITED: Final = ("backend", "max_tokens_per_microbatch", "recompute")
-"""Settings that other roles inherit from the actor. Only trained roles inherit the last setting."""
+"""Settings that other roles inherit from the actor. Only trained roles inherit ``recompute``."""
 
 
 def _overrides(

@@ -141,7 +141,7 @@ class TaskPool:
         self._held.clear()
 
     def job_ended(self, now: float) -> None:
-        """End the tasks in the trainers' job, which ends now. Later, other tasks are orphaned."""
+        """End the tasks in the trainers' job, which ends now; other tasks become orphans later."""
         self.advance(now)
         self.master_ended()
         if not self.costs.inside:

@@ -296,7 +296,7 @@ def _unsaid(traces: Traces) -> RowEnd | None:
 def _was_cancelled(traces: Traces) -> bool:
     """Return whether the trial was cancelled while the incarnation ran.
 
-    The signal that the job received does not show this.
+    The signal that the job received does not show a cancellation.
     """
     end = traces.begun.end
     if end is None or end.kind is not Kind.CANCELLED:

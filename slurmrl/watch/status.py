@@ -274,7 +274,7 @@ def _group(
 def present_link(elements: Sequence[TaskState]) -> TaskState | None:
     """Return the array element of a fixed group's current job.
 
-    This is the running element, else the next element to start, else the last element that ran.
+    Choose the running element, else the next element to start, else the last element that ran.
     """
 
     def rank(element: TaskState) -> tuple[int, int]:

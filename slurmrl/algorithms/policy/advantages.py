@@ -248,7 +248,7 @@ def _turn_rewards(
 ) -> Tensor | None:
     """Return the rewards [R] of turns: at a turn's last token, the reward that the turn has earned.
 
-    All other entries are 0. Return None if completions have one turn each.
+    The result is 0 at other tokens. Return None if completions have one turn each.
     """
     if TURN_REWARDS not in sample.keys:
         return None

@@ -183,7 +183,7 @@ class Correction(Section):
     - `k2`: (log r)^2 / 2.
     - `k3`: r - 1 - log r.
 
-    The last three are estimates of KL(generation, training)."""
+    `k1`, `k2` and `k3` estimate KL(generation, training)."""
     reject_over: Literal["token", "mean", "sum", "max"] = "token"
     """Value that must be within the bounds.
 

@@ -1,8 +1,8 @@
 """Losses of policy gradients, as pure tensor functions.
 
-All tensors are [T] and aligned with each other. ``mask`` marks the tokens that count. The other
-tokens contribute zeros, because selecting by a mask would make the host wait for a GPU. Losses are
-sums over tokens: the caller divides them by denominators of the whole minibatch
+All tensors are [T] and aligned with each other. ``mask`` marks the tokens that count. Tokens
+outside of the mask contribute zeros, because selecting by a mask would make the host wait for a
+GPU. Losses are sums over tokens: the caller divides them by denominators of the whole minibatch
 (`updates.item_shares`).
 
 Generation and training compute log-probabilities with different kernels, so the sampling policy

@@ -29,7 +29,7 @@ class Backend:
     halves: bool = False
     """Whether attention and experts may have different layouts: ``(attn:…|ffn:…)``."""
     serves: bool = False
-    """Whether the engine runs as servers. Each copy of the model is then a task of a group."""
+    """Whether the engine runs as servers. A copy of the model is then a task of a group."""
 
 
 BACKENDS: Final = {

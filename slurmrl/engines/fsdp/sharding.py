@@ -220,7 +220,7 @@ def take_first_copies(
 ) -> None:
     """Replace whole gradients, in place, by the gradients of the first tensor rank.
 
-    Each tensor rank computes these gradients from the same inputs. Some GPU kernels, such as the
+    Each tensor rank computes whole gradients from the same inputs. Some GPU kernels, such as the
     backward pass of flash attention, sum in varying orders, so the copies of a parameter would
     slowly drift apart.
 

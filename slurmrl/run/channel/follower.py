@@ -94,9 +94,9 @@ class Follower:
     """The logs of several writers in one directory.
 
     ``longest_poll_s`` is the maximum pause in seconds between polls if the kernel does not report
-    changes. In this case the writers send wake-ups to ``wakeups``. If a wake-up announced the last
-    news of a log, the log is polled less often at first. While the directory does not answer, logs
-    appear to have no news; see `answers`.
+    changes. Without reports of the kernel, writers send wake-ups to ``wakeups``. If a wake-up
+    announced the last news of a log, the log is polled less often at first. While the directory
+    does not answer, logs appear to have no news; see `answers`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ Each message is a frame: magic, length and checksum, then a JSON object. Pipes a
 
 A log consists of segment files (``name``, ``name~1``, …). Each segment begins with a frame that
 holds its writer's nonce. A full segment ends with a frame that names the next segment, which
-already exists. Readers never see these frames.
+already exists. Readers never see internal frames.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class LogWriter:
     def _rotate(self) -> None:
         """Create a new segment, name it at the end of the old segment, and continue in it.
 
-        Each of these steps can be repeated after a failure.
+        Each step can be repeated after a failure.
         """
         start = self._create(self._segment + 1)
         self._write(encode({OWN: {"next": self._segment + 1}}))

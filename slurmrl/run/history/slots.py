@@ -152,7 +152,7 @@ class History:
         self._single: dict[int, Record] = {}
         """Records that `record` has read, by slot."""
         self._listed_once = False
-        """Whether the directory has existed. A missing directory is then a failure."""
+        """Whether the directory has existed, so that a missing directory is a failure."""
 
     def read(self, *, at_least: int = 0) -> list[Record]:
         """Return all records from slot 0 without a gap, and no fewer than ``at_least``.

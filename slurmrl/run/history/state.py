@@ -140,7 +140,7 @@ def place(record: Record) -> tuple[int, str]:
 class Lineage:
     """For each incarnation that led to the newest incarnation, its last step that still counts.
 
-    None means that all steps of the incarnation count.
+    The last step is None if all steps of the incarnation count.
 
     An incarnation repeats the steps after the commit from which it resumes, so there may be two
     versions of a step's weights. Results of an earlier incarnation for steps after its last commit

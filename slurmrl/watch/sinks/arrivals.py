@@ -177,7 +177,7 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
         if newest != waited_for:
             waited_for, waited_s = newest, 0.0
         if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
-            signal.alarm(held_s)  # Set this before the file exists: a suspended holder must end.
+            signal.alarm(held_s)  # Set the alarm first: a suspended holder must end.
             if _created(folder, newest + 1):
                 return newest + 1
             signal.alarm(0)
@@ -186,7 +186,7 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
 
 
 def _created(folder: Path, number: int) -> bool:
-    """Take a turn; return whether this succeeded.
+    """Take a turn; return whether the attempt succeeded.
 
     Since the last listing, other processes may have taken this turn and later turns, and removed
     its file.
