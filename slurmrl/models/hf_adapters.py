@@ -34,6 +34,7 @@ from slurmrl.models.hf_targets import TRANSPOSED, adapted_tensors, matches, targ
 from slurmrl.models.hf_tensor import FIRST_INPUT
 from slurmrl.models.lora import Adapters
 from slurmrl.models.model_tensors import open_folder
+from slurmrl.models.parallel.linear import Linear
 from slurmrl.models.shapes import Shapes
 from slurmrl.tensors.layout import Box
 from slurmrl.tensors.ops.products import Dropout, low_rank_linear
@@ -155,8 +156,7 @@ def refusal(values: Mapping[str, Any], head: Head, lora: Lora) -> str | None:
 
 def adapted_shapes(values: Mapping[str, Any], head: Head, lora: Lora) -> Shapes:
     """Return the shape of each weight that has an adapter, by name. Raises as `refusal`."""
-    shapes = _planned(json.dumps(values, sort_keys=True), head, lora.model_dump_json())[0]
-    return dict(shapes)
+    return dict(_planned(json.dumps(values, sort_keys=True), head, lora.model_dump_json())[0])
 
 
 def adapter_shapes(values: Mapping[str, Any], head: Head, lora: Lora) -> Shapes:
@@ -259,7 +259,7 @@ def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], d
 
 def _maps_rows(layer: nn.Linear | Conv1D) -> bool:
     """Return whether a layer maps a row to one row. Some routers and grouped layers do not."""
-    if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
+    if type(layer).forward in (nn.Linear.forward, Linear.forward, Conv1D.forward):
         return True
     state = {name: torch.empty_like(each, device="meta") for name, each in layer.named_parameters()}
     row = torch.empty(1, layer.weight.shape[-1], device="meta", dtype=layer.weight.dtype)

@@ -118,6 +118,7 @@ def test_outputs_gradients_and_exports_equal_peft(family: str, tmp_path: Path) -
     adapters = attach_to(model, LORA)
     require_as_stored(model, tmp_path / "base", 0, 1)
     own = randomize(model)
+    assert own.keys() == adapter_shapes(tiny(family), "lm", LORA).keys(), "as planned"
     trained: Any = Trained(own)
     base = read(tmp_path / "base", family).inner
     dtype = base.dtype
