@@ -178,9 +178,9 @@ def make_model(
     except UsageError:
         raise
     except (ValueError, KeyError, OSError) as error:
-        raise UsageError(
-            f"transformers cannot build a {config.model_type} model: {error}"
-        ) from error
+        reason = str(error).partition(" Should contain one of")[0]  # A list of families follows.
+        message = f"transformers cannot build a {config.model_type} model: {reason}"
+        raise UsageError(message) from error
     if head == "value" and fresh and hasattr(model, "score"):
         nn.init.zeros_(model.score.weight)  # The values of a new critic start at zero.
     made: PreTrainedModel = model
