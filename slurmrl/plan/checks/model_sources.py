@@ -94,13 +94,14 @@ def implementations(draft: Draft) -> Iterator[Problem]:
         allocation = draft.allocations().get(role)
         if model.implementation != "hf" or allocation is None:
             continue
-        where = role if draft.writes(role, "implementation") else "actor"
-        reasons = hf_problems(model, allocation)
-        if where == "actor" and role != "actor" and not draft.writes(role, "backend"):
-            known = hf_problems(draft.config.actor, allocation)
-            where, reasons = role, [each for each in reasons if each not in known]
+        reasons, origin = hf_problems(model, allocation), ""
+        if role != "actor" and not draft.writes(role, "implementation"):
+            origin = " (inherited from the actor)"
+            if not draft.writes(role, "backend"):
+                known = hf_problems(draft.config.actor, allocation)
+                reasons = [each for each in reasons if each not in known]
         for reason in reasons:
-            yield draft.reject((where, "implementation"), f": {reason}", "hf")
+            yield draft.reject((role, "implementation"), f"{origin}: {reason}", "hf")
     rollout = draft.allocations().get(ROLLOUTS)
     if rollout is not None and draft.config.actor.implementation == "hf":
         split = not BACKENDS[rollout.backend].serves
@@ -120,9 +121,8 @@ def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> 
     found = []
     others = [n for n, axis in AXIS_OF.items() if n not in "dt" and allocation.sizes[axis] > 1]
     if others:
-        names = "d and t"
         found.append(
-            f"'{allocation}' uses {', '.join(others)}; models of transformers can only use {names}"
+            f"'{allocation}' uses {', '.join(others)}; models of transformers can only use d and t"
         )
     elif split and (ranks := allocation.sizes["tp"]) > 1:
         with suppress(UsageError):  # The check of weights reports an unreadable config.json.
