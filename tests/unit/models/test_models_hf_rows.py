@@ -34,7 +34,7 @@ APART = (
 """Families whose sequences can share a row."""
 MIXING = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "nemotron_h", "falcon_h1", "bamba"),
-    *("granitemoehybrid", "jamba", "mamba", "mamba2", "lfm2", "opt", "bloom"),
+    *("granitemoehybrid", "jamba", "mamba", "mamba2", "lfm2", "opt", "bloom", "gpt_oss"),
 )
 """Families whose packed sequences would affect each other or have wrong positions."""
 UNEVEN = ("biogpt", "zamba2")
