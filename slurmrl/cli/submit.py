@@ -137,8 +137,8 @@ def report_checks(
 ) -> Sequence[Finding]:
     """Check the files that the run will read; print and return the findings.
 
-    ``timeout_s`` None does only instant checks. `slurmrl.desk.trial_checks.check_trial` explains
-    ``compared``.
+    If ``timeout_s`` is None, do only instant checks. `slurmrl.desk.trial_checks.check_trial`
+    explains ``compared``.
 
     Raises ConfigError for findings that would make the run fail.
     """
@@ -166,7 +166,7 @@ def carry_out(
 ) -> int:
     """Check and start trials, or only print them (``dry_run``).
 
-    ``check_s`` limits the seconds of the checks; None does only instant checks. All checks come
+    ``check_s`` limits the seconds of the checks; if None, do only instant checks. All checks come
     before the first start. After a watched trial that did not finish, no other trial starts.
     """
     from slurmrl.desk.submitting import rehearse

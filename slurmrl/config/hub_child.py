@@ -101,7 +101,7 @@ class RepositoryFetcher:
         try:
             os.rename(made, target)
         except OSError:
-            if damage(target):  # Otherwise another process has just made the same folder.
+            if damage(target):  # Another process may have made the same folder.
                 raise
         shutil.rmtree(old, ignore_errors=True)
 

@@ -105,7 +105,7 @@ class StoredGroup:
     checksum: Annotated[str, CHECKSUM]
     """Checksum of the group's bytes (see `tensors.checkpoint.tensors`)."""
     versions: Annotated[tuple[str, ...], VERSIONS]
-    """Versions of the weights that sampled its tokens, from old to new; at least one."""
+    """Versions of the weights that sampled the group's tokens, from old to new; at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,7 +161,7 @@ def _arrange(
 
 
 def _numbers(config: DatasetConfig, directory: Path) -> NDArray[np.float64]:
-    """Return the number of each row by which rows are arranged: difficulty or number of tokens."""
+    """Return the number of each row that determines the order: difficulty or token count."""
     with closing(PreparedRows(directory)) as rows:
         entries = rows.entries()
         if config.balanced_batches:

@@ -37,7 +37,7 @@ PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
 OLDER: Final = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 """Processors that resize videos and choose frames in a different way than Qwen3-VL's."""
 FPS: Final = 2.0
-"""Frames per second that are read if no setting names a number, as in qwen-vl-utils."""
+"""Default number of frames to read per second, as in qwen-vl-utils."""
 TEXT_FIELDS: Final = frozenset(
     (
         *("attention_mask", "input_ids", "mm_token_type_ids", "num_crops"),
@@ -86,7 +86,7 @@ class PictureEncoder:
     def encode(
         self, marked: MarkedText, images: Sequence[ImageValue], videos: Sequence[VideoValue]
     ) -> EncodedPictures | str:
-        """Return the tokens of a conversation with images and videos, or why there are none.
+        """Return the tokens of a conversation with images and videos, or why it has no tokens.
 
         Raises EnvironmentFailure if pictures cannot be written, and UnreadableInputError if files
         cannot be read for now.

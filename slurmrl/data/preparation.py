@@ -159,7 +159,7 @@ def _tokenizer_fingerprint(folder: Path) -> str:
 
 
 def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
-    """Return the directories of a recipe, newest first."""
+    """Return the prepared directories with the fingerprint ``wanted``, newest first."""
     names = (_NAME.fullmatch(name) for name in atomic.list_names(folder, calls=calls))
     numbers = [int(name[2]) for name in names if name is not None and name[1] == wanted]
     return [folder / f"{wanted}.{number}" for number in sorted(numbers, reverse=True)]

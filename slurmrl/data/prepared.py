@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     """Place of a row in ``rows.bin``, and the sizes of its parts."""
 
     start: int
-    """Offset of the row's first byte. The row ends where the next row starts."""
+    """Offset of the row's first byte; the row ends where the next row starts."""
     tokens: int
     """Number of tokens."""
     runs: int

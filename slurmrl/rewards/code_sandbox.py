@@ -88,7 +88,7 @@ class Sandbox:
     # -- isolation ---------------------------------------------------------------------------
 
     def _enter_namespaces(self) -> None:
-        """Enter namespaces. Return only in the first process of a new table; its parent waits."""
+        """Enter namespaces. Only the first process of a new table returns; its parent waits."""
         wanted = NEW_MOUNTS | NEW_PIDS | NEW_NET | NEW_IPC
         if _works_in_child(lambda: _enter_own_users(wanted)):
             _enter_own_users(wanted)
@@ -219,7 +219,7 @@ class Sandbox:
                     return "too many processes"
         finally:
             os.close(pidfd)
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # Its pid stays reserved.
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # The pid stays reserved.
         if ended is None or ended.si_code != os.CLD_EXITED:
             return f"signal {ended.si_status if ended else 0}"
         return f"exit code {ended.si_status}" if ended.si_status else ""

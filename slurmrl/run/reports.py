@@ -202,7 +202,7 @@ class RolloutTaskView:
     leased: Annotated[int, SIZE] = 0
     """Number of items on which the task works."""
     silent_s: Annotated[float, SECONDS] = 0.0
-    """Seconds since its last message."""
+    """Seconds since the last message of the task."""
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
     """Counters since the attempt began."""
     problem: str = ""

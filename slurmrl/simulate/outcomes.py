@@ -174,7 +174,7 @@ class SimulationAnswers:
 
     @property
     def best(self) -> Runs:
-        """The runs of the time limit with which most runs finish; on a tie, they finish fastest."""
+        """The runs with the best time limit: most runs finish, or equally many and faster."""
         return min(self.runs, key=lambda one: (-one.finished, one.seconds.middle))
 
 

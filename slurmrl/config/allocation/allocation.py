@@ -114,7 +114,7 @@ class Allocation:
         return self.experts.dp if self.experts else self.sizes["dp"]
 
     def explain(self) -> dict[str, Any]:
-        """Return the sizes as plain values, per half if experts have a separate layout."""
+        """Return the sizes as plain values; split them if experts have a separate layout."""
         shown: dict[str, Any] = {
             "backend": self.backend,
             "name": self.name or None,

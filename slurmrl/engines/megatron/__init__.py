@@ -38,8 +38,8 @@ def require() -> None:
     # models. megatron-core 0.16.1 reads this name even without TransformerEngine.
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(utils)["te_general_gemm"] = None
-    # Gathers of sequence parallelism need this scratch memory. It is the only global state of
-    # megatron that slurmrl sets, and it does not depend on the layout.
+    # Gathers of sequence parallelism need this scratch memory. slurmrl sets no other global state
+    # of megatron. The memory does not depend on the layout.
     state = importlib.import_module("megatron.core.parallel_state")
     try:
         vars(state)["torch"].cuda.current_device()  # CPU tests replace this `torch`.

@@ -112,7 +112,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 _mark(module.bias, 0)
         for name, parameter in self.named_parameters():
             if ".mlp.experts." in name:
-                # This tells megatron that experts are replicated along their own data axis.
+                # Tell megatron that experts are replicated along their own data axis.
                 vars(parameter)["allreduce"] = False
 
     def share(self, micro: Micro) -> dict[str, Tensor | None]:

@@ -189,7 +189,7 @@ def _created(folder: Path, number: int) -> bool:
     """Take a turn; return whether the attempt succeeded.
 
     Since the last listing, other processes may have taken this turn and later turns, and removed
-    its file.
+    the file of this turn.
     """
     if not atomic.exclusive_create(folder / str(number), uuid.uuid4().hex.encode()):
         return False

@@ -275,7 +275,7 @@ def test_plan_reports_a_function_that_its_file_lacks(
     assert all(code == 2 and problem in line for line in missing)
 
 
-def test_plan_finds_function_in_module_named_as_its_package(
+def test_plan_finds_function_in_module_with_the_name_of_its_package(
     tmp_path: Path, command: Command
 ) -> None:
     config = write_config(tmp_path)

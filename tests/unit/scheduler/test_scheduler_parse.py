@@ -111,7 +111,7 @@ def test_exit_status_is_parsed(text: str, expected: tuple[int | None, int | None
 
 
 @pytest.mark.parametrize("text", ["", "N/A", "1:x"])
-def test_missing_exit_status_is_parsed(text: str) -> None:
+def test_missing_exit_status_is_unknown(text: str) -> None:
     assert parse.exit_status(text) == (None, None)
 
 
