@@ -235,12 +235,12 @@ def survey() -> Survey:
     try:
         found.accounts = client.accounts(user_name())
         if not found.accounts.names:
-            found.missing.append("accounts: sacctmgr lists none for you")
+            found.missing.append("accounts: sacctmgr lists no account of yours")
     except SchedulerError as error:
         found.missing.append(f"your accounts: {_brief(error)}")
     found.interfaces = interfaces()
     if not found.interfaces:
-        found.missing.append("network interfaces: this host has none with an IPv4 address")
+        found.missing.append("network interfaces: no interface of this host has an IPv4 address")
     return found
 
 

@@ -265,7 +265,7 @@ def _maps_rows(layer: nn.Linear | Conv1D) -> bool:
     row = torch.empty(1, layer.weight.shape[-1], device="meta", dtype=layer.weight.dtype)
     try:
         return isinstance(torch.func.functional_call(layer, state, row), Tensor)
-    except (RuntimeError, TypeError):  # it needs another shape or more arguments
+    except (RuntimeError, TypeError):  # The layer needs another input.
         return False
 
 

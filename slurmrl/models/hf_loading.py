@@ -90,7 +90,7 @@ def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
     try:
         model = sketch(HFConfig.from_hf(values), head)
         report: dict[str, Any] = {}
-        with suppress(ImportError, AttributeError, TypeError):  # The private loader may differ.
+        with suppress(ImportError, AttributeError, TypeError):  # Loaders of releases differ.
             report = _report(model, source)
         if report:
             _require_filled(model, report, source)

@@ -119,7 +119,7 @@ class HFSession:
         self._offsets = self._offsets[rows]
         if self._routers is not None:
             self._experts = [torch.cat(self._experts, dim=1)[rows]]
-        # Convolutions and linear attention lack `batch_select_indices`, or select only half.
+        # `batch_select_indices` is missing or incomplete for convolutions and linear attention.
         self._cache.reorder_cache(cast(torch.LongTensor, rows))
 
     def join(self, other: HFSession) -> None:

@@ -24,7 +24,7 @@ from slurmrl.run.paths import RunPaths
 
 logger = log.get(__name__)
 
-LATER: Final = "is not fetched yet: slurmrl submit does that"
+LATER: Final = "is not fetched yet: slurmrl submit fetches it"
 
 
 def are_in(config: Config) -> bool:

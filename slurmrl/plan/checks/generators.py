@@ -350,7 +350,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
         yield draft.reject(key, reason, value)
         return
     if rollout.kv_cache_dtype is not None:
-        reason = " with rollout.quantization: the initial random weights would scale the cache"
+        reason = " with rollout.quantization: random initial weights would set the cache's scales"
         yield draft.reject((ROLLOUTS, "kv_cache_dtype"), reason, rollout.kv_cache_dtype)
     # The dtype is float32 by default only without GPUs, and another check rejects FP8 there.
     given, found = last_value(rollout.server_args, DTYPE) is not None, generating(draft.config)

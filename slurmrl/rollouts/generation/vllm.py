@@ -316,7 +316,7 @@ def dtype_of(settings: object) -> object:
 def _model_config(settings: object) -> Mapping[str, object]:
     if not isinstance(settings, dict):
         return {}
-    config: Mapping[str, object] = settings["vllm_config"]["model_config"]  # `examine` has read it
+    config: Mapping[str, object] = settings["vllm_config"]["model_config"]  # checked by `examine`
     return config
 
 

@@ -140,7 +140,7 @@ class Job:
             problem = error
         except BaseException as error:  # noqa: BLE001 - SystemExit would end only the thread
             problem = RuntimeError(f"{type(error).__name__}: {error}")
-        with suppress(RuntimeError):  # the loop has ended
+        with suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(self._deliver, value, problem)
 
     def _deliver(self, value: Any, error: Exception | None) -> None:

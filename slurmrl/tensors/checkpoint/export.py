@@ -331,7 +331,7 @@ def narrowed(wide: Array, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class Survival:
-    """Sums over weights for `survival`. Sums of several tensors or ranks can be added."""
+    """The two sums of `survival` over weights. Results of several tensors or ranks can be added."""
 
     kept: float = 0.0
     """<r(t) - r(s), t - s>."""
