@@ -443,7 +443,7 @@ SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "sglang": ("qwen2_5_vl", "qwen3_vl"),
     "vllm": ("qwen2_5_vl", "qwen3_vl"),
 }
-"""Families for which servers get images. Only for these families have requests to a server been
+"""Families for which servers get images. For other families, requests to a server have not been
 compared with training."""
 
 PIXTRAL: Final = "pixtral"

@@ -354,7 +354,7 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
         if value.is_floating_point():
             return whole_to_partial(value, tensor.group)
         own = value - tensor.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)  # count: another rank's expert
+        return torch.where((own >= 0) & (own < count), own, count)  # `count` marks other experts.
 
     def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return tuple(map(localized, given)), {n: localized(value) for n, value in named.items()}

@@ -112,7 +112,7 @@ def _environment(
 
 
 def _accepting(what: str, name: str, kind: Any, arguments: int, options: Mapping[str, Any]) -> Any:
-    """Return the object with its options. Raises UsageError if its parameters do not fit."""
+    """Bind a function's or class's options. Raises UsageError if the parameters do not fit."""
     if not callable(kind):
         raise UsageError(f"{what} '{name}' is {type(kind).__name__}, not a function or a class")
     try:

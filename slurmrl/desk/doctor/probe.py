@@ -56,9 +56,9 @@ _STAGES = ("has python", "sees the folder", "has slurmrl")
 _ADVICE = (
     "try cluster.slurm.container and container_python by hand on a host of the job; load required "
     "modules in cluster.slurm.setup",
-    "mount the directory of --root inside at the same path (apptainer: --bind, enroot: --mount)",
+    "mount --root in the container at the same path (apptainer: --bind, enroot: --mount)",
     "install slurmrl's packages (setup.cfg) in the image, for its container_python",
-    "the directory of --root must be the same inside, and writable for you",
+    "the directory of --root must be the same inside the container, and writable for you",
 )
 CUDA_LIBRARY = "libcuda.so.1"
 """Library of the GPU driver, which a container must get from the host."""
@@ -176,7 +176,7 @@ def main_inside(arguments: Sequence[str]) -> None:
 
 def checks_inside(folder: Path, request: dict[str, Any]) -> list[Check]:
     gpus = int(request["gpus"]) > 0
-    advice = "the directory of --root must be the same inside and outside"
+    advice = "the directory of --root must be the same inside and outside of the container"
     return [
         *guarded("same directory", advice, lambda: directory.content(folder, request)),
         machine.python(),
