@@ -112,6 +112,15 @@ def test_examples_page_links_every_example() -> None:
     )
 
 
+def test_each_example_is_named_in_its_guide() -> None:
+    page = (DOCS / "examples.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\S+)\]\(\.\./examples/.*\|([^|]*)\|$", page, re.MULTILINE)
+    assert len(rows) > 20
+    for name, guides in rows:
+        pages = re.findall(r"\]\(([^)#]+)", guides)
+        assert any(name in (DOCS / one).read_text(encoding="utf-8") for one in pages), name
+
+
 def test_troubleshooting_messages_occur_in_the_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
