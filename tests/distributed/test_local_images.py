@@ -14,7 +14,7 @@ from tests.support.family_checks import TRIAL, finished, newest, of_generation
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.picture_models import draw
 from tests.support.picture_prompts import write_source
-from tests.support.rotation import rotating
+from tests.support.rotation import in_turn, rotating
 from tests.support.trials import Site, kill_one
 
 
@@ -98,8 +98,11 @@ def test_killed_trial_with_images_equals_undisturbed_one(
     assert (export / name).read_bytes() == (source / name).read_bytes()
 
 
+@in_turn(0, 2)
 def test_videos_train_adapters_like_one_rank(tmp_path: Path) -> None:
-    """With two ranks, each rank has other media of a batch, or none."""
+    """With two ranks, each rank has other media of a batch, or none. Adapters are in the language
+    model only.
+    """
     pytest.importorskip("av")
     source = source_in(tmp_path, "qwen3_vl", videos=True)
     del (base := with_videos(config(source)))["rollout"]
@@ -113,10 +116,16 @@ def test_videos_train_adapters_like_one_rank(tmp_path: Path) -> None:
         losses[layout] = [step["loss"] for step in finished(site, {**base, "actor": actor})]
     torch.testing.assert_close(*(torch.tensor(each) for each in losses.values()))
     assert losses["fsdp:d1"][-1] < losses["fsdp:d1"][0]
+    before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
+    after = AutoModelForImageTextToText.from_pretrained(newest(site, "exports")).state_dict()
+    changed = [name for name in after if not after[name].equal(before[name])]
+    assert changed
+    assert all("language_model" in name for name in changed)
 
 
-def test_conversations_with_images_train_adapters_or_the_image_encoder(tmp_path: Path) -> None:
-    """Adapters are in the language model only. A rank without images has the same update."""
+@in_turn(1, 2)
+def test_conversations_with_images_train_the_image_encoder(tmp_path: Path) -> None:
+    """A rank without images has the same update."""
     source = source_in(tmp_path, "gemma3")
     sft = {
         "algorithm": {"name": "sft", "batch_size": 2},  # with d2, one rank has no image
@@ -140,44 +149,26 @@ def test_conversations_with_images_train_adapters_or_the_image_encoder(tmp_path:
     after = AutoModelForImageTextToText.from_pretrained(newest(site, "exports")).state_dict()
     assert any("vision_tower" in n and not after[n].equal(before[n]) for n in after)
 
-    site = Site(tmp_path / "lora")
-    site.folder.mkdir()
-    actor = {**base["actor"], "backend": "fsdp:d1", "lora": {"rank": 2}}
-    finished(site, {**base, **sft, "actor": actor})
-    after = AutoModelForImageTextToText.from_pretrained(newest(site, "exports")).state_dict()
-    changed = [name for name in after if not after[name].equal(before[name])]
-    assert changed
-    assert all("language_model" in name for name in changed)
-
 
 def _rejects_changed_image(site: Site, source: Path, settings: dict[str, Any]) -> None:
     """Require that neither a submission nor a job continues a trial with a changed image."""
-    image = source / "4.png"
-    content = image.read_bytes()
-    draw(image, 3, (48, 16))
+    draw(source / "4.png", 3, (48, 16))
     file = str(site.write("longer.yaml", {**settings, "total_steps": 3}))
-    submit = ("submit", file, "--scheduler", "local", "--wait")
-    said = site.slurmrl(*submit, code=None)
+    said = site.slurmrl("submit", file, "--scheduler", "local", "--wait", code=None)
     assert said.returncode != 0
     assert f"image 4.png of {source / 'rows.jsonl'} has changed since step 2" in said.stderr
-    image.write_bytes(content)
-    site.slurmrl(*submit)
 
 
-def test_tasks_and_episodes_read_images_like_the_trainers(tmp_path: Path) -> None:
-    """A rollout task samples what the trainers sample. Turns of an episode read the images too."""
+def test_tasks_read_images_like_the_trainers_in_episodes(tmp_path: Path) -> None:
+    """A rollout task samples what the trainers sample. A task runs single turns as episodes too."""
     source = source_in(tmp_path, "qwen3_vl")
     guess = {"name": "multi_turn", "environment": {"name": "guess_number"}, "max_turns": 2}
     texts = {}
-    for name, more in (
-        ("alone", {}),
-        ("tasks", {"tasks": {"max": 1, "max_staleness": 0}}),
-        ("episode", {"episode": guess}),
-    ):
+    for name, more in (("alone", {}), ("tasks", {"tasks": {"max": 1, "max_staleness": 0}})):
         site = Site(tmp_path / name)
         site.folder.mkdir()
         Hold(site).allow(NO_LIMIT)
-        rollout = {"n": 2, "max_new_tokens": 6, **more}
+        rollout = {"n": 2, "max_new_tokens": 6, "episode": guess, **more}
         settings = config(source, actor={"backend": "fsdp:d1"}, rollout=rollout)
         of_generation(finished(site, Hold(site).judged(settings)))
         rows = read_samples(site.paths(TRIAL).samples).rows

@@ -38,3 +38,9 @@ def rotating(*cases: Any, shares: int | None = None) -> list[Any]:
         case if place in chosen else case._replace(marks=(*case.marks, pytest.mark.soak))
         for place, case in enumerate(given)
     ]
+
+
+def in_turn(place: int, shares: int) -> Any:
+    """Return a decorator that marks a test ``soak`` unless the commit's hash chooses ``place``."""
+    mine = place in share(range(shares), shares, commit())
+    return (lambda test: test) if mine else pytest.mark.soak

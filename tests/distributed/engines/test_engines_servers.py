@@ -30,6 +30,7 @@ from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Placed, Setup, batch, loss, model
 from tests.pool import RankError, RankPool
 from tests.support.generated import generated
+from tests.support.rotation import rotating
 from tests.support.stand_ins import Started, python
 
 HERE = "tests.distributed.engines.test_engines_servers"
@@ -154,7 +155,13 @@ def trained_and_served(
 
 @pytest.mark.parametrize(
     ("sizes", "implementation"),
-    [({"tp": 2}, "builtin"), ({"dp": 2}, "builtin"), ({"dp": 2}, "hf"), ({"tp": 2}, "hf")],
+    rotating(
+        pytest.param({"tp": 2}, "builtin"),
+        pytest.param({"dp": 2}, "builtin"),
+        pytest.param({"dp": 2}, "hf"),
+        pytest.param({"tp": 2}, "hf"),
+        shares=2,
+    ),
     ids=str,
 )
 def test_servers_sample_with_the_weights_of_every_step(
