@@ -411,7 +411,7 @@ def _converted(number: int, row: dict[str, Any]) -> SourceRow:
 
 
 def _with_own_keys(value: Any) -> Any:
-    """Return a value with null for NaN, and without null in tools and tool calls.
+    """Return a value with null in place of NaN; remove nulls from tools and tool calls.
 
     Arrow gives all objects of a column the same keys, and null to the keys that a row lacks. pandas
     writes NaN for a missing number.

@@ -113,7 +113,7 @@ class CodeReward(RewardFunction):
     ) -> list[float]:
         """Score the completions. Raises UnusableRowError for a row with unusable tests."""
         self._check_protections()
-        usable: dict[int, list[Case]] = {}  # the completions of a prompt have one row object
+        usable: dict[int, list[Case]] = {}  # completions of a prompt share a row object
         for index, row in enumerate(rows):
             if id(row) not in usable:
                 usable[id(row)] = self._usable(row, index)

@@ -107,7 +107,7 @@ class _Members:
     def __contains__(self, key: Any) -> bool:
         if not self._base.__contains__(self._value, key):
             return False
-        key = frozenset(key) if type(key).__hash__ is None else key  # A set finds an equal set.
+        key = frozenset(key) if type(key).__hash__ is None else key  # Sets do this too.
         probe = _Probe(key)
         with suppress(Exception):  # A program's __eq__ may raise.
             self._base.__contains__(self._value, probe)

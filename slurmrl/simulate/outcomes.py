@@ -174,7 +174,7 @@ class SimulationAnswers:
 
     @property
     def best(self) -> Runs:
-        """The runs with the best time limit: most runs finish, or equally many and faster."""
+        """The runs of the best time limit, at which most runs finish (on a tie, the fastest)."""
         return min(self.runs, key=lambda one: (-one.finished, one.seconds.middle))
 
 

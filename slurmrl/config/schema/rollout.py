@@ -263,12 +263,12 @@ class Rollout(Section):
     layout before each generation. `sglang` and `vllm` need `servers`, or `python` with `gpus` or
     `tasks`. Default: the actor's engine, on its ranks. Example: `native:d4`"""
     gpus: Line = ""
-    """GPUs of the trainers' job for generation. On CPUs, these are numbers of workers. Required
-    with `sglang` and `vllm`, unless `servers` or `tasks` are given.
+    """GPUs of the trainers' job for generation. On CPUs, list numbers of workers. Required with
+    `sglang` and `vllm`, unless `servers` or `tasks` are given.
 
-    With `tasks`, these are GPUs after the GPUs of the trainers' models. Tasks then run inside
-    the trainers' job, the same number on each host, instead of in separate jobs. Default: from GPU
-    0 of the trainers. Example: `4-7`"""
+    With `tasks`, list GPUs after the GPUs of the trainers' models. Tasks then run inside the
+    trainers' job, the same number on each host, instead of in separate jobs. Default: from GPU 0 of
+    the trainers. Example: `4-7`"""
     python: PlainPathText | None = None
     """Python of the environment in which `sglang` or `vllm` is installed. This Python may differ
     from slurmrl's, and must have the same path on all hosts. Default: none. Example:
