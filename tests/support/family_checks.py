@@ -199,7 +199,11 @@ class Family:
             "algorithm": {"name": "sft", "batch_size": 8},
             "cluster": {"gpus_per_worker": 0},
             "actor": actor,
-            "dataset": {"type": "prompt_answer", "path": str(ADDITION / "train.jsonl")},
+            "dataset": {
+                "type": "prompt_answer",
+                "path": str(ADDITION / "train.jsonl"),
+                "max_tokens": 32,  # Doge needs a limit
+            },
             "checkpoint": {"every_steps": 1},
             **changes,
         }
