@@ -22,7 +22,6 @@ from ruamel.yaml import YAML
 import slurmrl
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import diagnosis
-from tests.support.rotation import rotating
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -175,7 +174,7 @@ def commands(page: str) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", rotating(*filter(commands, PAGES), shares=2))
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
 def test_commands_of_each_page_work(page: str, tmp_path: Path) -> None:
     """Run all bash blocks of a page in one shell, except blocks marked ``not run``; ``file`` marks
     file contents.
