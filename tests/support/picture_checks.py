@@ -71,11 +71,13 @@ class PictureFamily(Family):
         """Return the settings of two steps of SFT from images, on two ranks."""
         made = super().config(**changes)
         rows = {"path": str(self.source / "rows.jsonl"), "images_key": "images"}
+        # Rows with images are longer than the rows of text.
+        kept = {k: v for k, v in made["dataset"].items() if not k.startswith("max_")}
         return {
             **made,
             "algorithm": {**made["algorithm"], "batch_size": 4},
             "actor": {**made["actor"], "tokenizer": str(self.source)},
-            "dataset": {**made["dataset"], **rows},
+            "dataset": {**kept, **rows},
         }
 
 
