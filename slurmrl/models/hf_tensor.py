@@ -348,21 +348,19 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
     count = next(module.parameters(recurse=False)).shape[0]
     vars(module).update({"num_experts": count, EXPERT_PARALLEL: True})
 
-    def localized(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.is_floating_point():
-            return whole_to_partial(value, tensor.group)
-        own = value - tensor.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)  # `count` marks other experts.
-
-    def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return tuple(map(localized, given)), {n: localized(value) for n, value in named.items()}
+    def enter(_: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        own = given[1] - tensor.rank * count
+        here = (own >= 0) & (own < count)
+        states, weights = (whole_to_partial(each, tensor.group) for each in given[::2])
+        if cast(Any, module).config._experts_implementation == "eager":
+            # Loops may read expert ``count``. Without a token, they would have no backward pass.
+            return states, own * here, weights * here
+        return states, torch.where(here, own, count), weights  # count: another rank's expert
 
     def leave(_: nn.Module, __: Any, products: Tensor) -> Tensor:
         return partial_to_whole(products, tensor.group)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
 
 

@@ -107,6 +107,21 @@ def test_tensor_ranks_train_as_one_rank(
     assert_trains_alike(ranks, tmp_path, alone, setup(family, sizes, **options), 3 * BOUND)
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "nemotron_h"])
+def test_tensor_ranks_train_as_one_rank_with_loops_over_experts(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    """A token uses one group of experts, so in some micro-batches a rank has no token."""
+    groups = {"moe_intermediate_size": 12, "n_group": 2, "topk_group": 1}
+
+    def grouped(sizes: dict[str, int]) -> Setup:
+        made = setup(family, sizes, max_tokens_per_microbatch=12)
+        architecture = {**made.model["architecture"], **groups}
+        return replace(made, model={**made.model, "architecture": architecture})
+
+    assert_trains_alike(ranks, tmp_path, grouped(ALONE), grouped({"tp": 2}), 3 * BOUND)
+
+
 THIRDS = [sorted(TENSOR_FAMILIES)[first::3] for first in range(3)]
 LARGE = [pytest.mark.long, pytest.mark.timeout(1800)]
 
