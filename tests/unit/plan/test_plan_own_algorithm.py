@@ -335,7 +335,7 @@ def test_message_about_an_inherited_name_list_explains_the_remedy(
 ) -> None:
     code.write_text(CODE.replace("    name: str\n", ""))
     (problem,) = problems(load_own, "algorithm.name=my_algorithm.py:Grouped")
-    assert "declare in it: name: str" in problem.message
+    assert "add a field to it: name: str" in problem.message
 
 
 def test_role_layout_may_change_but_role_weights_may_not(load_own: Load, folder: Path) -> None:

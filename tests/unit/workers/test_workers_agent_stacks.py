@@ -67,7 +67,7 @@ def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "R",
             "denied",
-            "(py-spy cannot read the process: Permission Denied: Try again; it may be",
+            "(py-spy cannot read the process: Permission Denied: Try again; kernel.yama",
         ),
     ],
 )
