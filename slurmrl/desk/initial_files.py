@@ -235,7 +235,7 @@ def survey() -> Survey:
     try:
         found.accounts = client.accounts(user_name())
         if not found.accounts.names:
-            found.missing.append("accounts: sacctmgr lists no account of yours")
+            found.missing.append("accounts: sacctmgr lists no account for this user")
     except SchedulerError as error:
         found.missing.append(f"your accounts: {_brief(error)}")
     found.interfaces = interfaces()

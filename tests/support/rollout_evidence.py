@@ -59,7 +59,7 @@ class Archive:
                         os.link(file, link)
 
     def _follow(self) -> None:
-        """Search for new files until the end. The priority is higher than that of other processes,
+        """Search for new files until the end, with a higher priority than other processes have,
         because missed files cannot be checked later.
         """
         with suppress(PermissionError):
