@@ -19,6 +19,7 @@ from tests.support.nodes import (
     slurm,
     wait_for_empty_queue,
 )
+from tests.support.rotation import ENDS, in_turn, rotating
 from tests.support.trials import Site, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
@@ -28,13 +29,13 @@ soak = pytest.mark.soak
 
 @pytest.mark.parametrize(
     ("causes", "how"),
-    [
-        pytest.param([("worker", 0.9)], "in the job", marks=soak),
-        pytest.param([("worker", 0.0), ("master", 0.0)], "in the job", marks=soak),
-        pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job", marks=soak),
-        pytest.param([("agent", 0.9), ("agent", 0.0)], "next round", marks=soak),
-        ([("supervisor", 0.0)], "next link"),
-    ],
+    rotating(
+        pytest.param([("worker", 0.9)], "in the job"),
+        pytest.param([("worker", 0.0), ("master", 0.0)], "in the job"),
+        pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job"),
+        pytest.param([("agent", 0.9), ("agent", 0.0)], "next round"),
+        pytest.param([("supervisor", 0.0)], "next link"),
+    ),
     ids=["worker", "children", "hung", "agents", "batch process"],
 )
 def test_killed_process_is_reported_as_the_cause(
@@ -109,13 +110,14 @@ def test_hanging_rank_is_reported_as_the_cause(tmp_path: Path, bed: Path, calm: 
 
 
 @long
+@in_turn(0, ENDS)
 def test_time_limit_is_reported_as_the_cause(tmp_path: Path, bed: Path, calm: Outcome) -> None:
     """The warning comes 75 to 105 seconds after the start of a link of two minutes. The next link
     resumes from the last step.
     """
     limit = paced.cluster(tmp_path, time="2", signal_lead_s=15)
     seldom = {"every_steps": 1000, "keep_last": 9}
-    slow = paced.config(tmp_path, pause_s=5.0) | {"checkpoint": seldom}
+    slow = paced.config(tmp_path, pause_s=10.0) | {"checkpoint": seldom}
     trial = Watched(Site(tmp_path), slow | {"cluster": limit}, "slurm")
     posted = trial.witness.posted
     assert trial.until("a step", lambda: trial.witness.has_posted(trial.incarnation, 1))

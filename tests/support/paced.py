@@ -90,9 +90,9 @@ class Failing(RewardFunction):
 def config(folder: Path, reward: str = "Paced", **options: Any) -> dict[str, Any]:
     """Return settings of PPO on 2 ranks with a reward of this module."""
     (folder / "paced_reward.py").write_text(REWARD)
-    given = {"folder": str(folder), "pause_s": 0.5} if reward != "Failing" else {}
+    given = {"folder": str(folder), "pause_s": 1.0} if reward != "Failing" else {}
     return ppo_config(
-        total_steps=50,
+        total_steps=25,
         evaluation=None,
         reward={"name": f"paced_reward:{reward}", "options": {**given, **options}},
         cluster=cluster(folder),
