@@ -21,26 +21,35 @@ ONE_AT_A_TIME = "tests/engines/"
 """Folder whose files are tested one after the other in one process: a server takes gigabytes of
 memory and all cores while it starts."""
 LONGEST_FIRST = (
-    "slurm/test_slurm_lost_nodes.py",
     "engines",
+    "slurm/test_slurm_lost_nodes.py",
+    "distributed/test_examples.py",
     "slurm/test_slurm_causes.py",
+    "distributed/test_local_images.py",
+    "slurm/test_slurm_faults.py",
     "distributed/test_families.py",
-    "distributed/test_local_kills.py",
+    "slurm/test_slurm_rollouts.py",
+    "distributed/test_learning.py",
+    "slurm/test_slurm_trials.py",
     "faults",
+    "slurm/test_slurm_examples.py",
+    "distributed/test_local_kills.py",
+    "slurm/test_slurm_networks.py",
+    "distributed/engines/test_engines_megatron.py",
+    "distributed/test_local_hf_tasks.py",
+    "distributed/test_local_hf_lora.py",
     "slurm/test_slurm_scheduler.py",
     "distributed/engines/test_engines_layouts.py",
     "slurm/test_slurm_chain.py",
     "unit/ops/test_ops_build.py",
-    "slurm/test_slurm_trials.py",
     "distributed/engines/test_engines_transformer_engine.py",
     "slurm/test_slurm_accounting.py",
-    "slurm/test_slurm_networks.py",
     "unit/test_docs.py",
     "unit/test_site.py",
 )
 """Files and folders. A process takes the next file when it has finished one, so files that take
-minutes must not come last. Files that wait are between files that compute. Other files follow in
-the order of LANES."""
+minutes must not come last. Files that wait are between files that compute. Next are the other files
+with long tests, then files without, both in the order of LANES."""
 
 # The user who runs the tests may have other runs and a site profile.
 os.environ.pop(env.ROOT.name, None)
@@ -98,7 +107,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(lane)
         if item.get_closest_marker("long"):
             item.user_properties.append(("long", True))  # for .ci/check-lanes
-    items.sort(key=_place)
+    of_run = (item for item in items if not item.get_closest_marker("soak"))
+    long = {item.path for item in of_run if item.get_closest_marker("long")}
+    items.sort(key=lambda item: _place(item, long))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
@@ -116,7 +127,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     return OneServerAtATime(config, log)
 
 
-def _place(item: pytest.Item) -> tuple[int, int, str]:
+def _place(item: pytest.Item, long: set[Path]) -> tuple[int, bool, int, str]:
     path = item.path.relative_to(HERE)
     places = (place for place, name in enumerate(LONGEST_FIRST) if path.is_relative_to(name))
-    return next(places, len(LONGEST_FIRST)), LANES.index(path.parts[0]), str(path)
+    place = next(places, len(LONGEST_FIRST))
+    return place, item.path not in long, LANES.index(path.parts[0]), str(path)
