@@ -18,6 +18,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from slurmrl.data.tokenizer import train_bpe
+from tests.support.rotation import in_turn, rotating
 from tests.support.trials import REPOSITORY, Site
 
 pytestmark = pytest.mark.long
@@ -32,8 +33,8 @@ SERVED = [
 ON_GPUS = ["megatron_moe.yaml"]
 """Tested in test_local_megatron.py, which lets megatron-core compute on CPUs."""
 CONFIGS = [config for config in ALL if config not in (*SERVED, *ON_GPUS)]
-SHOWN = ("gsm8k_grpo.yaml",)
-"""gsm8k_suites.yaml trains in the same way, and evaluates more."""
+SHARES = 6
+"""Number of shares of the examples, which take turns."""
 SETTINGS = {
     "total_steps": 2,
     "algorithm.batch_size": 16,
@@ -181,10 +182,7 @@ def short_forms(tmp_path_factory: pytest.TempPathFactory) -> ShortForms:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        pytest.param(config, marks=pytest.mark.soak) if config in SHOWN else config
-        for config in CONFIGS
-    ],
+    rotating(*CONFIGS, shares=SHARES),
 )
 def test_each_example_runs_to_its_end(config: str, short_forms: ShortForms) -> None:
     """The example is evaluated before the first and after the last step.
@@ -215,6 +213,7 @@ def test_each_example_runs_to_its_end(config: str, short_forms: ShortForms) -> N
             assert metrics[f"{prefix}{name}/low"] == estimate["low"]
 
 
+@in_turn(CONFIGS.index("custom/simpo.yaml") % SHARES, SHARES)
 def test_custom_loss_is_evaluated_like_built_in_ones(short_forms: ShortForms) -> None:
     """pass@2 with its confidence interval."""
     ended = short_forms.run("custom/simpo.yaml")
@@ -223,6 +222,7 @@ def test_custom_loss_is_evaluated_like_built_in_ones(short_forms: ShortForms) ->
     assert rates == sorted(rates)
 
 
+@in_turn(CONFIGS.index("custom/selective.yaml") % SHARES, SHARES)
 def test_custom_role_selects_the_trained_tokens(short_forms: ShortForms) -> None:
     """The role ``guide`` assigns some tokens a higher probability than the actor, and others a
     lower one.

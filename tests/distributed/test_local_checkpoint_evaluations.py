@@ -10,12 +10,14 @@ import pytest
 from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
+from tests.support.rotation import EVALUATIONS, in_turn
 from tests.support.trials import ADDITION, Site, kill_one, ppo_config, wait_until
 
 SAMPLES, COMPLETIONS = 16, 2
 
 
 @pytest.mark.long
+@in_turn(1, EVALUATIONS)
 @pytest.mark.timeout(1800)
 def test_each_checkpoint_is_evaluated_once_despite_kills(tmp_path: Path) -> None:
     """The trainers neither evaluate nor wait. An evaluation continues after its worker was killed.

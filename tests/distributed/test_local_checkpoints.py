@@ -21,6 +21,7 @@ from slurmrl.run import events
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import fold
 from tests.support.held import NO_LIMIT, Hold
+from tests.support.rotation import in_turn
 from tests.support.trials import ARCHITECTURE, Site, processes, sft_config, wait_until
 
 TRIAL = "sft/1"
@@ -108,6 +109,7 @@ def stop_while_it_writes(site: Site, worker: int) -> int:
     raise AssertionError("rank 1 was never stopped while it wrote its file")
 
 
+@in_turn(1, 2)
 def test_trial_continues_after_a_kill_during_a_checkpoint_write(
     site: Site, undisturbed: dict[str, Any]
 ) -> None:
@@ -147,6 +149,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@in_turn(0, 2)
 def test_damaged_checkpoints_are_skipped(site: Site, undisturbed: dict[str, Any]) -> None:
     """The master finds a wrong size before the workers start.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rotation import rotating
 from tests.support.trials import Site, is_timing, ppo_config, sft_config
 
 CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {"sft": sft_config, "ppo": ppo_config}
@@ -55,10 +56,8 @@ def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
     return site.slurmrl("resume", trial, *arguments).stdout
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("sft", marks=pytest.mark.soak), pytest.param("ppo", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", rotating("sft", "ppo"))
 def test_trial_resumed_on_one_then_four_then_one_rank_matches_undisturbed(
     tmp_path: Path, kind: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import paced
+from tests.support.rotation import CODE_ERRORS, in_turn
 from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
 
 BROKEN_REWARD = '''
@@ -59,6 +60,7 @@ def make_site(tmp_path: Path) -> Iterator[Callable[[str], Site]]:
 
 
 @pytest.mark.long
+@in_turn(1, CODE_ERRORS)
 def test_reward_that_raises_fails_the_trial(
     tmp_path: Path, make_site: Callable[[str], Site]
 ) -> None:
@@ -109,6 +111,7 @@ def judge(prompts, completions, rows, *, indices):
 
 
 @pytest.mark.long
+@in_turn(2, CODE_ERRORS)
 def test_failing_pooled_reward_loses_completions_but_not_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
@@ -142,6 +145,7 @@ def test_failing_pooled_reward_loses_completions_but_not_the_trial(
 
 
 @pytest.mark.long
+@in_turn(3, CODE_ERRORS)
 def test_non_finite_reward_fails_the_trial_at_its_first_start(
     make_site: Callable[[str], Site],
 ) -> None:

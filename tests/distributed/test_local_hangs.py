@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rotation import HANGS, in_turn, rotating
 from tests.support.trials import Site, ppo_config, processes, wait_until
 
 REWARD = '''
@@ -91,7 +92,7 @@ def waited_for(site: Site) -> dict[str, Any]:
     return wait_until("the ranks to wait", look)
 
 
-@pytest.mark.parametrize("kind", ["spin", pytest.param("skipped", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", rotating("spin", "skipped", first=1, shares=HANGS))
 def test_hang_is_explained_before_it_is_ended(site: Site, kind: str) -> None:
     """The rank is killed at the deadline. The report names which ranks waited for which, and the
     stacks of all processes are kept.
@@ -118,6 +119,7 @@ def check_end(site: Site, kind: str) -> None:
     assert " in _end\n" in parts[3]  # the master reports the end, or already waits for the stacks
 
 
+@in_turn(3, HANGS)
 def test_stacks_are_shown_on_demand_even_of_a_stopped_rank(site: Site) -> None:
     """`slurmrl stacks` shows hanging ranks of a running trial, and the status names which ranks
     wait.

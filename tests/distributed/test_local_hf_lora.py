@@ -17,7 +17,7 @@ from slurmrl.desk.report.report_data import read_samples
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.test_local_hf_tasks import HYBRID
 from tests.support.rollout_trials import config_of, hurry, of_group, site_in
-from tests.support.rotation import in_turn
+from tests.support.rotation import HF_TRIALS, in_turn
 from tests.support.trials import Site, wait_until
 
 LORA = {"rank": 3, "alpha": 6}
@@ -36,7 +36,7 @@ def begin(
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
 
 
-@in_turn(0, 2)
+@in_turn(2, HF_TRIALS)
 def test_adapters_are_trained_merged_by_tasks_and_exported(tmp_path: Path) -> None:
     """A killed trial with rollout tasks equals a trial whose trainers generate.
 

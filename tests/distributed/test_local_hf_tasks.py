@@ -12,7 +12,7 @@ import pytest
 from slurmrl.desk.report.report_data import read_samples
 from tests.support.families import tiny
 from tests.support.rollout_trials import config_of, hurry, of_group, site_in
-from tests.support.rotation import rotating
+from tests.support.rotation import HF_TRIALS, rotating
 from tests.support.trials import Site, wait_until
 
 HYBRID = tiny("qwen3_5_text", vocab_size=16)
@@ -31,7 +31,7 @@ def begin(
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
 
 
-@pytest.mark.parametrize("backend", rotating("native:d1", "native:t2"))
+@pytest.mark.parametrize("backend", rotating("native:d1", "native:t2", shares=HF_TRIALS))
 def test_tasks_sample_the_tokens_of_trainers_despite_kills(tmp_path: Path, backend: str) -> None:
     """A rollout worker is killed, then a rank of the trainers. Weight versions bring the weights to
     the tasks. The workers of a task with several ranks share one model by tensor parallelism.

@@ -12,12 +12,13 @@ import pytest
 from slurmrl.desk.report.report_data import read_samples
 from tests.support.families import tiny
 from tests.support.rollout_trials import config_of, hurry, of_group, site_in
-from tests.support.rotation import rotating
+from tests.support.rotation import HF_TRIALS, rotating
 from tests.support.trials import Site, wait_until
 
 MODEL = tiny("gemma3_text", vocab_size=16)
 """Some of its layers have a window, and its norms of heads have a part of the gradient on each
 rank."""
+ONE = {"max": 1, "max_staleness": 0}
 
 
 def begin(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
@@ -41,8 +42,7 @@ def rewards(site: Site, trial: str) -> list[float]:
     return [line[name] for line in site.metrics(trial) for name in names]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("tasks", rotating(None, {"max": 1, "max_staleness": 0}))
+@pytest.mark.parametrize("tasks", rotating(None, ONE, first=3, shares=HF_TRIALS))
 def test_tensor_ranks_sample_the_same_tokens_after_kills_and_in_tasks(
     tmp_path: Path, tasks: dict[str, Any] | None
 ) -> None:

@@ -53,6 +53,10 @@ def with_videos(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "dataset": {**settings["dataset"], **more}}
 
 
+TRIALS = 7
+"""Number of trials with images. They take turns: each takes minutes."""
+
+
 @pytest.mark.parametrize(
     ("family", "videos"),
     rotating(
@@ -60,6 +64,7 @@ def with_videos(settings: dict[str, Any]) -> dict[str, Any]:
         pytest.param("qwen2_5_vl", True),
         pytest.param("qwen3_vl", True),
         pytest.param("qwen3_5", False),
+        shares=TRIALS,
     ),
 )
 def test_killed_trial_with_images_equals_undisturbed_one(
@@ -98,7 +103,7 @@ def test_killed_trial_with_images_equals_undisturbed_one(
     assert (export / name).read_bytes() == (source / name).read_bytes()
 
 
-@in_turn(0, 2)
+@in_turn(4, TRIALS)
 def test_videos_train_adapters_like_one_rank(tmp_path: Path) -> None:
     """With two ranks, each rank has other media of a batch, or none. Adapters are in the language
     model only.
@@ -123,7 +128,7 @@ def test_videos_train_adapters_like_one_rank(tmp_path: Path) -> None:
     assert all("language_model" in name for name in changed)
 
 
-@in_turn(1, 2)
+@in_turn(5, TRIALS)
 def test_conversations_with_images_train_the_image_encoder(tmp_path: Path) -> None:
     """A rank without images has the same update."""
     source = source_in(tmp_path, "gemma3")
@@ -159,6 +164,7 @@ def _rejects_changed_image(site: Site, source: Path, settings: dict[str, Any]) -
     assert f"image 4.png of {source / 'rows.jsonl'} has changed since step 2" in said.stderr
 
 
+@in_turn(6, TRIALS)
 def test_tasks_read_images_like_the_trainers_in_episodes(tmp_path: Path) -> None:
     """A rollout task samples what the trainers sample. A task runs single turns as episodes too."""
     source = source_in(tmp_path, "qwen3_vl")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rotation import in_turn
 from tests.support.trials import ADDITION, ARCHITECTURE, Site, ppo_config, sft_config
 
 TOKENIZER = str(ADDITION / "tokenizer")
@@ -25,6 +26,7 @@ def run(site: Site, name: str, config: dict[str, Any], *overrides: str) -> list[
     return site.metrics(f"{name}/1")
 
 
+@in_turn(0, 2)
 def test_reward_model_is_trained_evaluated_and_used_for_scoring(tmp_path: Path) -> None:
     """The exported model scores completions of PPO.
 
@@ -53,6 +55,7 @@ def test_reward_model_is_trained_evaluated_and_used_for_scoring(tmp_path: Path) 
 
 
 @pytest.mark.long
+@in_turn(1, 2)
 def test_distillation_and_kto_run_with_frozen_models_in_other_layouts(tmp_path: Path) -> None:
     """The teacher of distillation and the reference of KTO are on one of two ranks."""
     site = Site(tmp_path)

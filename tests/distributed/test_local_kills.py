@@ -14,7 +14,7 @@ from slurmrl.run.events import read_all
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
-from tests.support.rotation import rotating
+from tests.support.rotation import CODE_ERRORS, HANGS, in_turn, rotating
 from tests.support.sink_readers import ALL_SINKS, READERS
 from tests.support.trials import (
     Site,
@@ -32,6 +32,8 @@ CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "generate": generate_config,
 }
 STEPS = 10
+KILLS = 6
+"""Number of kills that take turns, so every run has one."""
 
 
 def config_of(kind: str, site: Site) -> dict[str, Any]:
@@ -108,6 +110,7 @@ def go_on(site: Site, kind: str, step: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # libraries of sinks warn
+@in_turn(5, KILLS)
 def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
     tmp_path: Path,
     undisturbed: Callable[[str], dict[str, Any]],
@@ -139,7 +142,6 @@ def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
         assert points(site.paths("sft/1"), "tokens") == tokens, name
 
 
-@long
 @pytest.mark.parametrize(
     ("kind", "role", "begun"),
     rotating(
@@ -148,6 +150,7 @@ def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
         pytest.param("ppo", "master", [(0, "0"), (0, "0")]),
         pytest.param("sft", "fork_server", [(0, "0"), (0, "0")]),
         pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")]),
+        shares=KILLS,
     ),
 )
 def test_outcome_is_unchanged_after_a_process_is_killed(
@@ -206,7 +209,8 @@ def without_intervals(outcome: dict[str, Any]) -> dict[str, Any]:
     return {**outcome, "metrics": metrics, "evaluations": sorted(outcome["evaluations"])}
 
 
-@pytest.mark.long
+@long
+@in_turn(0, CODE_ERRORS)
 def test_user_code_that_raises_once_is_retried(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -243,6 +247,7 @@ def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | No
 
 
 @long
+@in_turn(0, HANGS)
 def test_outcome_is_unchanged_after_a_worker_and_an_agent_hang(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:

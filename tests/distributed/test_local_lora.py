@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from tests.support.rotation import ADAPTERS, in_turn
 from tests.support.trials import ARCHITECTURE, Site, ppo_config
 
 
@@ -34,6 +35,7 @@ def config_of(source: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@in_turn(0, ADAPTERS)
 def test_adapters_are_trained_committed_resharded_and_exported(tmp_path: Path) -> None:
     """The reference is the actor without adapters, so the KL is zero at first.
 

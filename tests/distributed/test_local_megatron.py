@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.support.hooks import ROOT, hooked, write_hook
-from tests.support.rotation import rotating
+from tests.support.rotation import in_turn, rotating
 from tests.support.trials import ARCHITECTURE, REPOSITORY, Site
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_moe.yaml"
@@ -65,6 +65,7 @@ def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> list[str]
         pytest.param("t2", LATENT),
         pytest.param("p2", SINKS),
         pytest.param("p2", ARCHITECTURE),
+        shares=8,
     ),
 )
 def test_trial_learns_the_same_weights_on_megatron(
@@ -95,7 +96,7 @@ def test_trial_learns_the_same_weights_on_megatron(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", rotating("c2", "p2"))
+@pytest.mark.parametrize("layout", rotating("c2", "p2", first=5, shares=8))
 def test_archon_trial_learns_the_same_weights_on_either_engine(tmp_path: Path, layout: str) -> None:
     site = Site(tmp_path)
     one = site.write("one.yaml", config_of("sft", trial="one", total_steps=3))
@@ -113,6 +114,7 @@ def test_archon_trial_learns_the_same_weights_on_either_engine(tmp_path: Path, l
 
 
 @pytest.mark.long
+@in_turn(7, 8)
 def test_example_with_experts_has_the_losses_of_one_rank(tmp_path: Path) -> None:
     """Tensor, pipeline and expert ranks compute the losses of one fsdp rank.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.rotation import ADAPTERS, in_turn
 from tests.support.trials import ADDITION, ARCHITECTURE, Site
 
 ROWS = 6
@@ -55,6 +56,7 @@ def sampled(site: Site, trial: str, path: str, *more: str) -> list[dict[str, Any
 
 
 @pytest.mark.long
+@in_turn(1, ADAPTERS)
 def test_checkpoint_samples_the_tokens_of_its_export(tmp_path: Path) -> None:
     """Another number of ranks and transformers read the checkpoint, even after its trial has
     continued and deleted it.

@@ -20,11 +20,14 @@ from tests.distributed.test_local_megatron import (
 )
 from tests.support.hooks import hooked
 from tests.support.rollout_trials import site_in
+from tests.support.rotation import in_turn, rotating
 from tests.support.served_trials import grpo
 from tests.support.trials import ARCHITECTURE, Site
 
 SERVE = "slurmrl.workers.worker.orders"
 CHANGES = "tests.support.reallocation_hooks"
+TRIALS = 8
+"""Number of trials with moves that take turns, so every run has one."""
 
 
 def megatron(layout: str, **more: str) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def run(site: Site, trial: str, steps: int = 3, **sections: Any) -> list[dict[st
     return site.metrics(f"ppo/{trial}")
 
 
+@in_turn(0, TRIALS)
 def test_calls_on_separate_ranks_overlap(tmp_path: Path) -> None:
     """The actor trains on two tensor ranks together with the critic, and generates on two other
     ranks together with the reference. The reference may wait for the critic. The metrics equal a
@@ -94,6 +98,7 @@ async def three(policy, item, tools):
 """
 
 
+@in_turn(1, TRIALS)
 def test_episodes_on_tensor_ranks_survive_kills(tmp_path: Path) -> None:
     """A follower rank is killed during an episode, and later its leader. The trial has the same
     bits as an undisturbed one, and log-probabilities agree with the training engine.
@@ -121,7 +126,7 @@ def test_episodes_on_tensor_ranks_survive_kills(tmp_path: Path) -> None:
         assert abs(line["mismatch/kl"]) < 1e-5
 
 
-@pytest.mark.long
+@in_turn(2, TRIALS)
 def test_weights_move_once_per_step_with_several_generations(tmp_path: Path) -> None:
     """A remax step generates in each round of the filter, and then greedy completions. The metrics
     equal generation by the training engine.
@@ -165,7 +170,7 @@ def test_wrong_weight_move_ends_the_incarnation(tmp_path: Path) -> None:
     assert "MoveError: reallocate actor -> rollout: after the move" in failure["reason"]
 
 
-@pytest.mark.long
+@in_turn(3, TRIALS)
 def test_reference_average_follows_the_actor(tmp_path: Path) -> None:
     """In every commit, the reference is the moving average of the actor, even after a restart and
     in another layout.
@@ -193,14 +198,15 @@ def test_reference_average_follows_the_actor(tmp_path: Path) -> None:
     assert set(commits) >= {1, 2, 3, 4}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("layouts", "architecture"),
-    [
+    rotating(
         pytest.param(ON_EXPERTS, EXPERTS, id="experts"),
         pytest.param(ON_EXPERTS, CORRECTED, id="corrected"),
         pytest.param(ON_EXPERTS, LATENT, id="latent"),
-    ],
+        first=4,
+        shares=TRIALS,
+    ),
 )
 def test_megatron_actor_generates(
     tmp_path: Path, layouts: dict[str, Any], architecture: dict[str, Any]
@@ -235,7 +241,7 @@ MANUAL = ",".join(
 """ReaL's manual allocation."""
 
 
-@pytest.mark.long
+@in_turn(7, TRIALS)
 def test_calls_on_separate_meshes_equal_one_rank(tmp_path: Path) -> None:
     """The actor generates on d2t2 and trains on megatron's t2p2, both of four ranks. The critic is
     on the last two ranks, the reference on the first two. The metrics equal a run on one rank.

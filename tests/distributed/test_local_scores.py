@@ -14,6 +14,7 @@ from slurmrl.desk.report.report_data import of_step
 from slurmrl.run.paths import RunPaths
 from tests.support.evaluation_hooks import MASTER_STEP, SUITES, WORKER_STEP
 from tests.support.hooks import hooked
+from tests.support.rotation import EVALUATIONS, in_turn
 from tests.support.trials import ADDITION, Site, is_timing, ppo_config
 
 STEPS = 6
@@ -50,6 +51,7 @@ def content(paths: RunPaths) -> dict[str, bytes]:
 
 
 @pytest.mark.long
+@in_turn(2, EVALUATIONS)
 @pytest.mark.timeout(1800)
 def test_each_evaluation_has_one_score_file_despite_kills(tmp_path: Path) -> None:
     """The master is killed between the scores and the commit, and a rank after it has written its

@@ -8,10 +8,12 @@ import pytest
 
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.own_reward import NAME, rewards, write_reward
+from tests.support.rotation import SNAPSHOTS, in_turn
 from tests.support.trials import Site, kill_one, ppo_config
 
 
 @pytest.mark.long
+@in_turn(0, SNAPSHOTS)
 def test_edits_reach_a_run_only_with_update_code(tmp_path: Path) -> None:
     site = Site(tmp_path)
     write_reward(tmp_path, 1.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rotation import ENDS, in_turn
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 
 TRIAL = "sft/1"
@@ -41,6 +42,7 @@ def incarnation(site: Site, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@in_turn(2, ENDS)
 def test_status_and_events_describe_a_killed_run(site: Site) -> None:
     status = incarnation(site, 1)
     assert status["findings"][0]["code"] == "running"

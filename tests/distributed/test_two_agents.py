@@ -32,6 +32,7 @@ from slurmrl.workers.rollout_messages import (
     RolloutResult,
 )
 from tests.support.idle_world import WORKER
+from tests.support.rotation import HANGS, in_turn
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 LEAVE_S = 120.0
@@ -249,6 +250,7 @@ def test_notifications_change_only_when_messages_are_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+@in_turn(0, 2)
 def test_lost_host_ends_the_round(job: Job) -> None:
     """The host stops answering, and its ranks end with it."""
     job.wait_for_commit_of(1)
@@ -262,6 +264,7 @@ def test_lost_host_ends_the_round(job: Job) -> None:
 
 
 @pytest.mark.long
+@in_turn(4, HANGS)
 @pytest.mark.parametrize("job", [{"silence_s": 20, "heartbeat_s": 0.5}], indirect=True)
 def test_hang_on_one_host_is_explained_with_stacks_of_both(job: Job) -> None:
     """The rank on the other host waits in a collective. Its stacks are collected before the stopped
@@ -287,6 +290,7 @@ def test_hang_on_one_host_is_explained_with_stacks_of_both(job: Job) -> None:
 
 
 @pytest.mark.long
+@in_turn(1, 2)
 @pytest.mark.parametrize(
     "job", [{"hosts": 1, "workers_per_host": 2, "heartbeat_s": 0.5}], indirect=True
 )

@@ -27,6 +27,7 @@ from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer, on_g
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import DEADLINE_S, EXACT, PROMPT, VOCABULARY, Loop, logprobs, request
 from tests.engines.served import Served, ServedContract, load_astray
+from tests.support.rotation import SERVER_ENDS, in_turn
 from tests.support.servers import load_once
 from tests.unit.engines.test_engines_rollout_sglang import INFO, MODEL, ScriptedServer
 
@@ -52,6 +53,11 @@ class TestContract(ServedContract):
     """The contract for SGLang's server. test_engines_slurm.py kills a server."""
 
     ended_by = signal.SIGSTOP
+
+    @pytest.mark.long
+    @in_turn(1, SERVER_ENDS)
+    def test_requests_survive_a_server_restart(self, served: Served) -> None:
+        self.requests_survive_a_server_restart(served)
 
 
 CHECK_BODIES = """

@@ -19,7 +19,7 @@ from tests.support.held import NO_LIMIT
 from tests.support.held_examples import PLACES, HeldForms, engine_of
 from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import trained
-from tests.support.rotation import rotating
+from tests.support.rotation import SERVER_ENDS, rotating
 from tests.support.servers import check_served, servers
 from tests.support.trials import Site, processes, wait_until
 
@@ -118,7 +118,7 @@ def skip_without(engine: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", rotating("server", "requeued"))
+@pytest.mark.parametrize("kind", rotating("server", "requeued", first=2, shares=SERVER_ENDS))
 def test_episodes_survive_the_loss_of_server_or_job(
     tmp_path: Path, free_bed: Path, kind: str
 ) -> None:

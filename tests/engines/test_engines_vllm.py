@@ -25,6 +25,7 @@ from slurmrl.rollouts.generation.vllm import VllmServer, request_body
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import DEADLINE_S, EXACT, PROMPT, Loop, logprobs, request
 from tests.engines.served import Served, ServedContract, load_astray
+from tests.support.rotation import SERVER_ENDS, in_turn
 from tests.support.servers import load_once
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
@@ -52,6 +53,11 @@ class TestContract(ServedContract):
 
     computes = "EngineCore"
     at_once = 1000
+
+    @pytest.mark.long
+    @in_turn(0, SERVER_ENDS)
+    def test_requests_survive_a_server_restart(self, served: Served) -> None:
+        self.requests_survive_a_server_restart(served)
 
 
 def test_logprobs_belong_to_the_sampling_distribution(served: Served) -> None:

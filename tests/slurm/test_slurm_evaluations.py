@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.run import metrics
+from tests.support.rotation import EVALUATIONS, in_turn
 from tests.support.trials import ADDITION, Site, sft_config
 
 
 @pytest.mark.long
+@in_turn(0, EVALUATIONS)
 def test_job_submits_the_evaluation_of_its_checkpoint(site: Site) -> None:
     """The evaluation has its own layout and Slurm options.
 

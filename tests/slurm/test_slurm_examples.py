@@ -12,6 +12,7 @@ import pytest
 from slurmrl.run import events
 from tests.support.nodes import kill_node, node_of, private_bed, queued, slurm
 from tests.support.rollout_trials import trained
+from tests.support.rotation import SPARES, TASK_CHANGES, in_turn
 from tests.support.trials import REPOSITORY, Site, processes, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -60,6 +61,7 @@ def hosts_of(run: Path) -> set[str]:
     return found
 
 
+@in_turn(2, TASK_CHANGES)
 def test_asynchronous_example_continues_while_its_tasks_are_preempted(
     site: Site, bed: Path
 ) -> None:
@@ -89,6 +91,7 @@ def test_asynchronous_example_continues_while_its_tasks_are_preempted(
     stop(site, trial)
 
 
+@in_turn(4, SPARES)
 def test_spare_host_of_the_example_replaces_a_lost_host(site: Site, bed: Path) -> None:
     """The node of the second rank is lost: the same job continues on the spare node, from the last
     commit.

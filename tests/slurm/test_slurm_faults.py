@@ -13,6 +13,7 @@ from slurmrl.run.paths import RunPaths
 from tests.support import paced
 from tests.support.chaos_trials.watched import Watched
 from tests.support.nodes import kill_node, node_of, private_bed, slurm
+from tests.support.rotation import SPARES, rotating
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
@@ -62,10 +63,11 @@ def test_only_one_of_several_running_jobs_trains(tmp_path: Path, bed: Path) -> N
 
 @pytest.mark.parametrize(
     "of_batch",
-    [
+    rotating(
         pytest.param(True, id="batch host"),
-        pytest.param(False, id="other host", marks=pytest.mark.soak),
-    ],
+        pytest.param(False, id="other host"),
+        shares=SPARES,
+    ),
 )
 def test_host_with_a_failed_gpu_is_replaced_by_a_spare(
     tmp_path: Path, bed: Path, of_batch: bool
@@ -97,7 +99,7 @@ def test_host_with_a_failed_gpu_is_replaced_by_a_spare(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("hosts", rotating(2, 1, first=2, shares=SPARES))
 def test_job_with_spares_is_requeued_if_the_masters_host_is_lost(
     tmp_path: Path, hosts: int
 ) -> None:

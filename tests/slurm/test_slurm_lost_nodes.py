@@ -25,6 +25,7 @@ from tests.support.nodes import (
     private_bed,
     slurm,
 )
+from tests.support.rotation import in_turn, rotating
 from tests.support.trials import alive, processes, wait_until
 
 OTHER_JOB = ("requeue", "next link")
@@ -33,6 +34,8 @@ OTHER_JOB = ("requeue", "next link")
 pytestmark = pytest.mark.timeout(1800)
 long = pytest.mark.long
 soak = pytest.mark.soak
+LOSSES = 6
+"""Number of ways to lose a node. They take turns, so every run has one."""
 
 
 @pytest.fixture
@@ -47,9 +50,7 @@ def low(folder: Path) -> dict[str, Any]:
 
 
 @long
-@pytest.mark.parametrize(
-    "options", [(), pytest.param(NO_USER_SIGNAL, marks=soak)], ids=["user signal", "TERM only"]
-)
+@pytest.mark.parametrize("options", rotating((), NO_USER_SIGNAL), ids=["user signal", "TERM only"])
 def test_preempted_trial_commits_within_the_grace_time(
     tmp_path: Path, calm: Outcome, options: tuple[str, ...]
 ) -> None:
@@ -83,7 +84,8 @@ def node(trial: Watched, role: str, index: int = -1) -> str:
     return node_of(processes(trial.witness.paths.run)[role][index])
 
 
-@soak
+@long
+@in_turn(0, LOSSES)
 def test_trial_continues_after_a_node_is_set_down(
     tmp_path: Path, breakable: Path, calm: Outcome
 ) -> None:
@@ -98,7 +100,7 @@ def test_trial_continues_after_a_node_is_set_down(
 
 
 @long
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=soak)])
+@pytest.mark.parametrize("first", rotating(True, False, first=1, shares=LOSSES))
 def test_trial_continues_after_a_node_is_lost(
     tmp_path: Path, breakable: Path, calm: Outcome, first: bool
 ) -> None:
@@ -118,7 +120,7 @@ def test_trial_continues_after_a_node_is_lost(
 
 
 @long
-@pytest.mark.parametrize("stop", [True, pytest.param(False, marks=soak)])
+@pytest.mark.parametrize("stop", rotating(True, False, first=3, shares=LOSSES))
 def test_nodes_marked_dead_by_slurm_commit_nothing(
     tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
 ) -> None:
@@ -144,7 +146,8 @@ def test_nodes_marked_dead_by_slurm_commit_nothing(
     paced.same(trial, calm)
 
 
-@soak
+@long
+@in_turn(5, LOSSES)
 def test_spare_replaces_a_lost_node(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
     """The job has its nodes exclusively. With shared nodes, Slurm 22.05 would start the next
     element of the array when it removes a lost node from an element with --no-kill.

@@ -13,6 +13,7 @@ from slurmrl.run import events
 from slurmrl.scheduler.submission import read_jobs
 from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import BATCH, STEPS, config_of, hurry, site_in, trained
+from tests.support.rotation import TASK_CHANGES, in_turn
 from tests.support.trials import Site, command_line, processes, wait_until
 
 SLOW_REWARD = """
@@ -27,6 +28,7 @@ def different(prompts, completions, rows):
 
 
 @pytest.mark.long
+@in_turn(0, TASK_CHANGES)
 def test_rollout_tasks_follow_the_requested_number(tmp_path: Path) -> None:
     """The requested number is one, two, zero, and one again. With zero tasks, the trainers wait.
     Then the trainers' job is cancelled, and `resume` replaces the remaining task.
@@ -77,6 +79,7 @@ def waits_for(site: Site, trial: str) -> str:
 
 
 @pytest.mark.long
+@in_turn(1, TASK_CHANGES)
 def test_tasks_in_the_trainers_job_are_slurm_steps(tmp_path: Path) -> None:
     """Each of two hosts has a rank and a task. A task's agent is killed, then the job. The next
     link starts new tasks.

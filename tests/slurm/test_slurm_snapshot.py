@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 
 from tests.support.own_reward import NAME, rewards, write_reward
+from tests.support.rotation import SNAPSHOTS, in_turn
 from tests.support.trials import Site, ppo_config
 
 
+@in_turn(1, SNAPSHOTS)
 def test_pending_job_runs_the_submitted_code(site: Site) -> None:
     write_reward(site.folder, 1.0)
     slurm = {"partition": "main", "time": "30", "extra_lines": ["--hold"]}

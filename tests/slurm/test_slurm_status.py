@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rotation import ENDS, in_turn
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 TRIAL = "sft/1"
@@ -53,6 +54,7 @@ def test_status_shows_pending_reason_and_remaining_jobs(site: Site) -> None:
 
 
 @pytest.mark.long
+@in_turn(1, ENDS)
 def test_killed_batch_process_is_reported(site: Site) -> None:
     submit(site)
     site.wait_for_step(TRIAL, 5)

@@ -22,6 +22,7 @@ from ruamel.yaml import YAML
 import slurmrl
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import diagnosis
+from tests.support.rotation import rotating
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -173,8 +174,20 @@ def commands(page: str) -> list[str]:
     return lines
 
 
+SLOW = (
+    "gpus.md",
+    "howto/air-gapped.md",
+    "howto/python.md",
+    "search.md",
+    "simulate.md",
+    "tutorial.md",
+)
+"""Pages whose commands take most of the time. They take turns."""
+QUICK = sorted({page for page in PAGES if commands(page)} - {*SLOW})
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+@pytest.mark.parametrize("page", [*QUICK, *rotating(*SLOW, shares=3)])
 def test_commands_of_each_page_work(page: str, tmp_path: Path) -> None:
     """Run all bash blocks of a page in one shell, except blocks marked ``not run``; ``file`` marks
     file contents.

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rotation import rotating
+
 TRITON = "SLURMRL_TRITON"
 """Names a folder in which Triton is installed; .ci/run makes one."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["test_ops_fused.py", "test_ops_paged_kernels.py"])
+@pytest.mark.parametrize("name", rotating("test_ops_fused.py", "test_ops_paged_kernels.py"))
 def test_fused_kernels_are_correct_in_the_triton_interpreter(name: str) -> None:
     folder = os.environ.get(TRITON)
     if folder is None:

@@ -21,6 +21,7 @@ from slurmrl.desk.report.page import embedded
 from slurmrl.run.history.slots import Kind
 from tests.fake_runs import FakeRun
 from tests.support import browser
+from tests.support.rotation import rotating
 
 SCREENSHOTS = "SLURMRL_SCREENSHOTS"
 """Names a folder for screenshots; by default they lie in the test's own."""
@@ -171,7 +172,7 @@ def test_embedded_data_cannot_close_its_element() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", rotating("light", "dark"))
 def test_large_report_is_usable_in_a_browser(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

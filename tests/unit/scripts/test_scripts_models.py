@@ -24,7 +24,7 @@ from tests.support.family_table import (
     kept,
 )
 from tests.support.picture_checks import PictureFamily, picture_families
-from tests.support.rotation import in_turn, rotating, share
+from tests.support.rotation import share
 from tests.support.trials import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -35,22 +35,6 @@ def test_ten_tenths_of_the_model_table_cover_all_families() -> None:
     shares = [share(all_families(), TENTHS, f"{number:040x}") for number in range(TENTHS)]
     assert sorted(family for share in shares for family in share) == sorted(all_families())
     assert len(families()) >= 40
-
-
-def test_rotation_chooses_one_case_and_soak_has_the_others() -> None:
-    cases = rotating("a", pytest.param("b", marks=pytest.mark.long), "c")
-    assert [case.values for case in cases] == [("a",), ("b",), ("c",)]
-    marks = [[mark.name for mark in case.marks] for case in cases]
-    assert sum("soak" not in names for names in marks) == 1
-    assert "long" in marks[1]
-    marked = []
-    for place in range(3):
-
-        def one() -> None:
-            pass
-
-        marked.append(hasattr(in_turn(place, 3)(one), "pytestmark"))
-    assert marked.count(False) == 1
 
 
 def test_kept_results_belong_to_the_installed_versions() -> None:

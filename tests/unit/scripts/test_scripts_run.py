@@ -13,6 +13,7 @@ from zipfile import ZipFile
 import pytest
 
 from tests.support.real_model import smollm2
+from tests.support.rotation import in_turn
 
 ROOT = Path(__file__).parents[3]
 SUMS = ROOT / "examples" / "sums"
@@ -72,6 +73,7 @@ def run_script(folder: Path, *arguments: str, **variables: str) -> str:
 
 
 @pytest.mark.long
+@in_turn(0, 2)
 def test_small_model_trains_from_scratch_without_the_package(tmp_path: Path) -> None:
     few = ("total_steps=2", "stop_when=null", "evaluation.samples=8")
     without = {**WITHOUT_INDEX, "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -88,6 +90,7 @@ def test_small_model_trains_from_scratch_without_the_package(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+@in_turn(1, 2)
 def test_pretrained_model_learns_sums_and_answers_in_transformers(tmp_path: Path) -> None:
     """The answers of the export, which transformers computes, equal those of the evaluation."""
     try:
