@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from slurmrl import log
@@ -99,7 +100,7 @@ class WeightedReward:
             own = scorer.score(
                 [prompts[index] for index in chosen],
                 [completions[index] for index in chosen],
-                [rows[index] for index in chosen],
+                [deepcopy(rows[index]) for index in chosen],
                 [places[index] for index in chosen],
                 of_completion(extras, chosen),
             )
@@ -259,8 +260,7 @@ class PooledReward:
 
     def wanted(self) -> Sequence[str]:
         """Return the names of the additional arguments that the reward requests."""
-        names: Sequence[str] = self._pool.start()["wanted"]
-        return names
+        return list(self._pool.start()["wanted"])
 
     def score(
         self,

@@ -12,6 +12,7 @@ from slurmrl.config.changes import differences
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema.reward import RewardPart
 from slurmrl.errors import RewardError
+from slurmrl.rewards import REWARDS
 from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
 from tests.support.trials import ppo_config
 
@@ -178,3 +179,20 @@ def test_pool_limits_may_change_on_resume() -> None:
 
     assert differences(config(1.0), config(2.0)) == []
     assert len(differences(config(1.0), config(1.0, f"{MODULE}:returning"))) == 1
+
+
+def test_changed_row_does_not_reach_other_parts_or_completions(
+    reward: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The completions of a prompt share the row of the dataset."""
+    kinds = {"takes": _takes, "reads": lambda _, texts, rows: [len(row["answers"]) for row in rows]}
+    monkeypatch.setattr(REWARDS, "find", kinds.get)
+    made = reward(parts={name: {"name": name} for name in kinds})
+    row = {"answers": ["a", "b"]}
+    assert made.score(["p"] * 2, ["a", "b"], [row] * 2, ["rows.jsonl:1"] * 2) == [4.0, 4.0]
+    assert row == {"answers": ["a", "b"]}
+
+
+def _takes(prompts: Any, completions: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Remove an answer of each row, and return the number of its answers before."""
+    return [len([row["answers"].pop(), *row["answers"]]) for row in rows]
