@@ -310,6 +310,8 @@ class Executor:
         interface = self._interfaces[suite, call.interface]
         engine = self.engines[self._layout(call)] if call.role is not None else None
         method = getattr(interface, call.method.value)
+        torch.set_grad_enabled(True)  # A user's reward may have changed these settings.
+        torch.set_default_dtype(torch.float32)
         before = self._kept.before(call, engine)
         with engine.base() if call.base and isinstance(engine, TrainEngine) else nullcontext():
             result = method(engine, sample, context)

@@ -161,6 +161,30 @@ def test_each_suite_uses_its_own_rows_settings_and_reward(
     assert seen == [[(2, "exact_match")] * 2, [(3, "math")]]
 
 
+def test_call_begins_with_torch_defaults_after_a_reward_changed_them(
+    make_executor: MakeExecutor, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[bool, torch.dtype]] = []
+
+    class Careless(FakeInterface):
+        def inference(self, engine: Any, sample: Any, context: CallContext) -> CallResult:
+            found.append((torch.is_grad_enabled(), torch.get_default_dtype()))
+            torch.set_grad_enabled(False)
+            torch.set_default_dtype(torch.bfloat16)
+            return CallResult()
+
+    monkeypatch.setattr(executor_module, "resolve", lambda name: Careless)
+    executor = make_executor(settings)
+    try:
+        executor.load(LoadBatch(step=1, items=((0, 1),)))
+        for _ in range(2):
+            executor.call(RunCall(step=1, name="judge", scalars={}))
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+    assert found == [(True, torch.float32)] * 2
+
+
 def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
     """Return the rank's answer about a checkpoint's files."""
     said: Queue[Saved] = Queue()
