@@ -21,7 +21,7 @@ from slurmrl.cli.options import (
 )
 from slurmrl.display import terminal
 from slurmrl.display.terminal import table, width
-from slurmrl.errors import SlurmrlError, UsageError
+from slurmrl.errors import SlurmrlError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -292,6 +292,8 @@ def _object(entry: Explanation) -> dict[str, Any]:
 
 WIDEST = 100
 """Maximum number of columns of a rendered page."""
+MOST_FOUND = 20
+"""Maximum number of sections that a search lists."""
 
 
 def _topics(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -308,11 +310,12 @@ def _topics(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
     epilog=examples(
         "slurmrl docs",
         "slurmrl docs tutorial",
+        "slurmrl docs stop a run",
         "slurmrl docs --search preemption",
         "slurmrl docs install --path",
     )
 )
-@click.argument("topic", required=False, shell_complete=_topics)
+@click.argument("topic", nargs=-1, shell_complete=_topics)
 @click.option("--search", metavar="WORDS", help="List the sections that contain all WORDS.")
 @click.option("--path", "as_path", is_flag=True, help="Print the path of the page's file.")
 @click.option(
@@ -320,10 +323,11 @@ def _topics(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
     is_flag=True,
     help="Open the page in a browser. Needs a clone in which scripts/make-docs --site was run.",
 )
-def docs(topic: str | None, search: str | None, as_path: bool, browser: bool) -> int:
+def docs(topic: tuple[str, ...], search: str | None, as_path: bool, browser: bool) -> int:
     """List the pages of the documentation, or show one of them.
 
     A terminal shows the page in a pager. Without a terminal, the command prints its Markdown.
+    If no page has the name TOPIC, the command lists the sections that contain its words.
     """
     from slurmrl.desk import manual
 
@@ -334,7 +338,13 @@ def docs(topic: str | None, search: str | None, as_path: bool, browser: bool) ->
         )
     if search is not None:
         return _search(search)
-    name = manual.find(topic) if topic else None
+    words = " ".join(topic)
+    try:
+        name = manual.find(words) if topic else None
+    except UnknownNameError as unknown:
+        if as_path or browser:
+            raise
+        return _search(words, unknown)
     if browser:
         return click.launch(manual.site_page(name).as_uri())
     if as_path:
@@ -366,12 +376,15 @@ def _show(topic: str, path: Path) -> None:
     click.echo_via_pager(shown.get())
 
 
-def _search(words: str) -> int:
+def _search(words: str, unknown: UsageError | None = None) -> int:
     from slurmrl.desk import manual
 
-    found = list(manual.search(words)) if words.strip() else []
+    found = manual.search(words)
     if not found:
-        raise UsageError(f"no section has all of the words '{words}'; slurmrl docs lists the pages")
-    for match in found:
+        message = f"no section has all of the words '{words}'; slurmrl docs lists the pages"
+        raise unknown or UsageError(message)
+    for match in found[:MOST_FOUND]:
         click.echo(f"{match.topic}: {match.heading}\n    {match.line[: (width() or 1000) - 4]}")
+    if len(found) > MOST_FOUND:
+        click.echo(f"{len(found) - MOST_FOUND} more; add a word")
     return 0

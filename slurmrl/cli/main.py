@@ -160,9 +160,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(
-    cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=BEGINNING,
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=BEGINNING
 )
 @click.option(
     "--version",

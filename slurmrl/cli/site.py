@@ -80,11 +80,7 @@ interface and set-up lines.
     help="Configuration to write. Default: KIND.yaml in this directory. The data and reward files "
     "get the same base name.",
 )
-@click.option(
-    "--name",
-    metavar="NAME",
-    help="With site: name of the profile. Default: default.",
-)
+@click.option("--name", metavar="NAME", help="With site: name of the profile. Default: default.")
 @click.option("--yes", is_flag=True, help="With site: accept all proposals without asking.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 def init(kind: str, output: Path | None, name: str | None, yes: bool, force: bool) -> int:
@@ -191,9 +187,7 @@ def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: 
 def _ask(question: Question) -> str:
     """Return the answer of the person at the terminal."""
     answer: str = click.prompt(
-        str(question.key[-1]),
-        default=question.proposal,
-        show_default=bool(question.proposal),
+        str(question.key[-1]), default=question.proposal, show_default=bool(question.proposal)
     )
     return answer.strip()
 
@@ -388,11 +382,7 @@ def bundle(
     from slurmrl.desk.bundling import make_bundle
 
     made = make_bundle(
-        config,
-        overrides,
-        root=root,
-        output=output,
-        packages=None if no_wheels else (python, torch),
+        config, overrides, root=root, output=output, packages=None if no_wheels else (python, torch)
     )
     for note in made.notes:
         click.echo(note, err=True)

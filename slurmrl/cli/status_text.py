@@ -30,12 +30,7 @@ SHOWN = (
     "rows_left_out",
 )
 """Metrics of a progress line, if a run has them."""
-COLUMNS = {
-    "REWARD": "reward",
-    "EVAL": "eval/reward",
-    "LOSS": "loss",
-    "TOKENS/S": "tokens_per_s",
-}
+COLUMNS = {"REWARD": "reward", "EVAL": "eval/reward", "LOSS": "loss", "TOKENS/S": "tokens_per_s"}
 """Metrics of a list of trials by heading, if a trial has them."""
 LIVES = ("PENDING", "RUNNING")
 SHOWN_HOSTS = 3

@@ -280,11 +280,7 @@ def _lines(submitted: Submitted) -> list[str]:
 
 
 def show(
-    proposal: Proposal,
-    checked: Sequence[Finding],
-    outlook: Outlook | None,
-    *,
-    as_json: bool,
+    proposal: Proposal, checked: Sequence[Finding], outlook: Outlook | None, *, as_json: bool
 ) -> int:
     """Print the jobs of a submission and the batch scripts, without submitting.
 

@@ -9,7 +9,7 @@ from posixpath import dirname, normpath
 from typing import Final, NamedTuple
 
 from slurmrl import package
-from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.errors import EnvironmentFailure, UnknownNameError, UsageError
 from slurmrl.registry import near
 
 PAGES: Final = package.FOLDER / "docs"
@@ -27,6 +27,12 @@ FORMULA: Final = re.compile(
 )
 """Pattern of code, which stays unchanged, or of a LaTeX formula."""
 CALL_OUT: Final = re.compile(r'(!!!|\?\?\?\+?|===\+?!?) *([\w-]*) *(?:"([^"]*)")?')
+EMPTY: Final = re.compile("an?|and|are|as|by|can|do|for|from|how|i|in|is|it|my|of|on|the|to|with")
+LATER: Final = re.compile(
+    "(architecture|benchmarks|changelog|engine-internals|ops|protocols|releasing)$|configuration/"
+    "|reference/python"
+)
+"""Pages for developers and generated pages, which come later in a search."""
 
 
 class Match(NamedTuple):
@@ -69,7 +75,7 @@ def find(name: str) -> str:
     if found:
         raise UsageError(f"'{name}' is ambiguous: {', '.join(found)}")
     best, mark, _ = near(wanted, [*known, *last.values()]).partition("? ")
-    raise UsageError(
+    raise UnknownNameError(
         f"no topic '{name}'; {mark and best + mark}slurmrl docs lists all, --search WORD finds them"
     )
 
@@ -82,15 +88,30 @@ def title(path: Path) -> str:
     return path.stem
 
 
-def search(words: str) -> Iterator[Match]:
-    """Yield the best line of each section that contains all ``words``, ignoring case."""
-    wanted = words.lower().split()
-    for topic, path in topics().items():
-        for heading, lines in _sections(path.read_text(encoding="utf-8")):
-            text = "\n".join([heading, *lines]).lower()
-            if lines and all(word in text for word in wanted):
-                best = max(lines, key=lambda one: sum(word in one.lower() for word in wanted))
-                yield Match(topic, heading, best.strip())
+def search(words: str) -> list[Match]:
+    """Return the best line of each section with all ``words``, the best section first.
+
+    A word matches longer words that begin with it. Headings count more than text. Words such as
+    `of` count only if there are no other words.
+    """
+    typed = re.findall(r"[\w&]+", words.lower())
+    chosen = [word for word in typed if not EMPTY.fullmatch(word)] or typed
+    wanted = [re.compile(rf"(?<![^\W_]){word}", re.IGNORECASE) for word in chosen]
+    phrase = re.compile(r"\W+".join(typed), re.IGNORECASE)
+    found = list[tuple[float, Match]]()
+    for topic, path in topics().items() if typed else ():
+        weight = 0.7 if LATER.match(topic) else 1
+        for number, (heading, lines) in enumerate(_sections(path.read_text(encoding="utf-8"))):
+            text = "\n".join([heading, *lines])
+            counts = [min(len(word.findall(text)), 5) for word in wanted]
+            if lines and all(counts):
+                titled = sum(bool(word.search(heading)) for word in wanted)
+                score = titled * (16.0 if number else 32.0) + sum(counts)
+                score += 8 * titled * len(typed) / max(len(heading.split()), len(typed))
+                score += 4 * len(wanted) * len(phrase.findall(text)[:2])
+                best = max(lines, key=lambda one: sum(bool(word.search(one)) for word in wanted))
+                found.append((weight * score, Match(topic, heading, best.strip())))
+    return [match for _, match in sorted(found, key=lambda each: -each[0])]
 
 
 def _sections(text: str) -> Iterator[tuple[str, list[str]]]:

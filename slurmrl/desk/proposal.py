@@ -26,13 +26,7 @@ from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
 from slurmrl.env import user_name
-from slurmrl.errors import (
-    ConfigError,
-    CorruptFileError,
-    EnvironmentFailure,
-    Problem,
-    UsageError,
-)
+from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build

@@ -281,10 +281,7 @@ def promised(
         experiment, trial, _ = parse(text)
     except UsageError:
         return None
-    files = [
-        RunPaths.of(root, user_name(), experiment, trial).config,
-        _find(experiment, configs),
-    ]
+    files = [RunPaths.of(root, user_name(), experiment, trial).config, _find(experiment, configs)]
     for path in files:
         if path is None or not path.is_file():
             continue

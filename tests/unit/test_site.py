@@ -28,6 +28,19 @@ FIRST_HITS = {
     "OOM": ("troubleshooting",),
     "NCCL": ("slurm", "gpus"),
     "checkpoint": ("checkpoints",),
+    "stop a run": ("your-model",),
+    "time limit": ("slurm",),
+    "from scratch": ("models",),
+    "cancel": ("reference/cli", "your-model"),
+    "resume after preemption": ("slurm",),
+    "stuck": ("status", "troubleshooting"),
+    "out of memory": ("troubleshooting",),
+    "learning rate": ("engines", "configuration/actor"),
+    "multi-turn": ("rollouts",),
+    "reward function": ("rewards",),
+    "chat template": ("data",),
+    "export to hugging face": ("checkpoints",),
+    "wandb": ("howto/metrics",),
 }
 """Pages that may be the first result of a search."""
 DARK = ("index", "status", "algorithms/policy-gradients", "configuration")

@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from slurmrl.config.allocation.allocation import BACKENDS
-from slurmrl.config.schema import (
-    Config,
-    Dataset,
-    EpisodeSettings,
-    evaluation_key,
-)
+from slurmrl.config.schema import Config, Dataset, EpisodeSettings, evaluation_key
 from slurmrl.config.schema.base import OWN_CODE
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import Problem

@@ -175,9 +175,7 @@ def _layers(fit: Fit) -> Found:
 def _sequence_parallel(fit: Fit) -> Found:
     if fit.sizes.sequence_parallel and fit.allocation.sizes["tp"] == 1:
         yield Misfit(
-            "sequence_parallel",
-            "sequence parallelism needs tensor parallelism (t above 1)",
-            "true",
+            "sequence_parallel", "sequence parallelism needs tensor parallelism (t above 1)", "true"
         )
 
 

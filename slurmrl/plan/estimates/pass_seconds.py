@@ -283,13 +283,7 @@ def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> floa
 
 
 def _passed_on(
-    job: PassJob,
-    machine: Machine,
-    own: float,
-    attention: float,
-    *,
-    forward: float,
-    trained: bool,
+    job: PassJob, machine: Machine, own: float, attention: float, *, forward: float, trained: bool
 ) -> float:
     """Return the seconds of ring attention's transfers that do not overlap with its computation.
 
@@ -377,10 +371,7 @@ class EngineCosts(NamedTuple):
     """Seconds per sequence."""
 
 
-ENGINES: Final[Mapping[str, EngineCosts]] = {
-    "sglang": EngineCosts(1e-3),
-    "vllm": EngineCosts(1e-3),
-}
+ENGINES: Final[Mapping[str, EngineCosts]] = {"sglang": EngineCosts(1e-3), "vllm": EngineCosts(1e-3)}
 
 
 class Narrower(NamedTuple):

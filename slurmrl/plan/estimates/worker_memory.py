@@ -27,19 +27,10 @@ from slurmrl.plan.estimates.call_costs import (
     replays_experts,
 )
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.memory import (
-    BYTES,
-    FLOAT32,
-    Memory,
-    kv_bytes_per_token,
-    whole_weights,
-)
+from slurmrl.plan.estimates.memory import BYTES, FLOAT32, Memory, kv_bytes_per_token, whole_weights
 from slurmrl.plan.estimates.pass_seconds import SAME, Narrower
 from slurmrl.plan.estimates.server_types import narrower_types, shape_on, staged_weights
-from slurmrl.plan.estimates.shape import (
-    parameters,
-    shape_of,
-)
+from slurmrl.plan.estimates.shape import parameters, shape_of
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded
 from slurmrl.run.reports import TRAINERS

@@ -94,6 +94,34 @@ def test_docs_search_finds_sections_with_all_words(command: Command) -> None:
     assert found == "howto/guide: Preempt a job\n    Wait for it.\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("stop a run", "your-model: 6. Stop, cancel and resume a run"),
+        ("time limit", "slurm: Time limits, preemption and failures"),
+        ("from scratch", "models: Models from scratch"),
+        ("cancel", "reference/cli: slurmrl cancel"),
+        ("resume after preemption", "slurm: Time limits, preemption and failures"),
+        ("stuck", "status: Stuck runs and hangs"),
+        ("out of memory", "troubleshooting: Out of memory"),
+        ("learning rate", "engines: Optimizer and learning rate"),
+        ("multi-turn", "rollouts: Multi-turn episodes and tools"),
+        ("reward function", "rewards: Your own reward function"),
+        ("chat template", "data: Chat templates"),
+        ("export to hugging face", "checkpoints: Inspect checkpoints and export to Hugging Face"),
+        ("wandb", "howto/metrics: Weights & Biases (`wandb`)"),
+        ("how do I resume a run", "your-model: 6. Stop, cancel and resume a run"),
+    ],
+)
+def test_docs_lists_the_right_page_first_for_words_of_users(
+    command: Command, words: str, first: str
+) -> None:
+    searched = command("docs", "--search", words).out
+    assert searched.startswith(first)
+    assert command("docs", *words.split()).out == searched
+    assert searched.count("\n    ") <= 20
+
+
 def test_terminal_shows_a_page_without_the_syntax_of_the_site() -> None:
     shown = manual.for_terminal("algorithms/guide", PAGE)
     assert "[install](howto/install), the\n[changelog](changelog) and" in shown
