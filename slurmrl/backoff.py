@@ -32,14 +32,14 @@ READ_S = 60.0
 ABSENT_S = 10.0
 """Seconds to wait for an input that certainly does not exist."""
 REPLACED = (*NO_FILE, errno.ENOTDIR)
-"""Error numbers for a path to the wrong kind of file. Only a user can correct the path."""
+"""Error numbers of a path that names the wrong kind of file. Only a user can correct the path."""
 
 
 class Backoff:
     """Pauses that grow from ``first_s`` to ``last_s`` by a factor of ``growth``.
 
-    Until pauses reach ``last_s``, each takes about ``1 - 1 / growth`` of the total wait: a third
-    by default.
+    Until pauses reach ``last_s``, each takes about ``1 - 1 / growth`` of the time waited so far
+    (default: a third).
 
     Each pause is shortened at random by up to a quarter. A thousand processes that start waiting
     together therefore do not poll a metadata server in step. The random generator is private,
@@ -78,7 +78,7 @@ class Backoff:
 
 
 class Interval:
-    """Limit an action to once per ``interval_s`` seconds, first ``after_s`` seconds from now."""
+    """Allow an action after ``after_s`` seconds, and then once per ``interval_s`` seconds."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ def retry(
     messages.
 
     Raises OwnershipError at once, and the other two errors after ``timeout_s``. Retry for at most
-    `ABSENT_S` if an input certainly does not exist, and for at most `READ_S` after `REPLACED`.
+    `ABSENT_S` if an input certainly does not exist; for `READ_S` after `REPLACED`.
     """
     backoff = Backoff(*OUTAGE_S)
     began = since = time.monotonic()

@@ -38,7 +38,7 @@ class ChildEnd:
     errors: str = ""
     """The end of the child's standard error; empty if the errors were shown."""
     output: bytes = b""
-    """The beginning of the child's standard output: up to ``kept_bytes`` of `run`."""
+    """The first bytes of the child's standard output: at most ``kept_bytes`` (see `run`)."""
 
     @property
     def last_line(self) -> str:
@@ -210,7 +210,7 @@ def _reply(line: bytes) -> dict[str, Any] | None:
 
 
 def _exit_code(process: subprocess.Popen[bytes], limit_s: float | None) -> int | None:
-    """Wait until a child exits; kill its group before another process can get the same number.
+    """Wait until a child exits; kill its process group while no other process can get its id.
 
     Return the exit code, or None after ``limit_s`` seconds.
     """

@@ -1,4 +1,4 @@
-"""Atomic operations on whole files: readers see no partial file; one exclusive create succeeds.
+"""Atomic operations on whole files: no partial files; only one exclusive create succeeds.
 
 The module also checks ownership, because anyone who can write to a run directory can run code as
 its user.
@@ -194,9 +194,9 @@ def remove_exactly(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> boo
 
 
 def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:
-    """Return the sorted names in a directory without temporary files.
+    """Return the sorted names in a directory, except names of temporary files.
 
-    Raises FileNotFoundError if the directory does not exist, EnvironmentFailure otherwise.
+    Raises FileNotFoundError if the directory does not exist, EnvironmentFailure for other errors.
     """
     return sorted(name for name in _listing(directory, calls) if not is_temporary(name))
 
@@ -255,7 +255,7 @@ def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCal
 
 
 def _make_one(path: Path, calls: SystemCalls) -> None:
-    """Make one directory. Raises FileNotFoundError if its parent is missing, EnvironmentFailure."""
+    """Make one directory. Raises EnvironmentFailure, or FileNotFoundError without parent."""
     try:
         calls.mkdir(path, DIRECTORY_MODE)
         mode = S_IMODE(calls.stat(path).st_mode)

@@ -283,8 +283,8 @@ DEFINITE = frozenset(
     }
 )
 """Errors after which a link or rename has certainly not happened. After an error that is not in
-this set, callers check the outcome. EEXIST and ENOENT are among the other errors: a client resends
-a request whose reply was lost, and gets the answer to the second request."""
+this set, callers check the outcome. EEXIST and ENOENT are not in it: a client resends a request
+whose reply was lost, and gets the error of the second request."""
 
 
 def cause(failure: EnvironmentFailure) -> int:

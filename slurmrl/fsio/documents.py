@@ -54,7 +54,7 @@ class FieldType:
 
 
 Fields = Mapping[str, FieldType]
-"""Types by field name. Other fields are allowed; a null field counts as missing."""
+"""Mapping from field name to type. Other fields are allowed; a null field counts as missing."""
 
 
 def _integer(value: Any, least: int, most: int) -> bool:
@@ -151,7 +151,7 @@ def check(
     *,
     remedy: str = REMEDY,
 ) -> None:
-    """Check the fields. Raises CorruptFileError that names ``where`` and the field."""
+    """Check the fields. Raises CorruptFileError with ``where`` and the field."""
     problem = wrong(values, fields, required)
     if problem is not None:
         raise corrupt(where, problem, remedy)
@@ -166,7 +166,7 @@ def shown(value: Any) -> str:
 MOST_DEPTH = 64
 """Maximum number of nested lists and objects; documents of slurmrl have at most ten levels."""
 MOST_DIGITS = 20
-"""Maximum number of characters of an integer: 64 bits and a sign."""
+"""Maximum number of characters of an integer: enough for 64 bits and a sign."""
 
 
 def parse(

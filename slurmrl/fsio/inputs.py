@@ -169,8 +169,8 @@ def read_variables(path: Path) -> dict[str, str]:
 
     Raises:
     - OwnershipError unless the file belongs to the user and has mode 0600 or less;
-    - UsageError if it is not a regular file or has another line, which the message does not quote,
-      because it may be secret;
+    - UsageError if it is not a regular file, or if a line has another form (the message omits the
+      line, which may be secret);
     - EnvironmentFailure.
     """
     try:

@@ -51,7 +51,7 @@ class RewardFunction(ABC):
 
 
 class ExactMatch(RewardFunction):
-    """Reward 1 for a completion that equals the answer up to white space around it, else 0."""
+    """Reward 1 if completion and answer are equal without the white space around them, else 0."""
 
     needs_answers: ClassVar[bool] = True
 
@@ -213,7 +213,7 @@ def metrics(stats: Stats, parts: Iterable[Mapping[str, float]]) -> dict[str, tup
 
 
 def added(stats: Iterable[Stats]) -> dict[str, tuple[float, float]]:
-    """Return the sums of statistics, by name."""
+    """Return one metric for each name: the sums of its sums and of its counts."""
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for each in stats:
         for name, (total, count) in each.items():

@@ -42,7 +42,7 @@ MISSING = {
     "files": "they can change the user's files",
     "processes": "nothing limits the number of their processes",
 }
-"""Consequence of a protection that a sandbox lacks."""
+"""Consequence of each protection that a sandbox may lack."""
 
 
 class CodeReward(RewardFunction):

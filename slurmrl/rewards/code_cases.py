@@ -17,7 +17,7 @@ from slurmrl.rewards.code_sandbox import preamble
 from slurmrl.rewards.code_tests import PROGRAM_MODULES, runnable
 
 KEYS: Final = ("tests", "input_output", "test_list", "test")
-"""Keys of a row that may have its tests, in order."""
+"""Keys under which a row may have its tests; the first that exists counts."""
 MOST_EXPECTED: Final = 1 << 20
 """Maximum number of characters of an expected output."""
 SPARE_BYTES: Final = 4096

@@ -81,8 +81,8 @@ def _operand(node: ast.expr, members: bool = False) -> ast.expr:
 def plain(value: Any, members: bool = False, *, mocks: bool = False) -> Any:
     """Return a value in which objects that equal different values are replaced.
 
-    The replacement is a copy of a builtin type, an empty list for another object without items, or
-    else an object that equals only itself.
+    The replacement is a copy as a builtin type. An object of no builtin type becomes an empty list
+    if it has no items, and otherwise an object that equals only itself.
 
     :param members: return a `_Members` for a set or a dict.
     :param mocks: keep objects of ``mock``, such as ``ANY``, because the tests use them.
@@ -107,7 +107,7 @@ class _Members:
     def __contains__(self, key: Any) -> bool:
         if not self._base.__contains__(self._value, key):
             return False
-        key = frozenset(key) if type(key).__hash__ is None else key  # Sets do this too.
+        key = frozenset(key) if type(key).__hash__ is None else key  # Sets convert such keys too.
         probe = _Probe(key)
         with suppress(Exception):  # A program's __eq__ may raise.
             self._base.__contains__(self._value, probe)

@@ -67,7 +67,7 @@ class Sandbox:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self.network = self.files = self.process_table = False
-        """Whether the network is isolated. The next attributes are for other resources."""
+        """Whether the program's network, files and processes are isolated."""
         if settings["namespaces"]:
             self._enter_namespaces()
         self._kept: dict[str, list[tuple[str, int]]] = {}
@@ -94,7 +94,7 @@ class Sandbox:
             _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # New credentials have reset this signal.
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # Linux reset this with the credentials.
         child = os.fork()
         if child:
             os.close(0)
@@ -219,7 +219,7 @@ class Sandbox:
                     return "too many processes"
         finally:
             os.close(pidfd)
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # The pid stays reserved.
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # No reaping: keep the pid.
         if ended is None or ended.si_code != os.CLD_EXITED:
             return f"signal {ended.si_status if ended else 0}"
         return f"exit code {ended.si_status}" if ended.si_status else ""
@@ -377,7 +377,7 @@ def _check_unittest() -> None:
         raise AssertionError(f"tests failed: {result}")
 
     def returning(program: Any) -> None:
-        program.exit = False  # the process must remain to report the result
+        program.exit = False  # do not exit: the process still reports the result
         main(program)
 
     unittest.TextTestRunner.run = checked  # type: ignore
@@ -385,7 +385,7 @@ def _check_unittest() -> None:
 
 
 def _execute_text(text: Any, name: str, space: dict[str, Any]) -> None:
-    exec(compile(text, name, "exec", dont_inherit=True), space)  # without our __future__ imports
+    exec(compile(text, name, "exec", dont_inherit=True), space)  # do not inherit our __future__
 
 
 def _result(

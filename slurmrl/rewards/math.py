@@ -39,8 +39,8 @@ class MathReward(RewardFunction):
     :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
         count as ``reward_unjudged``.
     :param processes: parallel processes. Default: one per CPU core of the rank, at most 8.
-    :param marker: string before the final answer, which ends with the line (GSM8K's ``#### 72``). A
-        completion without the marker is searched as a whole.
+    :param marker: string before the final answer (GSM8K's ``#### 72``). The answer ends with the
+        line. A completion without the marker is searched as a whole.
     :param tail_characters: number of characters at the end of a completion that are searched.
     :param literal: whether a box or the line after the marker must state a plain number if the
         reference is one: ``21 + 33`` is then no answer for 54.

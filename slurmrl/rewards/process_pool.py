@@ -73,7 +73,7 @@ class PoolProgram:
     most_reply_bytes: int = 1 << 20
     """Maximum size of a reply in bytes. A longer reply counts as a failure of the process."""
     closing_s: float = 0.0
-    """Seconds between the end of an idle process's input and its kill."""
+    """Seconds that an idle process gets to exit after the end of its input, before it is killed."""
 
 
 class PoolProcess:
@@ -164,7 +164,7 @@ class PoolProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         for pidfd in left:
-            with suppress(ProcessLookupError, PermissionError):  # sudo runs it as another user
+            with suppress(ProcessLookupError, PermissionError):  # run by sudo as another user
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
         self._process.wait()

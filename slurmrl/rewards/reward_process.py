@@ -76,7 +76,7 @@ def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: boo
         if of_groups and (problem := scores_problem(scores, parts, stats, count)):
             raise RewardError(f"the reward {problem}")
         return {"judged": {"scores": scores, "parts": parts, "stats": stats}}
-    except MemoryError as error:  # The process may keep the memory.
+    except MemoryError as error:  # The process may never free its memory.
         return {"error": _short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return {"error": _short(error)}

@@ -154,7 +154,7 @@ def make_reward(
 ) -> WeightedReward:
     """Make the configured reward.
 
-    Raises as `make` does, or in its first call for functions in a pool.
+    Raises as `make` does; if functions run in a pool, the first call raises these errors.
 
     :param of_one_prompt: each call has only the completions of one prompt.
     """

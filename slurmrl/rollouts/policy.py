@@ -92,7 +92,7 @@ class Policy:
         self._left_s = 0.0
         self._over = False
         self._from: Counter[int] = Counter()
-        """Number of turns that began after each number of tokens."""
+        """Mapping from a number of tokens to the number of turns that began after it."""
         self.latest: Completion | None = None
         """The completion to which the policy has last added a turn."""
         self.limited = False

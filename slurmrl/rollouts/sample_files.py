@@ -281,7 +281,7 @@ class SampleGroup:
         completions: Sequence[Completion],
         held: str,
     ) -> SampleGroup:
-        """Make a group. If no token was sampled, its version is the task's version ``held``."""
+        """Make a group. If no token was sampled, its version is ``held``, the task's version."""
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
         place = {name: number for number, name in enumerate(versions)} | {"": -1}

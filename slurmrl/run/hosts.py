@@ -170,7 +170,7 @@ FIRST_S = 5
 LONGEST_S = 300
 """Pause in seconds after the first failed start, and the maximum pause after later starts."""
 MOST_FAILED = 20
-"""Maximum number of failed starts in a row, since the history grew, that requeue the job."""
+"""Maximum number of failed starts in a row, since the history last grew, that requeue the job."""
 SEVERAL_HOSTS = 3
 """Number of hosts on which the same set-up line must fail before the line counts as wrong."""
 TRY_S = 300

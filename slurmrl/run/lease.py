@@ -46,9 +46,9 @@ class Lease:
     def beat(self, note: bytes = b"") -> None:
         """Increment the counter and write ``note`` after it.
 
-        A reader can see a partial note. After a shorter note, the end of the previous note remains.
-        An object that has replaced the file is moved aside, and the next beat creates the file.
-        Raises EnvironmentFailure; the holder must then start nothing new.
+        A reader can see a partial note. If ``note`` is shorter than the last note, the end of the
+        last note stays. An object that has replaced the file is moved aside, and the next beat
+        creates the file. Raises EnvironmentFailure; the holder must then start nothing new.
         """
         self._counter += 1
         data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]

@@ -32,7 +32,7 @@ FIELDS: Fields = {"step": INTEGER}
 LATEST_BYTES = 64 << 20
 """Maximum number of bytes that `read_latest` reads from the end."""
 MIXED_BYTES = 1 << 20
-"""Number of bytes before the last kept line that `cut` searches for lines to drop."""
+"""Number of bytes that `cut` searches for lines to drop, before the last line that it keeps."""
 _EVALUATION = b'"eval/'
 """Start of the keys of an evaluation's metrics."""
 NO_STEP = 2**60

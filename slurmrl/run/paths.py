@@ -161,7 +161,7 @@ class RunPaths:
     """HTML file of ``slurmrl report``."""
 
     def notice(self, slot: int) -> Path:
-        """Return the claim file of the notice about an end of the trial in a slot of the history.
+        """Return the claim file of the notice about the end of the trial that ``slot`` records.
 
         The process that creates the file posts the notice.
         """

@@ -305,7 +305,7 @@ def job_environment(
     """Return the environment for sbatch, which passes all variables to the job.
 
     ``inherited`` has the variables at the time of the submission. (Set-up lines may have changed
-    them in ``environ``.) None takes them from ``environ``.
+    them in ``environ``.) If ``inherited`` is None, ``environ`` has them.
     """
     return _chosen(environ, ("SLURM_CONF",)) | inherited_environment(inherited or environ)
 

@@ -249,7 +249,7 @@ def _here(link: Link) -> dict[str, str]:
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Exclude the hosts that the trial avoids for its queued links. Log a failure."""
+    """Exclude the trial's avoided hosts for its queued links. Log a failure."""
     try:
         if hosts.avoided(link.run):
             scheduler = scheduler or slurm()

@@ -242,7 +242,7 @@ class SlurmClient:
         self._scancel(*elements)
 
     def signal(self, name: str, elements: Iterable[str], *, steps: bool) -> None:
-        """Send a signal to the batch processes, or also to the steps' processes."""
+        """Send a signal to the batch processes and, with ``steps``, to the steps' processes."""
         whom = "--full" if steps else "--batch"
         self._scancel(whom, f"--signal={name}", *elements)
 

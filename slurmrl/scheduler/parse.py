@@ -121,7 +121,7 @@ def expected_start(text: str) -> datetime:
 def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:
     """Return the lines of a command's output that are rows.
 
-    Skip lines of a wrapper. Raises SchedulerError if the output has only other lines. The command
+    Skip lines of a wrapper. Raises SchedulerError if the output has only other lines: the command
     may have failed.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]

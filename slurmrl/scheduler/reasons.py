@@ -114,7 +114,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
         "raise cluster.mem_per_worker or lower max_tokens_per_mb",
     ),
 }
-"""Meaning and advice of each reason, by Slurm's name."""
+"""Mapping from Slurm's name of a reason to its meaning and advice."""
 
 PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("nodes required for job are down", "ReqNodeNotAvail"),

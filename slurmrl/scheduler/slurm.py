@@ -118,7 +118,7 @@ class SlurmScheduler(Scheduler):
             self.client.signal("KILL", running, steps=True)
 
     def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
-        """Exclude the hosts that the trial avoids for the queued elements of a group.
+        """Exclude the trial's avoided hosts for the queued elements of a group.
 
         If Slurm rejects the change, submit other elements in their place. Raises
         EnvironmentFailure, UsageError.
@@ -145,7 +145,7 @@ class SlurmScheduler(Scheduler):
         return True
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
-        """Exclude the hosts that the trial avoids for one queued element.
+        """Exclude the trial's avoided hosts for one queued element.
 
         Raises SchedulerError.
         """

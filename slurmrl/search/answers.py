@@ -40,7 +40,7 @@ PRECISION: Final = "precision"
 """Name of the change by which models in float32 compute in bfloat16."""
 CHANGES: Final = (PRECISION, STALENESS)
 MOST_REASONS: Final = 3
-"""Maximum number of reasons shown for a change without an answer."""
+"""Maximum number of reasons shown for a change that no answer contains."""
 BFLOAT16: Final = "bfloat16"
 MAX_STALENESS: Final = "rollout.tasks.max_staleness"
 Load: TypeAlias = Callable[[Mapping[str, Any]], Settings]
@@ -64,7 +64,7 @@ class LearnedChange(NamedTuple):
     settings: Mapping[str, Any]
     """Values of all settings to change, by dotted key."""
     names: Mapping[str, str]
-    """Name of the change, by dotted key of each setting that changes the result of training."""
+    """Mapping from settings that change the result of training to the name of their change."""
 
     @classmethod
     def together(cls, changes: Iterable[LearnedChange]) -> LearnedChange:
@@ -78,13 +78,13 @@ class LearnedChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Searched:
-    """The best combinations of settings, and the allowed changes that no combination makes."""
+    """The best combinations of settings, and the allowed changes that none of them contains."""
 
     answers: Sequence[Answer]
     unchanged: Answer | None = None
     """The best answer that does not change the result of training; None if no combination fits."""
     refused: Sequence[str] = ()
-    """Allowed changes that no answer makes, with the reasons."""
+    """Allowed changes that no answer contains, with the reasons."""
     rejected: Sequence[str] = ()
     """Reasons why a submission would reject other combinations, some of which are faster."""
 
@@ -331,7 +331,7 @@ def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
 
 
 def _without_changes(best: Answer, searched: Searched) -> Iterator[Block]:
-    """Yield the best answer that changes no result, and the allowed changes without an answer."""
+    """Yield the best answer that contains no change, and the changes that no answer contains."""
     if searched.unchanged is None:
         yield Lines("no combination with an unchanged result of training fits")
     elif best.learned:
@@ -342,7 +342,7 @@ def _without_changes(best: Answer, searched: Searched) -> Iterator[Block]:
 
 
 def changes(answer: Answer) -> str:
-    """Return the names of the allowed changes that an answer makes; ``-`` for none."""
+    """Return the names of the allowed changes that an answer contains; ``-`` for none."""
     return "+".join(sorted(set(answer.learned.values()))) or "-"
 
 

@@ -71,7 +71,7 @@ class Answer:
     step: StepSeconds
     fullest: Fullest
     learned: Mapping[str, str] = field(default_factory=dict)
-    """Name of the allowed change, by key of each override that changes the result of training."""
+    """Mapping from overrides that change the result of training to the name of their change."""
     follows: tuple[str, ...] = ()
     """Sentences about settings of the algorithm whose defaults follow from the changes."""
 

@@ -301,7 +301,7 @@ def _range(spread: RunSpread, show: Callable[[float], str]) -> str:
 
 
 def _number(number: float, digits: int) -> str:
-    """Return a number with at least ``digits`` digits and without an exponent."""
+    """Format a number with at least ``digits`` digits and without an exponent."""
     return f"{number:,.0f}" if number >= 10**digits else f"{number:.{digits}g}"
 
 

@@ -49,7 +49,7 @@ class SimulatedTask:
     """Tokens per group from the start of the attempt until the time `at`."""
     at: float = 0.0
     items: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Lease of each unfinished group, and the index in `versions` of its first weights."""
+    """Lease of each unfinished group, and the index in `versions` of its oldest weights."""
     ends: list[tuple[float, int, int, str]] = field(default_factory=list)
     """Heap of (value of `tokens` at which a group ends, order, item, lease)."""
     plan: int = 0

@@ -36,7 +36,7 @@ from slurmrl.workers.master.task_leases import SampleCounts, TaskLeases
 from slurmrl.workers.polling import BEAT, LOOK
 
 LAST_S: Final = 10.0
-"""Seconds before its time limit at which a task returns its unfinished groups."""
+"""Seconds before the time limit of a task's job at which the task returns unfinished groups."""
 PREEMPTED_S: Final = 20.0
 """Seconds for which a preempted task continues to generate."""
 TURN_S: Final = 0.1

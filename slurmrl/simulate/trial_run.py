@@ -132,7 +132,7 @@ class TrialRun:
         self._now = 0.0
         self._parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._uncommitted: deque[tuple[int, dict[str, float]]] = deque()
-        """Seconds by part of each step after the last commit."""
+        """Each step after the last commit, and its seconds by part."""
         self._of_step = dict.fromkeys(PARTS, 0.0)
         """Seconds by part of the current step."""
         self._events: Counter[str] = Counter()

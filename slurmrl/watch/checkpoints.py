@@ -1,4 +1,4 @@
-"""Inventory of a trial's checkpoints, with the reasons to keep each, and its damage."""
+"""Inventory of a trial's checkpoints, with the damage of each and the reasons to keep it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StoredCommit:
 
 
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
-    """Return all checkpoints by step, with the sizes of their files checked.
+    """Return all checkpoints, sorted by step, and check the sizes of their files.
 
     With ``checksums``, also check the contents. Omit a checkpoint that the run deletes during the
     listing. Raises EnvironmentFailure if the history cannot be read.

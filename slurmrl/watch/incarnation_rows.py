@@ -281,7 +281,7 @@ def _warned(traces: Traces, warned: Warned, *, preempted: bool) -> RowEnd:
 
 
 def _unsaid(traces: Traces) -> RowEnd | None:
-    """Return an end without a published failure, using the history or the master's last event."""
+    """Return the end of an incarnation that published no failure, from its other traces."""
     if traces.begun.end is not None:
         if traces.begun.end.kind is Kind.CANCELLED:
             return _cancelled(traces)

@@ -92,7 +92,7 @@ def part(data: bytes) -> Part:
 
 
 Attempts = Mapping[tuple[str, int], int]
-"""Number of the attempt by group and task."""
+"""Mapping from group and task to the number of an attempt."""
 
 
 def newest(

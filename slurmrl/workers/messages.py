@@ -40,7 +40,7 @@ def _are_items(value: Any) -> bool:
 ITEMS = FieldType("a list, each item [epoch, index]", _are_items)
 
 
-# -- master to agents and workers, in the control log ----------------------------------------
+# -- messages from the master to agents and workers, in the control log ----------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class WakeMaster(Order):
     wakeups: WakeupAddress
 
 
-# -- workers to master, through the agent's log ----------------------------------------------
+# -- messages from workers to the master, through the agent's log ----------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ class Saved:
 Answer: TypeAlias = Preparing | Ready | Done | Saved
 
 
-# -- agents to master, in the agent's log ----------------------------------------------------
+# -- messages from agents to the master, in the agent's log ----------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ class Stacked:
 FromAgent: TypeAlias = Answer | Hello | Warned | Failure | Stacked
 
 
-# -- within a host, through pipes ------------------------------------------------------------
+# -- messages within a host, through pipes ---------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

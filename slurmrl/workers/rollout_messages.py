@@ -17,7 +17,7 @@ from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VERSION
 from slurmrl.workers.messages import MessageSet
 
-# -- master to a task, in the request log ----------------------------------------------------
+# -- messages from the master to a task, in the request log ----------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Leave:
 RolloutRequest: TypeAlias = Confirm | LeasedItems | Abort | Leave
 
 
-# -- a task to the masters, in its result log ------------------------------------------------
+# -- messages from a task to the masters, in its result log ----------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ class HttpDialect(Dialect):
         placeholders: tuple[int, ...] = (),
         quantizer: torch.device | None = None,
     ) -> None:
-        """``control`` is a client with the administration key, if that key is different.
+        """``control`` is a client with the administration key, if ``client`` has another key.
 
         ``model``: `connect` rejects servers of other models. ``checks``: the checks of all servers
         of this run. ``health_s``: time limit of `health` in seconds, at least the longest step.
@@ -141,7 +141,7 @@ class HttpDialect(Dialect):
         self.where = client.address.text
 
     def _connected(self, digest: Digest | str, dtype: object, *, first_only: bool = False) -> None:
-        """Start the checks of a server that computes in ``dtype`` and checksums by ``digest``."""
+        """Start the checks of a server with ``dtype``, whose checksums ``digest`` computes."""
         if self._quantizer is not None:
             digest = "it has matrices in FP8 (rollout.quantization)"
         how = self._checks.digest(self.where, digest, self._model.dtype, dtype)

@@ -52,7 +52,7 @@ class ServedModel:
         )
 
     def check_folder(self, where: str, folder: object) -> None:
-        """Raise UsageError if sizes in the server's model ``folder`` differ from the sizes here.
+        """Raise UsageError if sizes in the server's model ``folder`` differ from `shape`.
 
         Do nothing if the folder does not exist on this host. A server would silently load the
         weights of a model with fewer layers.

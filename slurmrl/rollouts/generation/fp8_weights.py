@@ -36,7 +36,7 @@ from slurmrl.tensors.layout import Box
 AT_A_TIME: Final = 2**24
 """Maximum number of elements that are converted at a time. A server uses most of the GPU memory."""
 LEAST: Final = 1e-12
-"""Minimum magnitude from which a factor is computed. A block of zeros thus has no factor 0."""
+"""Minimum magnitude for the factor of a block, so that a block of zeros has no factor 0."""
 
 
 def require_fp8(key: str, device: torch.device) -> None:

@@ -32,7 +32,7 @@ MOST_BLOCKS = 2**17
 
 @dataclass(order=True)
 class _Waiting:
-    """A request; objects compare in the order in which requests are sent."""
+    """A request; objects sort by the order in which they are sent."""
 
     priority: int
     order: int
@@ -345,7 +345,7 @@ class PrefixIndex:
             self._owners.popitem(last=False)
 
     def matches(self, tokens: Sequence[int]) -> dict[int, int]:
-        """Return, by instance, the length of the prefix of ``tokens`` that it has processed."""
+        """Map each instance to the length of the prefix of ``tokens`` that it has processed."""
         found: dict[int, int] = {}
         for number, block in enumerate(_blocks(tokens), start=1):
             owners = self._owners.get(block)

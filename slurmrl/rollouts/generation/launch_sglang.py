@@ -65,7 +65,7 @@ def need_no_gpu() -> None:
 
 
 def read_arrays() -> None:
-    """Let requests contain the arrays of images as strings: SGLang accepts only tensors."""
+    """Let requests contain the arrays of images as strings; SGLang accepts only tensors."""
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     generate = TokenizerManager.generate_request
@@ -124,14 +124,14 @@ def main(path: str, arguments: list[str]) -> None:
     listen_on(path)
     read_arrays()
     tell_grids_apart()
-    http_server._freeze_gc_after_server_warmup = lambda _: None  # It would use the port.
+    http_server._freeze_gc_after_server_warmup = lambda _: None  # needs the port
     try:
         run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-if "--device cpu" in " ".join(sys.argv):  # The processes that SGLang starts inherit this.
+if "--device cpu" in " ".join(sys.argv):  # even in processes that SGLang starts
     need_no_gpu()
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])

@@ -24,7 +24,7 @@ from slurmrl.rollouts.generation.fitness import check_context
 
 @dataclass
 class _InFlight:
-    """A request in flight. ``samplings`` has an asyncio task for each completion, by its name."""
+    """A request in flight. ``samplings`` maps the name of each completion to its task."""
 
     future: asyncio.Future[tuple[Completion, ...]]
     samplings: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)

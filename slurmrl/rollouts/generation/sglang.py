@@ -83,7 +83,7 @@ class SglangDialect(HttpDialect):
         self._context = fit.context
         self._connected(digest_of(fit.settings), dtype_of(fit.settings))
         self._retracts = retracts(self.where, fit.settings)
-        await self.resume()  # a client that was lost during an update leaves the server paused
+        await self.resume()  # a client that died in an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
 
@@ -424,7 +424,7 @@ class SglangServer(ServerKind):
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """Return `ServerKind.memory_flags`: the part of ``free`` memory for weights and caches.
+        """Return flags as `ServerKind` does: the part of ``free`` memory for weights and caches.
 
         The rest of the share is for computing.
         """

@@ -86,7 +86,7 @@ FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "ab
 def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
-    Prompts share the server's cache only with requests that have the same ``cache``, or None.
+    Two requests share cached prefixes only if their ``cache`` is equal (or None for both).
     """
     options = sampling.options
     return {

@@ -115,7 +115,7 @@ PREFIX = "generate-tokens-"
 def request_body(sampling: GenerationRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
-    Prompts share the server's cache only with requests that have the same ``cache``, or None.
+    Two requests share cached prefixes only if their ``cache`` is equal (or None for both).
     """
     return {
         "request_id": sampling.request_id,
@@ -183,7 +183,7 @@ class VllmDialect(HttpDialect):
     async def connect(self) -> int:
         fit = await examine("vllm", self.where, self._get, self._model)
         self._connected(digest_of(fit.settings), dtype_of(fit.settings), first_only=True)
-        await self.resume()  # a client that was lost during an update leaves the server paused
+        await self.resume()  # a client that died in an update has left it paused
         await self._try()
         await self._model.check_vocabulary(self.where, self._knows)
         return fit.context
@@ -354,7 +354,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # otherwise the server would unpickle requests
     "VLLM_API_KEY": "",  # otherwise the server would require this key in requests
     "HF_HUB_OFFLINE": "1",
-    "PYTHONSAFEPATH": "1",  # vLLM starts further processes with -m; a clone must not shadow it
+    "PYTHONSAFEPATH": "1",  # a clone must not shadow vLLM, which runs itself with -m
 }
 """Environment variables of a server, which override the job's variables."""
 CPU_ENVIRONMENT: Mapping[str, str] = {
@@ -414,7 +414,7 @@ class VllmServer(ServerKind):
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """Return `ServerKind.memory_flags`: the share as a fraction of the GPU's whole memory."""
+        """Return flags as `ServerKind` does: the share as a fraction of the GPU's whole memory."""
         return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:

@@ -32,8 +32,8 @@ POLL_GROWTH = 1.1
 """Factor between pauses. Until pauses reach their maximum, a poll is late by at most a tenth of the
 wait."""
 SPARE_LOOKS = 8
-"""Maximum number of reads without news that a log's wake-ups may cause. Each poll without news
-allows another such read, so useless wake-ups at most double the reads."""
+"""Maximum number of reads without new messages that a log's wake-ups may cause. Each poll without
+new messages allows another such read. Useless wake-ups therefore at most double the reads."""
 SAFETY_S = 1.0
 """Maximum pause in seconds between polls while the kernel reports every change."""
 _EVENT_BYTES = 65536
@@ -116,7 +116,7 @@ class Follower:
         self._watch = FileWatch(directory)
         self._wakeups = wakeups
         self._sources: dict[Source, _Followed] = {}
-        """The log of each address from which a writer sends its wake-ups."""
+        """Mapping from the address of a writer's wake-ups to the writer's log."""
         self._announced: set[_Followed] = set()
         """Logs whose writers have sent a wake-up since their last read."""
         self._clock = clock

@@ -37,7 +37,7 @@ RECEIVE_BUFFER_BYTES = 1 << 20
 """Requested size of the buffer for wake-ups that arrive while logs are read. The kernel may grant
 less."""
 LOOK_S = 0.02
-"""Minimum number of seconds between two reads of files that wake-ups cause."""
+"""Minimum number of seconds between two file reads that wake-ups cause."""
 SEND_S = 0.01
 """Maximum number of seconds that a call of `wake` waits for room in the kernel's buffer."""
 _SO_MEMINFO = 55

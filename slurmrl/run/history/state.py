@@ -138,7 +138,7 @@ def place(record: Record) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Lineage:
-    """For each incarnation that led to the newest incarnation, its last step that still counts.
+    """The last step that still counts, for each incarnation that led to the newest incarnation.
 
     The last step is None if all steps of the incarnation count.
 

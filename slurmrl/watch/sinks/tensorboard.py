@@ -63,7 +63,7 @@ def write_arrived(directory: Path, lines: Lines) -> None:
     """Write each line into a separate file, unless the file exists.
 
     The names follow the order of the lines, because TensorBoard never reads an earlier file again.
-    The folder with the files of steps does not have these files for the same reason.
+    For the same reason, these files are not in the folder with the files of steps.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter

@@ -56,7 +56,7 @@ class Agent:
         self._unborn = 0
         """Number of consecutive failures before an incarnation began."""
         self._without = ""
-        """Host of the first agent and the batch process if this host is lost, else empty."""
+        """Name of the host of the first agent and the batch process if it is lost, else empty."""
 
     def run(self) -> int:
         """Run the main loop to its end; return the exit code."""

@@ -51,7 +51,7 @@ def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
 
     With one connection, a GPU starts kernels in the order of their calls. Before Blackwell,
     megatron-core needs this order to overlap tensor-parallel communication with computation. FSDP
-    must not have one connection: its all-gathers would wait for the computation to overlap with.
+    must not have one connection: its all-gathers would not overlap with computation.
     """
     ordered = any(
         model.engine == "megatron" and model.sizes.get("tp", 1) > 1

@@ -29,7 +29,7 @@ logger = log.get(__name__)
 ANSWER_S = 5.0
 """Seconds that a process may take to answer. A running process takes milliseconds."""
 RUNNING_S = 1.0
-"""Seconds that a process may take, after its stacks, for the parts that need the interpreter."""
+"""Seconds from a process's stacks to the parts of its answer that need the interpreter."""
 PAUSE_S = 0.05
 MOST_BYTES = 256 * 1024
 """Maximum bytes of the stacks of one process."""

@@ -171,7 +171,7 @@ class StatusPublisher:
 
 
 Answers = Mapping[int, Done]
-"""Answers to a call by rank."""
+"""Mapping from a rank to its answer to a call."""
 Answered = list[tuple[CallPlan, Answers]]
 """Executed calls with their answers. A call that processes candidates occurs once per round."""
 

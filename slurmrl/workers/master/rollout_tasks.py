@@ -108,7 +108,7 @@ class RolloutTasks:
         default, one task must join before items are leased, and all tasks may remain (``numbers``).
         """
         self.agents: dict[str, Identity] = {}
-        """By the task's label, its newest attempt that has joined and not ended."""
+        """Newest attempt of each task that has joined and not ended, by the task's label."""
         self._begun_of: dict[str, int] = {}
         """Number of the newest attempt at each task that has begun. Earlier attempts have ended, so
         their items are queued again even before the newest attempt joins."""

@@ -383,7 +383,7 @@ STARTS: Final = 2
 FEWEST: Final = 3
 """Minimum number of equal failures after which the trial fails."""
 OF_ONE_HOST: Final = 4
-"""Factor of both numbers if all failures were on one host, because the host may be the cause."""
+"""Factor of `STARTS` and `FEWEST` if all failures were on one host, which may be the cause."""
 _NUMBER = re.compile(r"\d+")
 
 

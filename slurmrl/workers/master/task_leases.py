@@ -108,7 +108,7 @@ class TaskLeases:
         return {name: version for name, version in held.items() if version in of_use}
 
     def _of_use(self, names: Collection[str]) -> dict[str, VersionId]:
-        """Return the versions whose tokens the next step can train on."""
+        """Return, by name, the versions whose tokens the next step can train on."""
         versions = {name: VersionId.parse(name) for name in names}
         first = self.step - self._admission.max_staleness
         return {

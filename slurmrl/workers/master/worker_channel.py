@@ -61,9 +61,9 @@ class Mailbox:
     preparing: int = 0
     """Number of `Preparing` messages so far."""
     done: dict[int, dict[int, Done]] = field(default_factory=dict)
-    """`Done` messages by the number of the order, then by rank."""
+    """Mapping from an order's number to the `Done` message of each rank."""
     saved: dict[int, dict[int, Saved]] = field(default_factory=dict)
-    """`Saved` messages by the number of the order, then by rank."""
+    """Mapping from an order's number to the `Saved` message of each rank."""
     agents: dict[str, Identity] = field(default_factory=dict)
     """Agents that have sent `Hello`, by ``group/task``."""
     warning: str | None = None

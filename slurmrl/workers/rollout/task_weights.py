@@ -190,7 +190,7 @@ class MergingHost:
             self._shapes = hf_adapters.adapted_shapes(config.values, "lm", lora)
             self._trained = hf_adapters.adapter_shapes(config.values, "lm", lora)
         self._adapted = {name: name for name in self._shapes}
-        """Name of each weight with adapters, by its name in the files."""
+        """Mapping from the file's name of a weight with adapters to its name in the model."""
         self._calls = calls
         self._fingerprint: str | None = None
         """Fingerprint of the frozen weights in the folder; None before the first read."""

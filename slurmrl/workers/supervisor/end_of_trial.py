@@ -87,7 +87,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
 
 
 def _claim(paths: RunPaths, end: Record) -> bool:
-    """Claim the notification. Return whether this process is the first and must post it."""
+    """Claim the notification. Return whether this process must post it, being the first."""
     claim = {"time": time.time(), "nonce": uuid.uuid4().hex}
     return atomic.exclusive_create(paths.notice(end.slot), json.dumps(claim).encode() + b"\n")
 

@@ -86,7 +86,7 @@ class Reallocations:
         self._trained: dict[str, int] = {}
         """Number of times that each model was trained in this incarnation."""
         self._arrived: dict[str, int] = {}
-        """Value of the source in `_trained` at the last move to each target that has weights."""
+        """Mapping from each target with weights to its source's `_trained` at the last move."""
         self._verified: set[Reallocation] = set()
 
     def run(self, hook: Reallocation) -> None:

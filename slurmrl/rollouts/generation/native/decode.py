@@ -1,7 +1,7 @@
 """Decode calls, which read one token of each row and sample the next token.
 
-The inputs of these calls have few shapes, so a GPU repeats the calls as CUDA graphs. The host
-starts one graph for a token of all rows, independent of the number of layers. Other devices compute
+The inputs of these calls have few shapes, so a GPU repeats the calls as CUDA graphs. For one token
+of all rows, the host then starts one graph, however many layers there are. Other devices compute
 the call directly.
 
 B is the number of rows of a call with padding, R the number of rows of a batch, N the number of

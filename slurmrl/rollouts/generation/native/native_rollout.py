@@ -145,7 +145,7 @@ class NativeRollout(SplitRollout):
         ``max_position_embeddings``). ``decode`` turns token ids into a string, for stop strings.
         ``own``: only this engine uses the decoder, so its parameters may be moved in memory.
         Without ``turns``, requests do not continue sequences of earlier requests, and a request
-        beyond the model's positions is rejected.
+        that may exceed the model's positions is rejected.
         """
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
