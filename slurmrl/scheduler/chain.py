@@ -252,8 +252,7 @@ def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
     """Exclude the trial's avoided hosts for its queued links. Log a failure."""
     try:
         if hosts.avoided(link.run):
-            scheduler = scheduler or slurm()
-            scheduler.keep_off(link.run, link.submission, link.group, by=link.element)
+            (scheduler or slurm()).keep_off(link.run, link.submission, link.group, by=link.element)
     except (EnvironmentFailure, CorruptFileError, UsageError) as error:
         logger.info("the queued links are unchanged: %s", error)
 

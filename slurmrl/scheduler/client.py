@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -22,8 +23,11 @@ TIMEOUT_S = 120.0
 FORGOTTEN = "Invalid job id specified"
 """Slurm's message for a single job that it no longer knows."""
 
-TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
-"""Parts of errors of sbatch and `parse.job_id` after which Slurm may still have queued the job."""
+TRANSIENT = re.compile(
+    "Socket timed out|Unable to contact slurm controller|did not answer|Zero Bytes were transmitted"
+    r"|Unexpected message received|(Message|Communication) \w+ failure|failed \((-\d+|1[3-6]\d)\)"
+)
+"""Errors after which Slurm may have queued the job: no or a lost answer, or a killed sbatch."""
 
 NO_WORDS = "no message"
 """Words in the error for a command that printed no message."""
@@ -51,7 +55,7 @@ OUT_OF_SERVICE = (*DEAD_STATES, "drain", "maint", "reserved", "reboot", "boot", 
 
 def may_have_worked(error: SchedulerError) -> bool:
     """Return whether sbatch may have submitted the job although it failed with this error."""
-    return any(words in str(error) for words in TRANSIENT)
+    return TRANSIENT.search(str(error)) is not None
 
 
 SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
@@ -145,8 +149,7 @@ class SlurmClient:
 
     def time_left_s(self, job: str) -> float | None:
         """Return the seconds until a running job reaches its time limit; None without a limit."""
-        text = self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}")
-        return parse.time_left_s(text)
+        return parse.time_left_s(self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}"))
 
     def submit(
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
@@ -178,10 +181,9 @@ class SlurmClient:
                 return []
             if may_have_worked(error):  # The controller does not answer, not even to scontrol.
                 raise
-            try:
+            with contextlib.suppress(SchedulerError):
                 return [row for job in wanted for row in self._shown(job)]
-            except SchedulerError:
-                raise error from None
+            raise
 
     def row_of(self, element: str) -> states.QueueRow | None:
         """Return the current row of an element (``41_3``), or None if Slurm has forgotten it.

@@ -307,8 +307,7 @@ def excluded_hosts(run: RunPaths, number: int, group: str, *more: str) -> str:
 
 def exclude_option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
     """Return the option of sbatch that excludes `excluded_hosts`; empty without such hosts."""
-    text = excluded_hosts(run, number, group)
-    return (f"--exclude={text}",) if text else ()
+    return (f"--exclude={text}",) if (text := excluded_hosts(run, number, group)) else ()
 
 
 def avoid_host(

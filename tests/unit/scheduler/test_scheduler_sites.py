@@ -76,7 +76,17 @@ def test_job_is_not_queued_if_sbatch_prints_no_id_and_the_queue_lacks_it(
     assert repr(words) in str(caught.value)
 
 
-@pytest.mark.parametrize("script", ["echo", "echo 'Socket timed out' >&2; exit 1"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo",
+        "echo 'Socket timed out' >&2; exit 1",
+        "echo 'Zero Bytes were transmitted or received' >&2; exit 1",  # The answer was lost.
+        "echo 'Unexpected message received' >&2; exit 1",
+        "kill -KILL $$",
+        "exit 137",
+    ],
+)
 def test_job_may_be_queued_if_neither_sbatch_nor_squeue_can_tell(
     tmp_path: Path, commands: Path, script: str
 ) -> None:
