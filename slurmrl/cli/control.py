@@ -227,8 +227,7 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
     from slurmrl.watch.overview import collect
 
     folder = trials.root_folder(root)
-    paths = trials.find(folder, trial)
-    (status,) = collect([paths], make)
+    (status,) = collect([paths := trials.find(folder, trial)], make)
     if status["state"] != "RUNNING" or status["phase"] is None:
         raise UsageError(
             f"no ranks of {trial} are running: it is {status['state']}, {status['diagnosis']}"
@@ -253,17 +252,15 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
     Their checkpoints stay. Steps after the last checkpoint are lost. To commit first, use
     `slurmrl stop`.
     """
-    from slurmrl.desk import trials
-    from slurmrl.desk.trial_jobs import cancel as cancel_trial
-    from slurmrl.desk.trial_jobs import uncommitted
+    from slurmrl.desk import trial_jobs, trials
     from slurmrl.run.history.slots import Kind
 
     folder = trials.root_folder(root)
     # Find all trials before ending any: a wrong name must have no effect.
     chosen = {name: trials.find(folder, name) for name in names}
     for name, paths in chosen.items():
-        steps = uncommitted(paths)
-        kind = cancel_trial(paths)
+        steps = trial_jobs.uncommitted(paths)
+        kind = trial_jobs.cancel(paths)
         lost = f"; not committed and lost: {steps} (slurmrl stop commits first)" if steps else ""
         if kind is Kind.CANCELLED:
             go_on = f"to continue it: slurmrl resume {name}{again(folder)}"
@@ -280,16 +277,20 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
 def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     """Remove trials with all their files: checkpoints, exports, metrics, logs.
 
-    Nothing is removed if one of the trials has a job, or if the configuration of another trial
-    names files of these trials.
+    Nothing is removed if a trial has a job or is being submitted, or if the configuration of
+    another trial names files of these trials.
     """
     from slurmrl.desk import trial_jobs, trials
+    from slurmrl.desk.submitting import newest_submitted
 
     folder = trials.root_folder(root)
     chosen = list(dict.fromkeys(trials.find(folder, name) for name in names))
     others = [paths for paths in trials.all_trials(folder) if paths not in chosen]
-    trial_jobs.check_removable(chosen, others)
-    if not yes:
+    for sure in (yes, True):  # Check again after the answer, which may take minutes.
+        list(map(newest_submitted, chosen))  # It raises during a submission.
+        trial_jobs.check_removable(chosen, others)
+        if sure:
+            break
         listed = ", ".join(str(paths.run) for paths in chosen)
         try:
             agreed = click.confirm(f"Remove {listed} with all checkpoints and exports?")

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -496,6 +497,10 @@ def test_rm_is_rejected_while_jobs_or_other_trials_need_the_files(
     monkeypatch.setattr("sys.stdin", io.StringIO())
     told = desk.rejected("rm", "add/1", "sub/1")
     assert "no terminal to confirm: --yes removes without asking" in told
+    run.submission(2, host="login2", pid=7, time=time.time())
+    told = desk.rejected("rm", "add/1", "sub/1", "--yes")
+    assert "add/1 is being submitted by another process" in told
+    run.submission(2)
     assert run.paths.run.is_dir()
     assert user.paths.run.is_dir()
     (desk.root / user_name() / "add" / ".removed-7").mkdir()  # of a removal that was killed
