@@ -1,8 +1,10 @@
-"""Files outside docs/ as pages of the documentation site (a hook of mkdocs).
+"""Files outside docs/ as pages of the site, and links to the repository (a hook of mkdocs).
 
 A page may link to a file of the repository, as ``../examples/grpo.yaml``. The site shows such a
 file under ``files/``: Markdown as a page, other files as a block of code. Links to the file lead to
 this page.
+
+If setup.cfg names the repository, the header links to it, and each page links to its file there.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from project import edit_address, repository
 
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)")
 """A relative link up to its anchor."""
@@ -48,6 +52,21 @@ def shown(file: Path) -> str:
     return f"# {file.name}\n\n````{file.suffix.removeprefix('.')}\n{text}````\n"
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    try:
+        address = repository(Path(config.config_file_path).parent)
+    except ValueError as error:
+        raise PluginError(str(error)) from error
+    config.repo_url = address or None
+    config.repo_name = "/".join(address.split("/")[3:]) or None
+    return config
+
+
+def on_post_page(output: str, **_: object) -> str:
+    """Return the page without the mark with which Material asks the repository's host for stars."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent
     wanted = set(ALWAYS)
@@ -62,6 +81,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
+    if config.repo_url:
+        page.edit_url = edit_address(config.repo_url, repository_path(here))
     internal = page.parent is not None and page.parent.title == "Internals"
     if internal or here.startswith("files/"):
         page.meta.setdefault("search", BEHIND)

@@ -140,6 +140,49 @@ async def _first_hit(page: browser.Page, home: Path, word: str) -> str:
     return found.partition("?")[0].partition("#")[0]
 
 
+ADDRESS = "\nproject_urls =\n    Repository = https://gitlab.example/team/slurmrl"
+METADATA = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('made')"
+
+
+@pytest.mark.parametrize("address", ["", ADDRESS])
+def test_package_and_site_link_to_the_repository_only_if_it_is_named(
+    tmp_path: Path, address: str
+) -> None:
+    setup = (ROOT / "setup.cfg").read_text()
+    (tmp_path / "setup.cfg").write_text(setup.replace("[metadata]", f"[metadata]{address}", 1))
+    for name in ("docs", "docs/guide", "slurmrl", "made"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "slurmrl/__init__.py").write_text('__version__ = "0.2.0"\n')
+    for name in ("README.md", "LICENSE", "CHANGELOG.md", "docs/index.md", "docs/guide/a.md"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    hook = ROOT / "scripts" / "site_links.py"
+    theme = "theme: {name: material, font: false, features: [content.action.edit]}"
+    settings = f"site_name: slurmrl\nuse_directory_urls: false\nhooks: [{hook}]\n{theme}\n"
+    (tmp_path / "mkdocs.yml").write_text(settings)
+
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    for words in (["-c", METADATA], ["-m", "mkdocs", "build", "--quiet"]):
+        command = [sys.executable, *words]
+        subprocess.run(command, cwd=tmp_path, env=quiet, check=True, capture_output=True)
+    (metadata,) = tmp_path.glob("made/*.dist-info/METADATA")
+    found = [line for line in metadata.read_text().splitlines() if "://" in line]
+    pages = {name: (tmp_path / f"site/{name}.html").read_text() for name in ("index", "guide/a")}
+    pages["CHANGELOG"] = (tmp_path / "site/files/CHANGELOG.html").read_text()
+    edits = {
+        name: re.findall(r'href="([^"]*)"[^>]*rel="edit"', text) for name, text in pages.items()
+    }
+    assert not any('data-md-component="source"' in text for text in pages.values())
+    if not address:
+        assert (found, edits) == ([], {name: [] for name in pages})
+        assert not any('class="md-source"' in text for text in pages.values())
+        return
+    home = "https://gitlab.example/team/slurmrl"
+    assert found == [f"Project-URL: Repository, {home}"]
+    files = {"index": "docs/index.md", "guide/a": "docs/guide/a.md", "CHANGELOG": "CHANGELOG.md"}
+    assert edits == {name: [f"{home}/-/edit/main/{file}"] for name, file in files.items()}
+    assert all(f'<a href="{home}"' in text and "team/slurmrl" in text for text in pages.values())
+
+
 MARKED = """\
 > [!WARNING]
 > Never do `this`.
