@@ -77,13 +77,13 @@ class CallResult:
     """Rows of the samples table: ``logging.samples`` completions of each rank, and the other
     completions of their prompts."""
     notes: list[dict[str, Any]] = field(default_factory=list)
-    """Additional fields of rows of the samples table, with the ``id`` and ``index`` of the row (0
-    for an item's only completion). The rows may come from another call."""
+    """Additional fields for rows of the samples table, which another call may make. Each has the
+    row's ``id`` and ``index`` (0 for an item's only completion)."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """Reason for each item that a filter rejects, by id."""
+    """Mapping from the id of each item that a filter rejects to the reason."""
     records: Mapping[str, Record] = field(default_factory=dict)
-    """A JSON object for each item, by id, or {}. The call ``record`` returns lines of the trial's
-    results. Other calls of an evaluation may return scores for the evaluation's file."""
+    """Mapping from item id to a JSON object. The call ``record`` returns lines of the trial's
+    results. Other calls of an evaluation may return scores for its file."""
 
 
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods

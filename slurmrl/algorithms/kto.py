@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 OWN, MISMATCHED = 0, 1
-"""Index of each sequence of an item: its own answer and a mismatched answer."""
+"""Indices of the two sequences of an item: its own answer and a mismatched answer."""
 
 
 class KTOInterface(Interface):

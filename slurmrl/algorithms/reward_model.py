@@ -62,7 +62,7 @@ class RewardModelInterface(PairInterface):
         return tied(self._reader(context)(outputs["values"], batch), batch)
 
     def _reader(self, context: CallContext) -> ScoreReader:
-        """Return the function that reads scores. Evaluation uses the same token as training."""
+        """Return the function that selects scores. Evaluation reads the same token as training."""
         config = context.settings.config
         turn_end = config.total_steps != 0 or scored_at_turn_end(config.actor)
         return partial(pair_values, stops=context.stop_token_ids, turn_end=turn_end)
@@ -77,7 +77,7 @@ def score_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and statistics, both sums over the items. ``outputs``: {values} [T].
 
-    ``read`` returns the scores [S] from these values.
+    ``read`` returns the scores [S] from ``values``.
     """
     scores = split_pairs(tied(read(outputs["values"], batch), batch))
     weights = pair_weights(batch, scores.chosen)

@@ -70,7 +70,7 @@ def sampling_keys(ids: tuple[str, ...], completions: int = 1) -> Tensor:
 def stream(name: str, place: int) -> str:
     """Return the name of a completion's random stream: ``id`` for place 0, else ``id#place``.
 
-    A sample id ends with ``@<epoch>``, so the name cannot equal another sample id.
+    A sample id ends with ``@<epoch>``, so the name differs from all sample ids.
     """
     return f"{name}#{place}" if place else name
 

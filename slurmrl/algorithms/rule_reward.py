@@ -144,7 +144,7 @@ def score_records(
     completions: Sequence[str],
     evaluation: Evaluation,
 ) -> dict[str, Record]:
-    """Return the line of an evaluation about each prompt, by id.
+    """Return a mapping from the id of each prompt to its line in an evaluation.
 
     A line has all rewards, their mean, and the ``evaluation.rates``. ``counts`` are the numbers of
     completions of each prompt. Completions without a score are not in the mean, and their prompts
@@ -301,7 +301,7 @@ def _extras(
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:
     """Return the source line of each completion: ``data.jsonl:17 (sample 17@0)``.
 
-    With several completions of a prompt: ``data.jsonl:17 (sample 17@0, index 2)``.
+    If a prompt has several completions, the line is ``data.jsonl:17 (sample 17@0, index 2)``.
     """
     path = context.dataset.title
     return [

@@ -29,7 +29,7 @@ MODEL_SCORES = "slurmrl.algorithms.reward_model:ScoresInterface"
 PAIR_SCORES = "slurmrl.algorithms.reward_model:PairScoresInterface"
 RULE_REWARD = "slurmrl.algorithms.rule_reward:RuleRewardInterface"
 TURN_REWARDS = "turn_rewards"
-"""Key of the rewards of an episode's turns: at their last tokens, 0 elsewhere."""
+"""Key of the rewards of an episode's turns, at the last token of each turn; other tokens have 0."""
 EPISODE_METRICS = ("turns", "context_length", "episode_failed")
 """Metrics of episodes that may have several turns."""
 TOOL_METRICS = ("tool_calls", "tool_failed")
@@ -50,12 +50,12 @@ class AlgorithmSchema(Section, ABC):
     """Types of held-out dataset that the algorithm can evaluate."""
 
     trains_on_samples: ClassVar[bool] = False
-    """Whether losses assume that tokens were sampled with the probabilities that models compute. If
-    true, top-k and top-p are allowed only for an algorithm that ``replays`` sampling masks."""
+    """Whether losses need tokens sampled with the models' probabilities. If true, top-k and top-p
+    are allowed only for an algorithm that ``replays`` sampling masks."""
 
     replays: ClassVar[bool] = False
-    """Whether all models compute log-probabilities under the sampling masks that generation has
-    recorded, and the actor with the recorded experts."""
+    """Whether log-probabilities of all models use generation's sampling masks, and the actor uses
+    the experts that generation has recorded."""
 
     one_pass: ClassVar[bool] = False
     """Whether a run passes over the dataset once, item by item. If true, `total_steps` is only an
@@ -118,7 +118,7 @@ class AlgorithmSchema(Section, ABC):
         return (generate_call(config), *reward_calls(config))
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
-        """Return the kind of each metric of an evaluation, by name.
+        """Return a mapping from each metric of an evaluation to its kind.
 
         The metrics come from the scores of the items (`CallResult.records`). A metric is reported
         as ``eval/<name>``, and the ends of its confidence interval with ``/low`` and ``/high``. The

@@ -252,7 +252,7 @@ def of_likelihood(records: Iterable[Record]) -> Summary:
 
 
 def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summary:
-    """Return the estimates over all items, by name; leave out measures without a score.
+    """Return a mapping from names to estimates over all items; omit measures without a score.
 
     Raises UsageError if only some items lack a score, a score is not a number, or a rate is not
     between 0 and 1. Items may lack the score of a `PART_MEAN`. Items with an unscored completion

@@ -36,7 +36,7 @@ ALGORITHM = "algorithm"
 
 
 class Explanation(NamedTuple):
-    """A key, and the algorithms in which it has this meaning; none outside of ``algorithm``."""
+    """A meaning of a key, and the algorithms that share it (none outside ``algorithm``)."""
 
     facts: KeyFacts
     algorithms: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ def _width() -> int:
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """Yield the lines of Markdown with paragraphs and lists."""
+    """Yield wrapped lines of a Markdown text that has only paragraphs and lists."""
     for place, block in enumerate(text.split("\n\n")):
         if place:
             yield ""

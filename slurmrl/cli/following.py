@@ -39,7 +39,7 @@ CURVE_STEPS, CURVE_WIDTH = 400, 40
 MOST_LINES = 100
 """Maximum number of steps to print after one read."""
 POLL_S = {"local": 0.5}
-"""Seconds between two reads of a run, by scheduler."""
+"""Mapping from a scheduler to the seconds between two reads of a run."""
 SHARED_POLL_S = 10.0
 """Seconds between two reads if other users share the scheduler and the directory."""
 LEAVE_S = 15.0

@@ -320,7 +320,7 @@ def _nothing(events: Sequence[dict[str, Any]]) -> str:
 
 
 def lines(event: dict[str, Any], columns: int, terminal: int | None) -> list[str]:
-    """Return the lines of ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``.
+    """Return an event as ``11-21 16:02:29.3 commit step=10 seconds=0.4 (master.1)``, wrapped.
 
     The lines have the local time, the kind in ``columns`` columns, all other nonempty values, and
     the writer. ``terminal`` is the width of the terminal; None turns wrapping off.

@@ -79,7 +79,7 @@ LINES = {
     "zsh": 'eval "$(slurmrl completion zsh)"    # in ~/.zshrc, after compinit',
     "fish": "slurmrl completion fish | source    # in ~/.config/fish/config.fish",
 }
-"""Line that enables completion, by shell."""
+"""Mapping from a shell to the line that enables completion."""
 
 UNFINISHED: Mapping[str, Mapping[str, str]] = {
     "bash": {
@@ -197,7 +197,7 @@ def complete_overrides(
 
 
 def _key_before(words: Sequence[str]) -> str:
-    """Return the key before the typed value, in a shell that splits words at ``=``; else "".
+    """Return the key whose value is typed, if the shell splits words at ``=``; else "".
 
     bash passes ``key``, ``=`` and the value as three words, and omits ``=`` at the end.
     """
@@ -312,7 +312,7 @@ def _trial(ctx: click.Context) -> str:
 
 
 def _steps(ctx: click.Context, trial: str) -> list[str]:
-    """Return the steps of a trial's checkpoints, by the names of their directories."""
+    """Return the steps of a trial's checkpoints, read from the names of their directories."""
     try:
         names = [path.name for path in _paths(ctx, trial).checkpoints.iterdir()]
     except (OSError, SlurmrlError):

@@ -242,10 +242,10 @@ class _Searched(NamedTuple):
     obstacles: Sequence[str]
     """Reasons why nothing fits; empty if there is an answer."""
     overrides: Mapping[str, Any]
-    """Settings of the command line, by dotted key."""
+    """Mapping from dotted keys to the settings of the command line."""
     load: Load
     load_file: Callable[[Path], Settings]
-    """Load another file, without the settings of the command line."""
+    """Load a file that the search writes, without the settings of the command line."""
 
 
 def _write(path: Path, text: str, found: _Searched, answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""The lengths of sequences for which commands predict seconds: means, and limits from the data."""
+"""Sequence lengths from which commands predict step times: means, and limits from the data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def limit_key(settings: Settings) -> str:
 
 
 def limit_of_rows(settings: Settings) -> dict[str, int]:
-    """Return an upper bound of the rows' lengths, by the dotted key of the limit.
+    """Return the dotted key of a length limit, mapped to an upper bound of the rows' lengths.
 
     Return nothing if the configuration sets a limit, if the model limits the lengths anyway, or if
     the data or the model cannot be read.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SITE = "site"
 LEAVE_OUT = "-"
-"""The answer that omits a setting in spite of a proposal."""
+"""Answer with which the user leaves out a setting that has a proposed value."""
 KINDS = {
     "sft": "supervised fine-tuning",
     "ppo": "PPO with a critic",
@@ -185,7 +185,7 @@ def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: 
 
 
 def _ask(question: Question) -> str:
-    """Return the answer of the person at the terminal."""
+    """Return the answer that the user types at the terminal."""
     answer: str = click.prompt(
         str(question.key[-1]), default=question.proposal, show_default=bool(question.proposal)
     )
@@ -311,7 +311,7 @@ def _together(checks: Sequence[Check]) -> list[list[Check]]:
     """Group the checks into rows.
 
     Hosts with equal results share a row. More than MOST_HOSTS hosts that pass a check also share a
-    row if only their numbers differ; the row shows the slowest.
+    row if only their numbers differ; the row shows the numbers of the slowest host.
     """
     groups: dict[tuple[str, ...], list[Check]] = {}
     names = [one.name for one in checks if one.state == "ok"]

@@ -29,9 +29,9 @@ SHOWN = (
     "tokens_per_s",
     "rows_left_out",
 )
-"""Metrics of a progress line, if a run has them."""
+"""Metrics of a progress line; metrics that a run lacks are omitted."""
 COLUMNS = {"REWARD": "reward", "EVAL": "eval/reward", "LOSS": "loss", "TOKENS/S": "tokens_per_s"}
-"""Metrics of a list of trials by heading, if a trial has them."""
+"""Mapping from a column heading in a list of trials to the metric in the column."""
 LIVES = ("PENDING", "RUNNING")
 SHOWN_HOSTS = 3
 MOST_TASKS = 8

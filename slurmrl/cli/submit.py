@@ -187,7 +187,7 @@ def start(
 ) -> int:
     """Submit a trial and perhaps watch it; return the exit code.
 
-    ``wait`` None watches a local run, but not a Slurm job.
+    If ``wait`` is None, watch a local run, but not a Slurm job.
     """
     from slurmrl.desk import submitting as submission
 
@@ -215,7 +215,7 @@ def _watch(
 ) -> int:
     """Follow a run and return its exit code.
 
-    Print ``said`` and the last status as JSON; for ``said`` None, print text. A Ctrl-C during the
+    Print ``said`` and the last status as JSON; if ``said`` is None, print text. A Ctrl-C during the
     submission counts too, so that the run does not continue unattended.
     """
     from slurmrl.cli import status_text

@@ -115,7 +115,7 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
-    """Return the settings at or below ``keys`` that differ."""
+    """Return the differing settings with a key in ``keys`` or in a section that ``keys`` names."""
     differing = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
     return [difference for difference in differing if _is_at_or_below(difference.key, keys)]
 
@@ -163,8 +163,8 @@ WHERE: Final = ("backend", "gpus", "model")
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
     """Return the overrides, plus overrides that give other roles the actor's new layout.
 
-    A role follows if it had the actor's layout and the overrides set no layout for it. Also add the
-    layout that a new number of rollout tasks needs.
+    A role gets this layout if it had the actor's layout and the overrides set no layout for it.
+    Also add the layout that a new number of rollout tasks needs.
     """
     added = _for_other_tasks(config, overrides)
     if not _moves("actor", overrides):
@@ -247,7 +247,7 @@ def _ranks(config: Config) -> dict[str, int]:
 def moved_schedules(
     old: Config, new: Config, *, trained: Mapping[str, int], step: int, optimizer_steps: int
 ) -> list[str]:
-    """Return lines for the user about learning rates that change if the trial resumes after a step.
+    """Return lines for the user about learning rates that change if the trial resumes at ``step``.
 
     ``trained`` maps each trained role to the number of first steps that do not train it. Each later
     step has ``optimizer_steps`` optimizer steps.

@@ -126,7 +126,7 @@ def pages(algorithms: Mapping[str, type[BaseModel]], environment: str) -> dict[s
 
 
 def by_schema(algorithms: Mapping[str, type[BaseModel]]) -> dict[type[BaseModel], list[str]]:
-    """Return the names of the algorithms that share a schema, by schema."""
+    """Return a mapping from each schema to the names of the algorithms that share it."""
     found: dict[type[BaseModel], list[str]] = {}
     for name, schema in algorithms.items():
         found.setdefault(schema, []).append(name)

@@ -74,7 +74,7 @@ class HubReference:
         return self.home(cache) / commit
 
     def mark(self, cache: Path, commit: str) -> Path:
-        """Return the path of the empty file that records that the revision meant this commit."""
+        """Return the path of the empty file that records this commit of the revision."""
         return self.home(cache) / "revisions" / quote(self.revision, safe="") / commit
 
     def commits(self, cache: Path) -> Sequence[str]:
@@ -126,7 +126,7 @@ def is_plain(text: str, path: Path) -> bool:
 
 
 FIELDS: Final[Fields] = {"files": each(SIZE)}
-"""Fields of a folder's file list: sizes in bytes, by relative path."""
+"""Fields of a folder's file list, which maps relative paths to sizes in bytes."""
 
 
 def list_file(folder: Path) -> Path:

@@ -32,9 +32,9 @@ PATTERNS: Final = {
     HubKind.TOKENIZER: OF_TOKENIZERS,
     HubKind.MODEL: (*OF_TOKENIZERS, "*.json", "*.safetensors"),
 }
-"""Patterns of the files to fetch, by kind of repository; all files of datasets are fetched."""
+"""Mapping from a kind of repository to patterns of files to fetch; datasets are fetched whole."""
 LEFT_OUT: Final = ("*/*", "consolidated*.safetensors")
-"""Patterns of files that have the same weights in another form and are not fetched."""
+"""Patterns of files that repeat the weights in a different format and are not fetched."""
 SIGN_IN: Final = "set HF_TOKEN, or sign in with: hf auth login"
 
 

@@ -102,7 +102,7 @@ def facts_of(
 ) -> list[KeyFacts]:
     """Return the facts of each key of a section, in the order of the schema.
 
-    ``presets`` has the settings of the section by name of an algorithm.
+    ``presets`` maps the name of an algorithm to its settings of the section.
     """
     texts = descriptions(section)
     return [

@@ -59,7 +59,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("experiment_name", "project_name"), "experiment"),
     **dict.fromkeys(("trial_name", "run_name"), "trial"),
 }
-"""Names of settings in other systems, with slurmrl's name in the same section."""
+"""Mapping from a setting's name in other systems to slurmrl's name in the same section."""
 REMOVED: Mapping[KeyPath, tuple[object, str]] = {
     ("*", "optimizer", "alpha"): (0.99, "only rmsprop used it, which is no longer supported"),
     ("*", "optimizer", "rho"): (0.9, "only adadelta used it, which is no longer supported"),
@@ -149,7 +149,7 @@ DIFFERENT: Mapping[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Explanation of each setting whose name means something else in other systems, by name."""
+"""Mapping from a name with another meaning in other systems to an explanation."""
 NO_SETTINGS: Final = (
     *("evaluation.batch_size", "actor.dropout", "actor.attn_implementation"),
     *("ref.alpha", "algorithm.tau", "name"),
@@ -253,7 +253,7 @@ def _missing(schema: type[BaseModel], location: KeyPath) -> str:
 def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
     """Return the message about a key that ``schema`` does not have, with similar names.
 
-    If another system's key has this name and another meaning, the message explains the difference.
+    If other systems have a key of this name with a different meaning, the message explains it.
     """
     message, name = _unknown(schema, location, prefix), str(location[-1]).lower()
     written = (dotted((*prefix, *location)[-2:]).lower(), name)
@@ -369,7 +369,7 @@ def summary(text: str) -> str:
 
 @cache
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Return the docstrings of a section's own and inherited fields, by attribute.
+    """Return a mapping from a section's own and inherited fields to their docstrings.
 
     Parse the source only when a command shows the docstrings. Pydantic could parse the source when
     it makes the classes, but this takes each process longer than compiling this package.

@@ -40,7 +40,7 @@ ADVICE = {
     "mapping values are not allowed": "; align the line, or quote a value that contains ': '",
     "'<document start>'": "; a configuration has lines of key: value",
 }
-"""Advice about a mistake, by a part of the YAML parser's message."""
+"""Mapping from a part of the YAML parser's message to advice about the mistake."""
 ENCODED = "convert it with iconv, or name a YAML file"
 ARCHIVE = ".tar"
 RESOLVED = "# The resolved configuration of this run: every setting, absolute paths."

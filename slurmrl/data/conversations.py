@@ -116,7 +116,7 @@ SWITCHES: Final = ("train", "training", "trainable")
 
 
 def _wrong_switch(messages: Sequence[Message]) -> str:
-    """Return the problem of a target that another trainer would exclude, or ""."""
+    """Return the problem of a target that other training libraries would exclude, or ""."""
     for place, message in enumerate(messages, start=1):
         switch = next((key for key in SWITCHES if message.get(key) == 0), None)
         if switch is not None and is_target(message):

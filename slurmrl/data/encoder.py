@@ -51,7 +51,7 @@ class TokenSequence(NamedTuple):
         return self.tokens[: self.runs[0]]
 
     def after(self, context: Sequence[int]) -> TokenSequence:
-        """Return the sequence with another context before its first target."""
+        """Return the sequence with ``context`` before its first target."""
         tokens = [*context, *self.tokens[self.runs[0] :]]
         return TokenSequence(tokens, [len(context), *self.runs[1:]])
 

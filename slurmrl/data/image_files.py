@@ -292,7 +292,7 @@ def _opened(base: Path, image: ImageValue, files: ImageFiles | None = None) -> A
         opened: Image = pillow.open(BytesIO(content) if path is None else path)
     except (ImageError, MemoryError):
         raise
-    except pillow.DecompressionBombError as error:  # Pillow raises this early.
+    except pillow.DecompressionBombError as error:  # Pillow raises this before the check below.
         raise ImageError(f"('{name}') has too many pixels; {most}") from error
     except Exception as error:  # Pillow's decoders raise errors without a common base
         _require_lasting(error, base, image)

@@ -18,7 +18,7 @@ from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.weights.format import VersionId
 
 STALE: Final = "stale"
-"""Reason of drops: the samples of the item are from too old weights."""
+"""Reason for a drop: the weights that sampled the item's completions are too old."""
 LATE: Final = "late"
 """Reason why a result does not count: its lease never held, or no longer holds, its item."""
 ROLLED_BACK: Final = "rolled back"
@@ -52,8 +52,8 @@ class Admission:
         """Return how many more items may be leased.
 
         ``version`` is the step of the newest weights available to the tasks, and ``step`` the last
-        trained step. ``leased`` items are with tasks, others are ``finished`` or ``in_flight``.
-        Each step after the next step is expected to use ``used`` items, at least a batch.
+        trained step. Tasks work on ``leased`` items; ``finished`` and ``in_flight`` count further
+        items. Each step after the next step is expected to use ``used`` items, at least a batch.
 
         AReaL counts the trained items. This rule uses ``step * batch_size`` instead, so that steps
         with fewer items (filters, an earlier batch size) do not change the result.
@@ -83,7 +83,7 @@ class SampleLedger(Ledger):
         record = record or LedgerRecord()
         super().__init__(record)
         self.rejected: Counter[str] = Counter()
-        """Numbers of results and samples of this incarnation that did not count, by reason."""
+        """Mapping from a reason to the number of this incarnation's results that it rejected."""
         self._incarnation = incarnation
         self._lineage = lineage
         self._granted = 0
@@ -124,7 +124,7 @@ class SampleLedger(Ledger):
 
     @property
     def oldest(self) -> frozenset[str]:
-        """The oldest weight versions of all leases."""
+        """Set of each lease's oldest weight version."""
         return frozenset(held.oldest for held in self._leases.values())
 
     def leases_of(self, holder: str) -> tuple[LeasedItems, ...]:
@@ -294,7 +294,7 @@ class SampleLedger(Ledger):
     # -- inside ------------------------------------------------------------------------------
 
     def _counts(self, sample: StoredGroup) -> bool:
-        """Return whether the current weights descend from all weights that sampled a token."""
+        """Return whether the current weights descend from all weights that sampled ``sample``."""
         versions = map(VersionId.parse, sample.versions)
         if all(self._lineage.has(one.step, one.incarnation) for one in versions):
             return True

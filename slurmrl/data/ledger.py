@@ -267,7 +267,7 @@ def _expanded(runs: Iterable[tuple[int, int, Value]]) -> dict[int, Value]:
 
 
 def _runs(values: Mapping[int, Value]) -> Sequence[tuple[int, int, Value]]:
-    """Return the runs (first, stop, value) of adjacent items with one value, in order."""
+    """Return the runs (first, stop, value) of adjacent items with equal values, in order."""
     runs: list[tuple[int, int, Value]] = []
     for item in sorted(values):
         value = values[item]

@@ -30,7 +30,7 @@ taken again."""
 CIRCLE: Final = 2**61 - 1
 """Number of places on the circle of `Mixture`; a prime."""
 GOLDEN: Final = round(CIRCLE * 0.6180339887498949)
-"""Distance from one item's place to the next. The golden ratio spreads the places most evenly."""
+"""Distance between places of consecutive items. The golden ratio spreads places most evenly."""
 
 Arrange = Callable[[list[int], int], list[int]]
 """Function that arranges the shuffled indices of an epoch, given the number of its first item."""
@@ -231,8 +231,8 @@ def longest_first(
     Sequences go, the longest first, into the batch with the smallest total for its size that has
     room (LPT). Within a batch the order is kept.
 
-    The first batch has ``first`` items, which complete a batch that began before, unless ``first``
-    is 0. This batch stays the first, and an incomplete last batch stays the last.
+    If ``first`` is not 0, the first batch has ``first`` items, which complete an unfinished batch.
+    This batch stays the first, and an incomplete last batch stays the last.
     """
     first = min(first, len(order))
     whole, rest = divmod(len(order) - first, batch)

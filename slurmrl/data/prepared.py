@@ -75,7 +75,7 @@ class Entry(NamedTuple):
     row_check: int
     """CRC-32 of the row's bytes."""
     difficulty: float
-    """The row's number under ``curriculum_key``; 0 without a curriculum."""
+    """The row's value of ``curriculum_key``; 0 without a curriculum."""
     check: int
     """CRC-32 of the row's number and the fields above."""
 
@@ -94,7 +94,7 @@ class PreparedManifest:
     """Sizes and times of the user's files when they were read."""
     rows: Annotated[int, SIZE]
     left_out: Annotated[int, SIZE]
-    """Number of rows above the length limits."""
+    """Number of rows that exceed the length limits."""
     token_bytes: Annotated[int, TOKEN_BYTES]
     row_bytes: Annotated[int, SIZE]
     """Size of ``rows.bin`` in bytes."""

@@ -291,7 +291,7 @@ class RowChecks:
         self._curriculum = kind.config.curriculum_key
         self._where = where
         self._fields: dict[str, RowField] = {}
-        """Fields by key; if several fields have the same key, the first field."""
+        """Mapping from key to field: the first field if several fields have the same key."""
         for field in [*kind.fields(), *curriculum_field(kind.config)]:
             self._fields.setdefault(field.key, field)
         self._required = {
@@ -302,7 +302,7 @@ class RowChecks:
         self._empty = True
         """Whether no row was checked so far."""
         self._lists: list[str] = []
-        """After one row: its keys whose values are lists of objects, perhaps the actual rows."""
+        """Keys of the only row so far whose values are lists of objects, perhaps the real rows."""
         self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
         """Whether the configuration sets ``id_key`` and no row so far has this key."""
         self._present: dict[str, None] = {}

@@ -204,7 +204,7 @@ DATE: Final = "strftime_now"
 
 class Remark(NamedTuple):
     key: str
-    """Setting of the dataset."""
+    """Name of a setting of the dataset."""
     message: str
     warning: bool = True
 
@@ -320,7 +320,7 @@ class Remarks:
         )
 
     def _advice(self, missing: Sequence[str], without_schema: Callable[[str], str]) -> str:
-        """Return how to describe tools to the policy."""
+        """Return advice on how to describe tools to the policy."""
         chat = Encoder(self._config, self._load()).chat
         if chat is None:
             return "describe the tools in prompt_template"

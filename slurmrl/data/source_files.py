@@ -177,7 +177,7 @@ def not_utf_8(error: UnicodeDecodeError, where: str = "") -> str:
 ALIKE: Final = 3
 """Maximum number of lines to compare with the first line."""
 SUFFIXES: Final = {".csv": ",", ".tsv": "\t"}
-"""Separators of tables, by the suffix of the file."""
+"""Mapping from a file's suffix to the separator of its table."""
 NAMES: Final = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 POINTER: Final = "version https://git-lfs.github.com/"
 NO_ROWS: Final = ", but a dataset has a JSON object on each line (or is a JSON array, or Parquet)"

@@ -211,7 +211,7 @@ def _of_trial(text: str) -> str:
 
 
 def _without_profile(source: Source) -> dict[str, Any]:
-    """Return the values without the site profile's values, which concern another cluster."""
+    """Return the values without the site profile's values, which concern only this cluster."""
     values = copy.deepcopy(source.values)
     for key in source.of_profile():
         del value_at(values, key[:-1])[key[-1]]

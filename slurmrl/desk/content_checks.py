@@ -178,7 +178,7 @@ def unrecorded_metric(
 ) -> Iterator[Finding]:
     """Yield a finding if no reward can record ``metric``, the result of `unknown_metric`.
 
-    ``with_stats`` says for each reward that could be made whether it has a method ``stats()``.
+    ``with_stats`` maps each reward that could be constructed to whether it has ``stats()``.
     """
     if metric and len(with_stats) == len(config.rewards()) and not any(with_stats):
         hint = near(metric, known_metrics(config, algorithm))

@@ -1,8 +1,8 @@
 """Private copies of code, without files that are never imported.
 
 A copy of this package has few files, because a shared directory takes milliseconds for each file.
-They are ``__init__.py``, an archive with all modules and data, and the programs that run by their
-path. The archive also has bytecode, so that no process of a job compiles the modules. Another
+These files are ``__init__.py``, an archive with all modules and data, and the programs that run by
+their path. The archive also has bytecode, so that no process of a job compiles the modules. Another
 version of Python ignores the bytecode. The user's cache keeps the newest archives.
 """
 

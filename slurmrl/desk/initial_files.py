@@ -35,7 +35,7 @@ from slurmrl.scheduler.parse import Accounts, HostKind, Partition, duration_s
 REWARD: Final = "reward.txt"
 PLAIN: Final = re.compile(r"[\w.][\w.+-]*(?: [\w.+-]+)*")
 RULE: Final = "its name may have letters, digits, '.', '_', '-', '+' and single spaces"
-"""The configuration names the files next to it without quotes."""
+"""The rule for names, because the configuration names the files next to it without quotes."""
 EXAMPLES: Final = package.FOLDER / "examples"
 FETCHED: Final = ("data",)
 """Folders of data that the user of a checkout has downloaded."""
@@ -113,7 +113,7 @@ def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
     Each file appears once it is complete. The first file is written last, so that its existence
     implies the other files.
 
-    Raises UsageError for an existing file with another content without ``force``, and
+    Raises UsageError for an existing file with different content unless ``force``, and
     EnvironmentFailure for files that cannot be written.
     """
     data = {path: text.encode() for path, text in files.items()}

@@ -62,7 +62,7 @@ class InputChecks:
         self._metric = unknown_metric(self.config, self.algorithm)
         self.roles = uses_of(settings.config, settings.algorithm)
         self.rows: dict[str, DatasetRows] = {}
-        """Rows of each valid dataset, by the dotted key of its section."""
+        """Mapping from the dotted key of each valid dataset's section to its rows."""
         self.left_out: dict[str, int] = {}
         """Number of lines of each dataset that a length limit omits."""
         self._with_stats: list[bool] = []
@@ -295,7 +295,7 @@ class InputChecks:
             return
 
     def _other_tokenizers(self, folder: str, known: Mapping[str, int]) -> Iterator[Finding]:
-        """Yield a finding for each model that was trained with another tokenizer than the actor.
+        """Yield a finding for each model whose tokenizer differs from the actor's tokenizer.
 
         Such a model would misread the actor's token ids.
         """

@@ -176,7 +176,7 @@ class _Measured:
 
     name: str
     like: str
-    """Name of the shipped profile with the numbers that were not measured."""
+    """Name of the shipped profile that supplies unmeasured numbers."""
     points: Sequence[Mapping[str, Any]]
     shape: ModelShape
 
@@ -231,10 +231,10 @@ class _Measured:
     def _layers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the efficiency of attention, the traffic of a layer, and its launch seconds.
 
-        Only attention makes long sequences slower than short sequences. For short sequences, the
-        time beyond matrix products and attention is traffic. A pass over one token only starts the
-        operations and reads the weights. A CPU starts operations before it computes; a GPU does
-        both at the same time.
+        Only attention makes long sequences slower than short sequences. For short sequences, all
+        time except matrix products and attention counts as traffic. A pass over one token only
+        starts the operations and reads the weights. A CPU starts operations before it computes; a
+        GPU does both at the same time.
         """
         forward = sorted(
             _of(self.points, "forward"), key=lambda one: (one["tokens"], one["length"])
@@ -262,7 +262,7 @@ class _Measured:
         }
 
     def _gathers(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the seconds to gather a layer's weights, excluding time of links and layers."""
+        """Return the overhead of gathering a layer's weights in seconds, without its transfer."""
         point = next(_of(self.points, "sharded"), None)
         if point is None:
             return {}

@@ -62,9 +62,9 @@ class Proposal:
     recorder: ProvenanceWriter
     """Writer of the snapshot's provenance record, which also has the user's code."""
     update_code: bool = False
-    """Whether to take another snapshot of the code."""
+    """Whether to take a new snapshot of the code."""
     renamed: Callable[[], Proposal] | None = None
-    """Function that proposes again with another free name; None if the user chose the name."""
+    """Function that makes the proposal again with the next free name; None if the user chose it."""
 
     @property
     def trial(self) -> str:
@@ -99,7 +99,7 @@ class Proposal:
         )
 
     def scripts(self) -> dict[str, str]:
-        """Return the batch scripts of the next submission, by group."""
+        """Return a mapping from each group to its batch script of the next submission."""
         number = max(submission_numbers(self.paths), default=0) + 1
         known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
         code = trial_code.next_snapshot if self.update_code else trial_code.current_snapshot
@@ -233,7 +233,7 @@ def _own_names(config: Config) -> list[str]:
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
-    """Return whether the existing trial has no commit and ``config`` names other code."""
+    """Return whether the trial has no commit and names other code than ``config``."""
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)
@@ -396,7 +396,7 @@ def identify(paths: RunPaths) -> None:
 def _has_uuid_of_original(paths: RunPaths) -> bool:
     """Return whether a submission names another run directory that has the same uuid.
 
-    An earlier submission of the copy may have been killed before it wrote another uuid.
+    An earlier submission of the copy may have been killed before it wrote a new uuid.
     """
     own = trial_uuid(paths)
     for number in submission_numbers(paths):

@@ -126,7 +126,7 @@ class ProvenanceWriter:
 
 
 def recorded_folders(snapshot: Path) -> list[Path]:
-    """Return the folders in which the code of a snapshot was searched; none without a record."""
+    """Return the folders that were searched for a snapshot's code; none without a record."""
     path = snapshot / RECORD_FILE
     try:
         values = documents.read(path, {"folders": list_of(TEXT)}, ("folders",))

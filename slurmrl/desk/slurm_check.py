@@ -27,7 +27,7 @@ OF_CLUSTER: Final = {
     "nodes": "cluster.hosts",
 }
 OF_SLURM: Final = {"gres": "gpu_type", "gpus-per-node": "gpu_type"}
-"""Setting of each directive whose name differs from the setting's name."""
+"""Mapping from a directive to its setting in ``cluster.slurm`` if the names differ."""
 NAME: Final = re.compile(r"[\w.@+/-]+")
 COUNT: Final = re.compile(r"[:*=]\d+")
 """Pattern of the number of licenses, or of the number of hosts with a feature."""

@@ -72,7 +72,7 @@ def names(root: Path, prefix: str) -> list[str]:
 def find(root: Path, name: str) -> RunPaths:
     """Return the trial EXPERIMENT/TRIAL.
 
-    Raises UsageError for a name of another form, UnknownNameError with the most similar name.
+    Raises UsageError for a name in any other form, UnknownNameError with the most similar name.
     """
     experiment, slash, trial = name.partition("/")
     if not slash or not experiment or not trial or "/" in trial:

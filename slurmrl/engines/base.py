@@ -73,8 +73,8 @@ class ServingOptions:
     """Whether log-probabilities refer to the distribution after top-k and top-p, instead of the
     whole distribution."""
     settled: Callable[[], Awaitable[None]] | None = None
-    """Function that returns once no further request can come before an answer to an earlier
-    request. Engines with rounds of requests await this function. Default: return at once."""
+    """Function that returns once no caller can send a request before it gets an answer. Engines
+    with rounds of requests await this function. Default: return at once."""
 
 
 class Engine(ABC):
@@ -101,13 +101,13 @@ class Engine(ABC):
         """Return this rank's tensors by the storage names of ``layout``. Collective.
 
         The tensors are contiguous and not copied. With adapters, a tensor is a merged copy that is
-        made when it is read. After a call of the engine, the names may have other tensors.
+        made when it is read. A call of the engine may replace the tensors.
         """
 
     def trained_layout(self) -> Layout:
         """Return the layout of the tensors in a weight version.
 
-        A version has the trained tensors of a model with adapters, or all weights of another model.
+        With adapters, a version has only the trained tensors, otherwise all weights.
         """
         return self.layout()
 
@@ -244,7 +244,7 @@ class TrainEngine(Engine):
     def load(self, directory: Path) -> None:
         """Resume from a checkpoint of any number of ranks. No-op if the model is not trained.
 
-        Raises CheckpointError for an incomplete checkpoint or a checkpoint of another model.
+        Raises CheckpointError for an incomplete checkpoint or a checkpoint of a different model.
         """
 
 

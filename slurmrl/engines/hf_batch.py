@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 KEEP_FRACTION: Final = 0.75
 """Ended rows leave the batch when at most this fraction of its rows is unfinished."""
 CHECK_TOKENS: Final = {"cpu": 1, "cuda": 8}
-"""Number of tokens per row between two checks for ended rows, by type of device. A check makes the
-host wait for the GPU. Tokens that a row samples after its end are discarded."""
+"""Mapping from device type to the number of tokens per row between two checks for ended rows. A
+check makes the host wait for the GPU. Tokens that a row samples after its end are discarded."""
 WIDEST: Final = 2
 """Maximum ratio of a cache's columns to the tokens of its longest row. The cache is computed again
 if joining rows would exceed the ratio, because the other columns are padding."""

@@ -267,7 +267,7 @@ def experts_of(sample: SequenceSample, model: ModelConfig | HFRouters) -> Tensor
     """Return the recorded experts [T, L, K] of a sample's tokens.
 
     L is the number of blocks of ``model`` that have experts, K the number of experts per token.
-    Tokens without a record have `UNKNOWN`. Raises UsageError if a record has another size.
+    Tokens without a record have `UNKNOWN`. Raises UsageError if a record has a different size.
     """
     if isinstance(model, ModelConfig):
         blocks = 0 if model.moe is None else len(model.moe.layers)

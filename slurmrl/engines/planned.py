@@ -66,7 +66,7 @@ class Placing:
 
     @cached_property
     def _chunks(self) -> dict[int, tuple[int, int]]:
-        """(number of chunks of the rank's part, index of its chunk), by rank."""
+        """Mapping from rank to (number of chunks of its part, index of its chunk)."""
         if not self.sharded:
             return dict.fromkeys(range(self.topology.world_size), (1, 0))
         return {
@@ -92,7 +92,7 @@ class Placing:
         return Box((whole.start[0] + part.start[0], *whole.start[1:]), part.size)
 
     def own_boxes(self) -> dict[str, Box]:
-        """Return the boxes that this rank stores, by parameter."""
+        """Return a mapping from each parameter to the box that this rank stores."""
         rank = self.rank
         tensor_rank = self._tensor_ranks[rank]
         return {name: self._chunk(self._part(name, tensor_rank), rank) for name in self.shapes}
@@ -245,7 +245,7 @@ LAYOUTS: dict[str, Callable[[PlannedModel, Model, ModelConfig], Layout]] = {
     "vllm": _native,
     "megatron": _megatron,
 }
-"""Functions that compute layouts, by the names of all backends."""
+"""Mapping from the name of each backend to the function that computes its layouts."""
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def random_entries() -> Iterator[TensorEntry]:
 def restore_random(checkpoint: RoleCheckpoint, rank: int, ranks: int) -> None:
     """Restore this rank's random state.
 
-    If another number of ranks, or ranks without a GPU, wrote the checkpoint, seed from the step and
-    the rank instead.
+    If a different number of ranks, or ranks without a GPU, wrote the checkpoint, seed from the step
+    and the rank instead.
     """
     torch.manual_seed(checkpoint.step * ranks + rank)
     if checkpoint.ranks != ranks:

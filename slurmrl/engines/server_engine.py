@@ -1,4 +1,4 @@
-"""Generation by servers, which ranks of the trainers' job start, or which already run."""
+"""Generation by servers that ranks of the trainers' job start, or that already run."""
 
 from __future__ import annotations
 

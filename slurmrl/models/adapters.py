@@ -236,7 +236,7 @@ def tensor_sum(name: str, shape: Index, read: Callable[[Box], Array]) -> int:
 
 
 def check_unchanged(folder: Path, fingerprint: str, found: str) -> None:
-    """Raise UsageError if a folder's weights have another fingerprint than during training."""
+    """Raise UsageError if the fingerprint of a folder's weights differs from training."""
     if found != fingerprint:
         raise UsageError(
             f"the weights in {folder} have changed since the adapters were trained: their "

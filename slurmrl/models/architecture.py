@@ -74,7 +74,7 @@ ALIASES = {
     "num_experts": "num_local_experts",
     "n_routed_experts": "num_local_experts",
 }
-"""Alternative name that transformers accepts for each field with the number of experts."""
+"""Mapping from each field with the number of experts to an alias that transformers accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class MoE:
     corrected: bool = False
     """Whether the router's scores are sigmoids. The choice of experts adds a stored correction."""
     exact: bool = False
-    """Whether the router's logits are float32 even if the model has another dtype."""
+    """Whether the router's logits are float32 whatever the model's dtype."""
     groups: int = 1
     """Number of groups of consecutive experts. A token uses the best ``chosen_groups`` groups."""
     chosen_groups: int = 1
@@ -472,7 +472,7 @@ def _extra(family: Family, full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes that must be at least 1, by field."""
+    """Return a mapping from fields to sizes that must be at least 1."""
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

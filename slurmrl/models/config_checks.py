@@ -107,7 +107,7 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
 def _bad_experts(family: Family, names: Experts, full: Mapping[str, Any]) -> list[str]:
     """Return problems of the fields of layers with experts."""
     problems = []
-    if full["num_experts_per_tok"] is None:  # Some families have no default.
+    if full["num_experts_per_tok"] is None:  # Some families lack a default for it.
         problems.append("'num_experts_per_tok' is missing")
     if METHOD in family.defaults and full[METHOD] not in METHODS:
         problems.append(f"{METHOD} is {full[METHOD]!r}, must be {' or '.join(METHODS)}")
@@ -132,7 +132,7 @@ def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:
 
 
 def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
-    """Return problems of sizes, by field name, that are impossible by themselves or together."""
+    """Return a problem for each impossible size or combination; ``sizes`` maps fields to sizes."""
     problems = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % max(kv_heads, 1):

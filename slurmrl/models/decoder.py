@@ -119,7 +119,7 @@ class Body(Protocol):
 
 
 class Decoder(PackedModel):
-    """A decoder with rotary positions. Families with another structure have subclasses.
+    """A decoder with rotary positions. Families with a different structure have subclasses.
 
     With a ``split``, its parameters are this rank's parts, and all ranks of the split call each
     method together with the same arguments.
@@ -205,7 +205,7 @@ class Decoder(PackedModel):
         else:
             if isinstance(cu_seqlens, OnHost):
                 cu_seqlens = cu_seqlens.tensor
-            # Adjacent sequences of equal length need fewer attention calls.
+            # Attention needs fewer calls if sequences of equal length are adjacent.
             order, places, cu_sorted = self.split.packed(cu_seqlens, input_ids.shape[0])
             positions = packed_positions(cu_sorted, input_ids.shape[0])[places]
             back = inverse(order)

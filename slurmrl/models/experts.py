@@ -119,7 +119,7 @@ class RouterLinear(nn.Linear):
     """The linear layer that scores the experts.
 
     With ``corrected``, the layer also has a float32 buffer that is added to the scores for the
-    choice. With ``exact``, its logits are float32 in a model of another type.
+    choice. With ``exact``, its logits are float32 whatever the model's type.
     """
 
     def __init__(

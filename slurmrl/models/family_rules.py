@@ -82,13 +82,13 @@ class Family:
     files: str = "slurmrl.models.shapes:by_name"
     """``module:function`` that maps parameters to tensors of the files."""
     decoder: str = "slurmrl.models.decoder:Decoder"
-    """``module:Class`` of the decoder; a family with another structure has a separate file."""
+    """``module:Class`` of the decoder; a family with a different structure has a separate file."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Config fields with another name in this family, by the name in most families."""
+    """Mapping from a field's name in most families to its different name in this family."""
     without: frozenset[str] = frozenset()
     """Fields that this family lacks, although most families have them."""
     meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
-    """Meaning of a config value that this family uses differently, by (field, value)."""
+    """Mapping from (field, value) to the meaning, for values that this family uses differently."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults for fields that a ``config.json`` omits, by names of most families."""
 

@@ -33,7 +33,7 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 
 class Weights:
-    """The parameters of a model folder as tensors, by the decoder's names."""
+    """The parameters of a model folder as tensors, under the decoder's names."""
 
     def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
         """Open the files, which may lack the value head. Raises UsageError for a mismatch."""

@@ -116,7 +116,7 @@ def attach_to(model: HFModel, lora: Lora) -> LayerAdapters:
 
 
 def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> None:
-    """Raise UsageError if adapters merged with the files of ``source`` would give another model.
+    """Raise UsageError if adapters merged with the files of ``source`` would change the model.
 
     The files must store the same values of adapted weights as the model. Compare every ``ranks``-th
     weight from number ``first`` on. If tensor ranks share a weight, compare this rank's part.
@@ -155,12 +155,12 @@ def refusal(values: Mapping[str, Any], head: Head, lora: Lora) -> str | None:
 
 
 def adapted_shapes(values: Mapping[str, Any], head: Head, lora: Lora) -> Shapes:
-    """Return the shape of each weight that has an adapter, by name. Raises as `refusal`."""
+    """Return a mapping from each weight that has an adapter to its shape. Raises as `refusal`."""
     return dict(_planned(json.dumps(values, sort_keys=True), head, lora.model_dump_json())[0])
 
 
 def adapter_shapes(values: Mapping[str, Any], head: Head, lora: Lora) -> Shapes:
-    """Return the shape of each matrix of the adapters, by name. Raises as `refusal`."""
+    """Return a mapping from each matrix of the adapters to its shape. Raises as `refusal`."""
     shapes: Shapes = {}
     for name, (rows, columns) in adapted_shapes(values, head, lora).items():
         shapes[matrix_name(name, LORA_A)] = (lora.rank, columns)
@@ -265,7 +265,7 @@ def _maps_rows(layer: nn.Linear | Conv1D) -> bool:
     row = torch.empty(1, layer.weight.shape[-1], device="meta", dtype=layer.weight.dtype)
     try:
         return isinstance(torch.func.functional_call(layer, state, row), Tensor)
-    except (RuntimeError, TypeError):  # The layer needs another input.
+    except (RuntimeError, TypeError):  # The layer needs more inputs than a row.
         return False
 
 

@@ -1,6 +1,6 @@
 """The files of a model of transformers: their tensors, and the place of each parameter in them.
 
-Transformers holds some tensors in another form than the family's files: it stacks experts,
+Transformers holds some tensors in a different form than the family's files: it stacks experts,
 concatenates matrices and renames modules. The method ``save_pretrained`` restores the form of the
 files. `file_form` makes transformers convert tensors without elements and observes where their
 views end up. Ranks can therefore write shards of tensors, without the whole model in memory.

@@ -57,7 +57,7 @@ def _stated(config: HFConfig) -> dict[str, Any]:
 
 
 def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[str, TensorSpec]]:
-    """Return the shapes of a model's parameters and the specs of its constants, by `HFModel` name.
+    """Return mappings from `HFModel` names to shapes of parameters and to specs of constants.
 
     No weights are made. Raises UsageError if transformers cannot build the model.
     """
@@ -90,7 +90,7 @@ def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
     try:
         model = sketch(HFConfig.from_hf(values), head)
         report: dict[str, Any] = {}
-        with suppress(ImportError, AttributeError, TypeError):  # Loaders of releases differ.
+        with suppress(ImportError, AttributeError, TypeError):  # Loaders differ between releases.
             report = _report(model, source)
         if report:
             _require_filled(model, report, source)
@@ -178,7 +178,7 @@ def make_model(
     except UsageError:
         raise
     except (ValueError, KeyError, OSError) as error:
-        reason = str(error).partition(" Should contain one of")[0]  # A list of families follows.
+        reason = str(error).partition(" Should contain one of")[0]  # Omit the list of families.
         message = f"transformers cannot build a {config.model_type} model: {reason}"
         raise UsageError(message) from error
     if head == "value" and fresh and hasattr(model, "score"):
@@ -220,7 +220,7 @@ def _loaded(config: HFConfig, head: Head, source: Path, dtype: torch.dtype) -> t
 
     While a pinned checkpoint is loaded, its weights are in memory twice.
 
-    Raises UsageError if transformers would initialize or untie other parameters.
+    Raises UsageError if transformers would initialize or untie parameters except this head.
     """
     task, settings = task_of(config, head), AutoConfig.from_pretrained(source, **LABELS[head])
     options = {"config": _without_dropout(settings), "dtype": dtype, "output_loading_info": True}

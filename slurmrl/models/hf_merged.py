@@ -59,7 +59,7 @@ class MergedFolder:
         }
         names = adapted_tensors(shapes, self._specs, folder.folder, config, head)
         self._adapted = {name: weight for weight, name in names.items()}
-        """Name of each adapted weight, by its name in the files."""
+        """Mapping from the name of an adapted weight in the files to the model's name."""
         replaced = {name.removeprefix(MODULE) for name in self._heads}
         if head == "value":
             replaced.add(LM_HEAD)

@@ -303,7 +303,7 @@ def _blocks(inner: PreTrainedModel) -> list[nn.Module]:
 
 ADVICE = "Set rollout.backend to sglang or vllm if such a server knows the family"
 NEW = 2
-"""Number of tokens after each prompt."""
+"""Number of tokens that the test generates after each prompt."""
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 A processor has put placeholder tokens where images belong, one for each hidden state of an image.
 The model replaces their embeddings in order. A policy may also sample the id of the placeholder. In
 a sequence whose pictures need n placeholders, only the first n occurrences therefore count. The
-same holds for videos, whose placeholder has another token id. Training and generation both read any
-later occurrence as `STRAY`.
+same holds for videos, whose placeholder has a different token id. Training and generation both read
+any later occurrence as `STRAY`.
 
 Shapes: R rows, W width of a row.
 """

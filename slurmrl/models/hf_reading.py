@@ -26,7 +26,7 @@ def read_weights(model: HFModel, folder: Path) -> None:
     A tensor rank reads its parts. If names or shapes in the files differ from the model's,
     transformers converts the files, which needs memory for a second copy of the model.
 
-    Raises UsageError, and changes nothing, if the folder has another architecture.
+    Raises UsageError, and changes nothing, if the folder has a different architecture.
     """
     assert isinstance(model.config, HFConfig), "a model of transformers"
     tensors = open_folder(folder)

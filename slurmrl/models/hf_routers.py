@@ -115,7 +115,7 @@ class _Choice(TorchFunctionMode):
         self.taken: list[Tensor] = []
         """Experts [T, K] of each ``topk``."""
         self._filled: tuple[Any, Any] = (None, None)
-        """The last scores after and before ``masked_fill``."""
+        """Result and input of the last ``masked_fill`` of scores."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

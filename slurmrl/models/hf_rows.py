@@ -28,7 +28,7 @@ from slurmrl.tensors.bins import best_fit
 
 LOG = log.get(__name__)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Maximum relative difference (of 2-norms) that counts as rounding, by dtype."""
+"""Mapping from dtype to the largest relative difference (of 2-norms) that counts as rounding."""
 COARSE_TOLERANCE = 0.1
 """Maximum relative difference that counts as rounding in half precision."""
 LEAST_LEAK, NOISE_FACTOR = 1e-6, 3.0

@@ -204,7 +204,7 @@ def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 
 def _joined_values(values: Sequence[Any]) -> Any:
-    """Join tensors with a dim of rows, even in lists and dicts. Other values are equal."""
+    """Join tensors with a dim of rows, even in lists and dicts. Keep other values."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(values))

@@ -48,7 +48,7 @@ DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "phi": (*QUERY_VALUE, "fc1", "fc2"),
     "rwkv": ("key", "value", "receptance", "output"),
 }
-"""PEFT's default targets of causal models, by model type; other families have none."""
+"""Mapping from a model type to PEFT's default targets; other families have none."""
 TRANSPOSED: Final = frozenset(("gpt2", "openai-gpt"))
 """Model types whose linear layers store the transposed weight [i, o]."""
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism of transformers' models, by their own plans.
+"""Tensor parallelism of transformers' models, according to their own plans.
 
 Each tensor rank holds parts of the matrices that the family's ``tp_plan`` names, and its own heads,
 inner units and experts. The ranks also share the rows of the embedding and of the output layer if
@@ -254,7 +254,7 @@ def cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]
 def _check_sizes(inner: PreTrainedModel, ranks: int, sizes: Mapping[str, int]) -> None:
     """Raise UsageError if ranks cannot have equal parts of split parameters, with whole heads.
 
-    ``sizes`` are the sizes of the split dims, by parameter.
+    ``sizes`` maps parameters to the sizes of their split dims.
     """
     fields = inner.config.get_text_config().to_dict()
     wanted: dict[str, Any] = {}

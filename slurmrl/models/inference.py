@@ -1,8 +1,8 @@
 """Functions that generate with a built-in decoder in few calls of torch.
 
 One product computes the outputs of all matrices that read the same input. These matrices therefore
-are side by side in memory (``join_matrices``). On a CPU, small models are copied for faster
-products. Parts that have no such function are called as modules.
+are side by side in memory (``join_matrices``). On a CPU, small models are copied into a form with
+faster products. Parts that have no such function are called as modules.
 
 Shapes: T packed tokens, Hq query heads, Hkv key and value heads, D head size, h hidden size, V
 vocabulary.
@@ -35,8 +35,8 @@ from slurmrl.tensors.ops.products import (
 
 Apply = Callable[[Tensor], Tensor]
 PACKED_BYTES = 2**30
-"""Maximum size of a model that is copied for the faster products of some processors. The plan
-counts the memory of the copy (`plan.estimates.memory`)."""
+"""Maximum size of a model that is copied into the form in which processors multiply faster. The
+plan counts the memory of the copy (`plan.estimates.memory`)."""
 
 
 class HeadsCore(Protocol):
@@ -65,7 +65,7 @@ Forward = Callable[[Tensor, Tensor, HeadsCore], Tensor]
 
 
 def short_forward(decoder: Decoder) -> Forward | None:
-    """Return a faster function for ``decoder.run_unhooked``; None if there is none.
+    """Return a faster replacement of ``decoder.run_unhooked``; None if there is none.
 
     There is none for a decoder with adapters and, on several ranks, for a decoder with experts or
     sequence parallelism. The function uses the parameters' present memory, and copies of their
@@ -102,7 +102,7 @@ def head_product(decoder: Decoder) -> Apply:
 
 
 def packs(decoder: Decoder) -> bool:
-    """Return whether the matrices of a decoder are copied for faster products."""
+    """Return whether a decoder's matrices are copied into a form with faster products."""
     size = sum(p.numel() * p.element_size() for p in decoder.parameters())
     return size <= PACKED_BYTES and packable(decoder.head_weight())
 

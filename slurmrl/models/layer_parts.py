@@ -399,7 +399,7 @@ class PrefixCore:
 def arranged(pieces: Pieces, max_len: int) -> Arrangement:
     """Arrange the distinct tokens of pieces, sorted by the length of their piece.
 
-    Adjacent pieces of equal length need fewer attention calls. Whole sequences have up to
+    Attention needs fewer calls if pieces of equal length are adjacent. Whole sequences have up to
     ``max_len`` tokens.
     """
     starts, stops = pieces.cu_seqlens[:-1].long(), pieces.cu_seqlens[1:].long()

@@ -152,7 +152,7 @@ def unused(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -
 
 
 def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that the files must have, by name."""
+    """Return a mapping from each tensor that the files must have to its shape."""
     specs = [
         (name, TensorSpec(shape, "float32")) for name, shape in stored_shapes(config, head).items()
     ]
@@ -237,7 +237,7 @@ class PinnedTensors:
         return {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def check_base(self) -> None:
-        """Raise UsageError if the adapters were trained on another model.
+        """Raise UsageError if the adapters were trained on a different model.
 
         The check reads all weights of the model to which the adapters belong.
         """
@@ -299,7 +299,7 @@ def merged_weights(
 
 
 class FolderParameters:
-    """The parameters of a model folder, by the decoder's names."""
+    """The parameters of a model folder, under the decoder's names."""
 
     def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
         """Open the files, which may lack the value head.

@@ -33,7 +33,7 @@ from slurmrl.tensors.ops.sink_attention import causal_attention
 class PagedCall:
     """The cells and rows of the tokens of one call.
 
-    The first tokens are ``fresh``: whole beginnings of sequences, which see only each other.
+    The first tokens are ``fresh``: whole beginnings of sequences, which see no cached tokens.
     Further tokens also see cells of earlier calls.
     """
 
@@ -194,7 +194,7 @@ class PagedDecoder:
 
     @property
     def reads_beginnings_apart(self) -> bool:
-        """Whether beginnings of sequences are faster as fresh tokens of a call.
+        """Whether a call computes beginnings of sequences faster if their tokens are ``fresh``.
 
         On CPUs, the compiled attention over cells is equally fast, and the result of a token
         depends only on its row.

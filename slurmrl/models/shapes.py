@@ -51,7 +51,7 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 
 
 def constant_specs(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Return the specs of the tensors that no optimizer step changes, by name.
+    """Return a mapping from each tensor that no optimizer step changes to its spec.
 
     These tensors are float32 in every model, because rounding would change the choice of experts.
     """
@@ -63,7 +63,7 @@ def constant_specs(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def stored_shapes(config: ModelConfig, head: Head) -> Shapes:
-    """Return the shape of every parameter and constant, by name."""
+    """Return a mapping from every parameter and constant to its shape."""
     constants = constant_specs(config)
     return parameter_shapes(config, head) | {n: tuple(s.shape) for n, s in constants.items()}
 

@@ -73,12 +73,12 @@ class Algorithm(Protocol):
     """Types of held-out dataset that the algorithm can evaluate."""
 
     trains_on_samples: ClassVar[bool]
-    """Whether the losses assume that tokens were sampled from the distribution that the losses
-    compute. Sampling masks are then allowed only if the algorithm ``replays`` them."""
+    """Whether the losses need tokens sampled from exactly the models' distributions. Sampling masks
+    are then allowed only if the algorithm ``replays`` them."""
 
     replays: ClassVar[bool]
-    """Whether all models compute log-probabilities under the recorded sampling mask of each token,
-    and the actor with the recorded experts."""
+    """Whether log-probabilities of all models use the recorded sampling masks, and the actor uses
+    the recorded experts."""
 
     one_pass: ClassVar[bool]
     """Whether a run processes the dataset once, item by item."""
@@ -122,7 +122,7 @@ class Algorithm(Protocol):
         ...
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
-        """Return the measure of each metric of an evaluation, by name of the metric."""
+        """Return a mapping from each metric of an evaluation to its measure."""
         ...
 
     @property

@@ -224,7 +224,7 @@ def _call(
 
 
 Hosts: TypeAlias = Mapping[str, Sequence[HostRow]]
-"""Hosts in the partitions of each group, by name of the group."""
+"""Mapping from a group's name to the hosts in its partitions."""
 CPUS: Final = 8
 """Default number of cores of a worker with a GPU, which also run the reward, tokenization,
 checkpoints and NCCL."""

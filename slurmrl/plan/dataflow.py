@@ -23,7 +23,7 @@ DATASET_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "kto": ("input_ids", "prompt_mask", "desirable"),
     "messages": ("input_ids", "prompt_mask"),
 }
-"""Keys that a dataset feeds into the graph, by type of the dataset."""
+"""Mapping from a type of dataset to the keys that it feeds into the graph."""
 
 
 REWARD_MODEL: Final = "reward_model"
@@ -103,7 +103,7 @@ class Summary:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Values of the estimates and the ends of their intervals, by name of the metric."""
+        """Mapping from a metric's name to the value of an estimate or the end of its interval."""
         metrics: dict[str, float] = {}
         for name, (value, low, high) in self.estimates.items():
             metrics |= {name: value, f"{name}/low": low, f"{name}/high": high}

@@ -231,7 +231,7 @@ CONFLICTS: Final[Mapping[str, str]] = {
         ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"), LAYOUT
     ),
 }
-"""Reasons why slurmrl rejects flags of every kind of server, by flag."""
+"""Mapping from a flag that slurmrl rejects for every kind of server to the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +249,9 @@ class ServerRules:
     to_sleep: tuple[str, ...] = ()
     """Import statements of modules that the server needs to free GPU memory."""
     least_temperature: float
-    """Minimum temperature. For lower values, the server silently samples at another temperature."""
+    """Minimum temperature. For lower values, the server silently samples at a different one."""
     conflicts: Mapping[str, str]
-    """Reasons why ``rollout.server_args`` must not have a flag, by flag."""
+    """Mapping from a flag that ``rollout.server_args`` must not have to the reason."""
     experts_conflicts: Mapping[str, str] = field(default_factory=dict)
     """Additional ``conflicts`` with ``rollout.replay_experts``."""
     stale_cache_conflicts: Mapping[str, str] = field(default_factory=dict)

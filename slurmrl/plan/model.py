@@ -172,7 +172,7 @@ class Plan(_PlanPart):
     evaluation_calls: tuple[CallPlan, ...]
     """Calls of an evaluation without suites."""
     suite_calls: dict[str, tuple[CallPlan, ...]] = {}
-    """Calls of the evaluation of each suite, by name of the suite."""
+    """Mapping from a suite's name to the calls of its evaluation."""
 
     @model_validator(mode="after")
     def _has_trainers(self) -> Plan:

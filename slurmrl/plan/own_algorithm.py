@@ -191,7 +191,7 @@ def without_torch() -> Iterator[None]:
 
 
 SECTIONS: Final = {"name": {"reward", "episode"}, "type": {"dataset"}}
-"""Sections in which a setting may name the user's code, by name of the setting."""
+"""Mapping from a setting to the sections in which it may name the user's code."""
 
 
 def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
@@ -235,7 +235,7 @@ RECORDED: Final = {
     "rollout.top_k": "slurmrl.algorithms.schema:supports",
     "rollout.replay_experts": "slurmrl.algorithms.schema:routes",
 }
-"""Function that returns the keys that generation records, by setting that enables the record."""
+"""Mapping from a setting that enables a record to a function that returns the record's keys."""
 NUMBERS: Final = ("batch_size", "minibatches", "optimizer_steps", "epochs", "completions")
 ALGORITHM: Final = ("algorithm",)
 

@@ -22,7 +22,7 @@ NAMES: Final = {"float": "float32", "half": "float16", "bf16": "bfloat16"}
 """Data type for each alias that a server's arguments may use."""
 NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
-"""Data type that ``--dtype auto`` chooses for float32 weights, by kind of server."""
+"""Mapping from a kind of server to its data type with ``--dtype auto`` for float32 weights."""
 ROUNDING: Final = (
     ("--quantization", "-q", "--quantization-config"),
     *((f"--{name}",) for name in ("modelopt-quant", "rl-quant-profile", "torchao-config")),

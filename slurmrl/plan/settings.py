@@ -123,7 +123,7 @@ class ProfileUse:
 
     file: Path
     settings: dict[str, Any]
-    """Values that neither the configuration nor the command line sets, by dotted key."""
+    """Mapping from a dotted key to its value, which only the profile sets."""
 
     def to_json(self) -> dict[str, Any]:
         return {"file": str(self.file), "settings": self.settings}

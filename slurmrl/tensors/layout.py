@@ -29,7 +29,7 @@ ITEM_BYTES: dict[str, int] = {
     "int32": 4,
     "uint8": 1,
 }
-"""Size of an element in bytes, by torch's name of the dtype."""
+"""Mapping from torch's name of a dtype to the bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)

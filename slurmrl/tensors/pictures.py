@@ -52,7 +52,7 @@ class PictureInputs:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """All arrays of the file, by name."""
+        """Mapping from names to all arrays of the file."""
         counts = [self.tokens, self.videos] if self.videos else [self.tokens]
         return {**self.arguments, COUNT: np.array(counts, np.int64)}
 

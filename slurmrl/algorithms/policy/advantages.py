@@ -326,7 +326,7 @@ def moments(
     """Return mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty.
 
     ``unbiased`` divides by the number of entries minus one. ``about_zero`` takes the deviation from
-    0 instead of the mean.
+    0 instead of from the mean.
 
     For equal entries, the mean is exactly their value and the deviation is 0 on any layout: adding
     the mean deviation from the rounded mean corrects the rounding.
@@ -424,8 +424,8 @@ def token_rewards(
 ) -> Tensor:
     """Return the rewards [R] of response tokens: scores at last tokens, minus KL penalties.
 
-    The last token of a completion gets its score, except the rewards that ``turns`` [R] assigns to
-    the last tokens of turns. The sum over a completion does not depend on ``turns``.
+    The last token of a completion gets its score minus the rewards in ``turns`` [R], which the last
+    tokens of turns get. The sum over a completion does not depend on ``turns``.
     """
     rewards = -penalties
     if turns is not None:

@@ -160,8 +160,8 @@ class Correction(Section):
     - `truncate`: a weight beyond a bound becomes the bound.
     - `mask`: a weight beyond a bound becomes 0.
 
-    Default: `truncate` if old log-probabilities are recomputed and completions may be stale or have
-    another precision than `actor.dtype`; else `none`. Example: `truncate`"""
+    Default: `truncate` if old log-probabilities are recomputed and completions may be stale or
+    differ in precision from `actor.dtype`; else `none`. Example: `truncate`"""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Tokens that share an importance weight.
 
@@ -254,7 +254,7 @@ class Correction(Section):
 
 
 def reject_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
-    """Raise ValueError for settings that differ from their defaults but that ``chosen`` ignores."""
+    """Raise ValueError for settings with non-default values that ``chosen`` ignores."""
     fields = type(section).model_fields
     unused = [
         name

@@ -177,8 +177,8 @@ BELONGS_TO: Final = {
     "sapo_tau_negative": "objective",
     "aggregation_length": "aggregation",
 }
-"""Setting -> setting on which it depends. The preset's value of the first setting applies only if
-the second setting has the preset's value too."""
+"""Mapping from a setting to the setting on which it depends: the preset's value of the first
+applies only if the second has the preset's value too."""
 
 
 CHOICES: Final[dict[str, type[Section]]] = {

@@ -350,7 +350,7 @@ def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
 
 
 def correction_notes(settings: Correction, config: Config) -> Iterator[str]:
-    """Yield notes on settings that correct for completions of another policy, with reasons.
+    """Yield notes, with reasons, on settings that correct for stale or imprecise completions.
 
     ``settings`` are the result of `settled_correction`.
     """

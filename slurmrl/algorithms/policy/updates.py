@@ -155,7 +155,7 @@ def _order(context: CallContext, settings: Updates, epoch: int) -> list[str]:
 
 
 def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int]]:
-    """Return the positions of ``ids`` in each of ``count`` consecutive parts of ``order``."""
+    """Return, for each of ``count`` consecutive parts of ``order``, the positions in ``ids``."""
     numbers = {
         name: number
         for number, (start, stop) in enumerate(

@@ -182,7 +182,7 @@ def divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class Components:
-    """Allocations by place: the disjoint, consecutive sets of ranks that allocations share.
+    """Allocations, grouped by their places, which are disjoint, consecutive sets of ranks.
 
     ``str()`` returns a string that parses to equal components.
     """
@@ -214,7 +214,7 @@ class Components:
         return list(accumulate(sizes[:-1], initial=0))
 
     def explain(self) -> dict[str, Any]:
-        """Return the sizes as plain values; for several allocations, add their first ranks."""
+        """Return the sizes as plain values; for several allocations, include their first ranks."""
         if len(self) == 1:
             return next(iter(self)).explain()
         parts = [

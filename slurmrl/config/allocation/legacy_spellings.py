@@ -52,7 +52,7 @@ class HostShape:
 
 
 def parse_legacy(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
-    """Return the layouts in a legacy string, by role.
+    """Return a mapping from roles to their layouts in a legacy string.
 
     If the trial ``trains``, the string must have a layout of the actor. Roles without a layout
     have the actor's layout.

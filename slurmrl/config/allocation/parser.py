@@ -114,7 +114,7 @@ def single(scanner: Scanner) -> Allocation:
 
 @dataclass
 class Dimensions:
-    """Sizes by letter, and the position of each letter in the string."""
+    """Mappings from a letter to its size, and to its position in the string."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)

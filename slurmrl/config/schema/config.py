@@ -293,7 +293,7 @@ class Config(Section):
 
     @property
     def evaluations(self) -> dict[str, Config]:
-        """The configuration with which each suite is evaluated, by the suite's name.
+        """Mapping from a suite's name to the configuration with which the suite is evaluated.
 
         Each configuration has the suite's dataset, settings and reward. An evaluation without
         suites has the name `WHOLE`.
@@ -348,7 +348,7 @@ class Config(Section):
         return self.evaluation.dataset
 
     def datasets(self) -> dict[KeyPath, Dataset]:
-        """Return the datasets for training and evaluations, by the keys of their sections."""
+        """Return a mapping from section keys to the datasets for training and evaluations."""
         held_out = {
             (*evaluation_key(suite), "dataset"): own.held_out
             for suite, own in self.evaluations.items()
@@ -378,7 +378,7 @@ class Config(Section):
         return self.model_copy(update=update)
 
     def rewards(self) -> dict[KeyPath, Reward]:
-        """Return the trial's reward and the rewards of suites, by the keys of their sections."""
+        """Return a mapping from section keys to the trial's reward and the rewards of suites."""
         found: dict[KeyPath, Reward | None] = {("reward",): self.reward}
         for name, suite in (self.evaluation.suites if self.evaluation else {}).items():
             found[*evaluation_key(name), "reward"] = suite.reward

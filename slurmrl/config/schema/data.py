@@ -40,7 +40,7 @@ OF_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "label_key": ("kto",),
     "messages_key": ("messages",),
 }
-"""Types that use a setting, by name of the setting; all types use the other settings."""
+"""Mapping from a setting to the dataset types that use it; all types use unlisted settings."""
 SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 BOTH: Final = "has both path and sources; move path into the sources"
 FIRST_SETTINGS: Final = (
@@ -279,7 +279,7 @@ class Dataset(Section):
 
     @property
     def parts(self) -> dict[str, Dataset]:
-        """The dataset of each source, by name; the name is empty without sources."""
+        """Mapping from a source's name to its dataset; the name is empty without sources."""
         if not self.sources:
             return {"": self}
         return {
@@ -311,7 +311,7 @@ class Dataset(Section):
 
     @property
     def media_keys(self) -> dict[str, str]:
-        """Keys of images and videos of rows, by the type of their parts in messages."""
+        """Mapping from the type of a message part to the key of the rows' images or videos."""
         keys = {"image": self.images_key, "video": self.videos_key}
         return {medium: key for medium, key in keys.items() if key is not None}
 

@@ -157,7 +157,7 @@ class Evaluation(Section):
 
     @property
     def parts(self) -> dict[str, Evaluation]:
-        """The evaluation of each suite, by name (`WHOLE` without suites)."""
+        """Mapping from a suite's name to its evaluation (`WHOLE` without suites)."""
         if not self.suites:
             return {WHOLE: self}
         return {name: self._of(suite) for name, suite in self.suites.items()}

@@ -132,7 +132,7 @@ class Reward(Section):
 
     @property
     def functions(self) -> dict[str, RewardPart]:
-        """The functions, by the names of their parts (`ALONE` for a single function)."""
+        """Mapping from the name of a part to its function (`ALONE` for a single function)."""
         if self.name is None:
             return dict(self.parts)
         return {ALONE: RewardPart(name=self.name, options=self.options, pool=self.pool)}

@@ -120,14 +120,14 @@ MOMENTS: Final[Mapping[Kind, tuple[str, ...]]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum",),
 }
-"""Names, in checkpoints, of each parameter's state tensors, by optimizer."""
+"""Mapping from an optimizer to the names, in checkpoints, of a parameter's state tensors."""
 
 USERS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "betas": ("adamw", "adam"),
     "momentum": ("sgd",),
     "eps": ("adamw", "adam"),
 }
-"""Optimizers that use a setting, by name of the setting; all use the other settings."""
+"""Mapping from a setting to the optimizers that use it; all optimizers use unlisted settings."""
 
 _WHOLE: Final = "it needs whole matrices, and a rank holds only a part of each"
 LEFT_OUT: Final[Mapping[str, str]] = {
@@ -141,7 +141,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "rprop": "it is for gradients of a whole dataset and has neither schedule nor decay",
     "asgd": "its purpose is averaged weights, which are neither used nor exported",
 }
-"""Reasons why optimizers of torch are not supported, by name in lower case."""
+"""Mapping from an unsupported optimizer of torch, in lower case, to the reason."""
 
 
 class Optimizer(Section):

@@ -212,8 +212,8 @@ class EpisodeSettings(Section):
     def describes_tools(self) -> bool:
         """Whether chat templates may describe the tools.
 
-        Templates ask for calls in JSON, so this is false if the environment expects another form.
-        Environments of `verifiers` have their own tools.
+        Templates ask for calls in JSON, so this is false if the environment expects a different
+        format. Environments of `verifiers` have their own tools.
         """
         environment = self.environment
         calls = environment is not None and environment.name == EARNS_NOTHING
@@ -222,7 +222,7 @@ class EpisodeSettings(Section):
 
     @property
     def own(self) -> dict[str, str]:
-        """The ``package.module:name`` of the user's own code, by key of the setting."""
+        """Mapping from a setting's key to the ``package.module:name`` of the user's own code."""
         named = {"name": self.name}
         if self.environment is not None:
             named["environment.name"] = self.environment.name
@@ -397,7 +397,7 @@ class Transfer(Section):
 
     verify: Literal["first", "always", "never"] = "first"
     """Moves after which all ranks compare checksums of every tensor: the first move of each start,
-    all, or none. A difference ends the start with an error that names the tensor."""
+    all, or none. A difference stops the trainers. The error names the tensor."""
     staging_mib: PositiveInt = 256
     """Size of the buffers in which a rank sends and receives weights."""
 

@@ -65,7 +65,7 @@ def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -
 
 
 KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
-"""The setting that names the row's key, by the field of a template."""
+"""Mapping from a template's field to the setting that names the row's key."""
 
 
 LARGEST: Final = 1e300

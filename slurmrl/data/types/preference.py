@@ -194,7 +194,7 @@ class LabelledAnswers(PromptAnswers):
     def __init__(self, config: DatasetConfig) -> None:
         super().__init__(config)
         self._before: list[TokenSequence] = []
-        """For each of the last two different prompts, its last row."""
+        """The newest row of each of the last two distinct prompts."""
 
     def fields(self) -> list[RowField]:
         return [*super().fields(), RowField(self.config.label_key, "label_key", _wrong_label)]

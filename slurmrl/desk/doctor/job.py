@@ -157,7 +157,7 @@ class ShortJob:
         )
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return the results that are visible, by the number of the host."""
+        """Return a mapping from the numbers of hosts to their visible results."""
         found = {}
         for task in range(self.group.hosts):
             with suppress(FileNotFoundError):

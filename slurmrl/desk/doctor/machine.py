@@ -36,7 +36,7 @@ OPTIONAL = {"megatron-core": "backend megatron", "flash-attn": "faster attention
 """Optional packages and their uses. Servers of ``rollout.backend`` have separate environments (see
 `server_checks`)."""
 BUILDS = {12: "cu126", 13: "cu130"}
-"""A build of torch that scripts/setup can install, by the major version of CUDA."""
+"""Mapping from a major version of CUDA to a build of torch that scripts/setup can install."""
 FEW_FILES = 4096
 """Minimum limit of open files: a worker with NCCL needs some hundred descriptors."""
 FEW_PROCESSES = 2048

@@ -211,7 +211,7 @@ Host = Callable[[str, str], dict[str, Any]]
 
 class _Listener(socketserver.ThreadingTCPServer):
     request_queue_size = 256
-    """All hosts of a job connect at about the same time."""
+    """The queue must hold all hosts of a job, which connect at about the same time."""
     daemon_threads = True
 
 

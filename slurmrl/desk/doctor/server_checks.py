@@ -192,7 +192,7 @@ class _Found(NamedTuple):
 
 
 async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found:
-    """Query a server. Raises UsageError if it is unusable, RunFailedError if it is silent."""
+    """Query a server. Raises UsageError if the server is unusable, RunFailedError if silent."""
     from slurmrl.rollouts.generation.http import HttpClient  # a login node may lack aiohttp
 
     backend = str(settings["backend"])

@@ -148,7 +148,7 @@ def settings(paths: RunPaths) -> dict[str, Any]:
 
 
 def _commits(paths: RunPaths, events: Sequence[Event]) -> list[CommitRow]:
-    """Return all commits, by time."""
+    """Return all commits, sorted by time."""
     written = {
         (event["writer"], event.get("step")): event for event in events if event["kind"] == "commit"
     }

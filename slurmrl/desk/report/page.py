@@ -117,7 +117,7 @@ def chart(
 
 
 def whole_ticks(low: int, high: int, most: int = 6) -> list[int]:
-    """Return at most ``most`` round steps from ``low`` to ``high``, with equal distances."""
+    """Return at most ``most`` round numbers from ``low`` to ``high``, at equal distances."""
     distances = (digit * 10**power for power in range(19) for digit in (1, 2, 5))
     for distance in distances:
         first = -(-low // distance) * distance

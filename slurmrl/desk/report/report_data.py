@@ -28,7 +28,7 @@ MOST_POINTS = 4000
 """Maximum number of points of a curve; a screen has fewer columns."""
 DIGITS = 7
 LARGEST = 1e300
-"""Largest number in a curve. Curves omit larger numbers, like infinities: differences overflow."""
+"""Largest number in a curve. Curves omit larger numbers and infinities: differences overflow."""
 PLACES = ("step", TIME)
 """Keys for the position of a line on the x axis; all other keys are metrics."""
 MOST_ROWS = 10_000
@@ -161,7 +161,7 @@ class TrialReport:
     environment: Mapping[str, Any]
     """The record of the newest code snapshot: versions, packages, git."""
     diffs: Mapping[str, str]
-    """Uncommitted changes, by repository."""
+    """Mapping from a repository to its uncommitted changes."""
 
 
 def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
@@ -199,7 +199,7 @@ def smoothed(values: Iterable[float | None], factor: float) -> list[float | None
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
     """Return a curve of at most ``most`` points.
 
-    Of each range of a longer curve, keep the minimum and the maximum, so that no peak is lost.
+    Keep the minimum and the maximum of each range of a longer curve, so that no peak is lost.
     """
     x, y = curve.x, curve.y
     if len(x) <= most:

@@ -435,7 +435,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     @cached_property
     def _saved_layout(self) -> Layout:
-        """The layout of trained tensors and moments in a checkpoint, each element once."""
+        """The layout of trained tensors and moments in a checkpoint, without replicas."""
         return self._trained_placing.layout(self._prefixes, copies=False)
 
     @property

@@ -103,7 +103,7 @@ def whole_shapes(model: PackedModel) -> dict[str, Index]:
 
 
 def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
-    """Return the specs of the model's constants, by name.
+    """Return a mapping from the names of the model's constants to their specs.
 
     Raises UsageError if a checkpoint of a trained model cannot store the constants.
     """
@@ -161,9 +161,9 @@ def load(
 ) -> int:
     """Fill this rank's chunks and set its random state. Return the number of optimizer steps.
 
-    If another number of ranks wrote the checkpoint, the random state is seeded from the step and
-    the rank. Raises CheckpointError for a checkpoint of another model, UsageError for adapters of
-    other weights than ``frozen``.
+    If a different number of ranks wrote the checkpoint, the random state is seeded from the step
+    and the rank. Raises CheckpointError for a checkpoint of a different model, UsageError if the
+    adapters belong to weights other than ``frozen``.
     """
     checkpoint = RoleCheckpoint(directory, role)
     checkpoint.check(layout.tensors)

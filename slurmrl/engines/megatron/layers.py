@@ -62,7 +62,7 @@ from slurmrl.tensors.ops.sampling import SamplingMasks
 from slurmrl.tensors.ops.sink_attention import causal_attention
 
 FIRST, END = "2.9.0a0", "2.12"
-"""First release that megatron-core 0.16.1 supports, and the first release that is too new."""
+"""First TransformerEngine that megatron-core 0.16.1 supports, and the first that is too new."""
 HINT = f"pip install --no-build-isolation 'transformer_engine[pytorch]>={FIRST},<{END}'"
 
 

@@ -39,7 +39,7 @@ EXPERTS = {
     False: "experts.local_experts.{index}.linear_{matrix}.weight",
     True: "experts.linear_{matrix}.weight{index}",
 }
-"""Storage of an expert's matrix, by whether one module has the matrices of all experts."""
+"""Storage of an expert's matrix. The key is true if one module has all experts' matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)

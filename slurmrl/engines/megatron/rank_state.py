@@ -36,7 +36,7 @@ from slurmrl.tensors.layout import Layout, Shard, TensorSpec
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 Held = dict[str, tuple[Tensor, list[Shard]]]
-"""Flat tensors by storage, and the shards in each."""
+"""Mapping from a storage to its flat tensor and the shards in the tensor."""
 
 
 class ModelState:

@@ -66,7 +66,7 @@ Rule: TypeAlias = Callable[[Fit], Found]
 
 
 def check(fit: Fit) -> Found:
-    """Yield only the first misfit of each axis: another size may also remove the other misfits."""
+    """Yield only the first misfit of each axis: a new size may also remove the other misfits."""
     reported = set()
     for rule in RULES:
         for misfit in rule(fit):
@@ -241,7 +241,7 @@ PART_OF: Final = {
     "make_vocab_size_divisible_by": "tp",
     "virtual_pipeline_model_parallel_size": "pp",
 }
-"""Axis by field of the model. Misfits of the field count as misfits of the axis."""
+"""Mapping from a model's field to the axis whose misfits include the field's misfits."""
 RULES: Final[tuple[Rule, ...]] = (
     _divisions,
     _copied_heads,
@@ -256,7 +256,7 @@ RULES: Final[tuple[Rule, ...]] = (
 
 
 STRONGER: Final = {"off": ("selective", "full"), "selective": ("full",), "full": ()}
-"""Modes of activation checkpointing that keep fewer activations, by mode."""
+"""Mapping from a mode of activation checkpointing to modes that keep fewer activations."""
 
 
 def memory(draft: Draft) -> Iterator[Problem]:

@@ -43,7 +43,7 @@ OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
 OF_ALL: Final = ("server_start_s", "server_silence_s")
 TASKS: Final = ("evaluation", "tasks")
 LONGEST_SUITE: Final = 40
-"""Maximum length of a suite's name. ``-step-123456789-`` uses the rest of 64 characters."""
+"""Maximum length of a suite's name. A trial's name also contains ``-step-123456789-``."""
 LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
 """Types of dataset on which the algorithm `evaluate` can measure any model."""

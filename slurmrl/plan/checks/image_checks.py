@@ -115,7 +115,7 @@ def _forms(draft: Draft) -> Iterator[Problem]:
 
 
 def _form(model: Model) -> dict[str, object]:
-    """Return the known fields in `FORM` of a model, by name."""
+    """Return a model's known fields in `FORM`, mapped to their values."""
     values = known_config(model)
     parts = [part for part in (values.get("vision_config"), values) if isinstance(part, Mapping)]
     return {n: _side(part[n]) for part in parts for n in FORM if n in part}

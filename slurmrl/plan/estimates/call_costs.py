@@ -107,7 +107,7 @@ class Checked(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """A checked configuration with other settings."""
+    """A checked configuration in which some settings are replaced."""
 
     config: Config
     algorithm: Algorithm
@@ -140,7 +140,7 @@ def placed_models(checked: Checked) -> dict[str, Placement]:
 
 
 def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
-    """Return the memory of each model whose architecture is known, by name.
+    """Return a mapping from each model of known architecture to its memory.
 
     With ``certain``, leave out memory that depends on an assumed length of sequences.
     """

@@ -40,7 +40,7 @@ SOURCES: Final[Mapping[str, str]] = {
     "measured": "measured",
     "guessed": "guessed",
 }
-"""Description of the origin of the numbers, by section of a profile."""
+"""Mapping from a profile's section to a description of the origin of its numbers."""
 _Share: TypeAlias = Annotated[float, Field(gt=0, le=1.5)]
 """A share of a rate. The share may exceed 1, because processors boost their clocks."""
 
@@ -92,7 +92,7 @@ class HardwareFile(Section):
     guessed: Numbers = Numbers()
 
     def numbers(self) -> dict[str, tuple[float, str]]:
-        """Return each number with its origin, by name."""
+        """Return a mapping from the name of each number to the number and its origin."""
         return {
             name: (value, source)
             for source in SOURCES
@@ -286,7 +286,7 @@ class Hardware:
     """Efficiency of megatron-core with TransformerEngine, SGLang and vLLM, which fuse elementwise
     operations and have a newer attention kernel."""
     numbers: Mapping[str, tuple[float, str]]
-    """All numbers with their origins (`SOURCES`), by name."""
+    """Mapping from the name of each number to the number and its origin (`SOURCES`)."""
     origin: str
     """Description of the profile's origin: its file, and time and hosts of a measurement."""
 
@@ -306,7 +306,7 @@ class Hardware:
 def hardware_of(cluster: Cluster) -> Hardware | None:
     """Return the hardware of a configuration's ranks; None for unknown hardware.
 
-    Raises UnreadableInputError. Raises UsageError for an invalid profile or other hardware.
+    Raises UnreadableInputError. Raises UsageError for an invalid or unsuitable profile.
     """
     name = name_of(cluster)
     if cluster.hardware is not None:

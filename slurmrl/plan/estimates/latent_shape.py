@@ -47,7 +47,7 @@ class LatentShape:
         return self.query_rank + self.rank
 
     def matrices(self, ranks: int) -> dict[str, tuple[float, float]]:
-        """Return both sides of each matrix on one of ``ranks`` tensor ranks, by name.
+        """Return a mapping from each matrix to its two sides on one of ``ranks`` tensor ranks.
 
         Tensor ranks split only the second side.
         """

@@ -75,7 +75,7 @@ SMALL_BYTES: Final = 256 * 2**20
 """Maximum float32 bytes of a model whose sharded weights are one unit. For small models, holding
 all parameters and gradients costs less than the collectives and hooks of many units."""
 REPEATED: Final[Mapping[str, float]] = {"off": 0.0, "selective": 0.5, "full": 1.0}
-"""Share of a layer's forward pass that activation checkpointing repeats, by mode."""
+"""Share of a layer's forward pass that each mode of activation checkpointing repeats."""
 
 
 def inference(job: PassJob, machine: Machine) -> Seconds:
@@ -439,7 +439,7 @@ def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float)
     """Return the seconds to decode one token of ``rows`` sequences with ``context`` tokens each."""
     shape, tp, pp = job.shape, job.allocation.sizes["tp"], job.allocation.sizes["pp"]
     streamed = machine.gpu.bytes_per_s * machine.efficiency.decoding
-    own = rows / min(pp, max(rows, 1.0))  # Each stage decodes another part of the sequences.
+    own = rows / min(pp, max(rows, 1.0))  # Each stage decodes a different part of the sequences.
     weights = _read_elements(job, own) * job.width * job.narrower.weights / streamed
     share = machine.efficiency.products * job.narrower.rate
     products = own * forward_flops_per_token(shape, "lm", tp) / machine.flops(share, job.width)

@@ -23,7 +23,7 @@ class StepSeconds:
     """Predicted seconds of a step."""
 
     calls: Mapping[str, Seconds]
-    """Seconds of each call by cause, by name of the call."""
+    """Mapping from a call's name to its seconds by cause."""
     moves: float = 0.0
     """Seconds to move weights to the engine that generates, and offloaded models to and from host
     memory."""

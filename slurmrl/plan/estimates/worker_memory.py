@@ -449,7 +449,7 @@ def _published_bytes(config: Config) -> float:
 
 
 def _rounding(config: Config) -> int:
-    """Return the factor by which torch rounds. A container may have another release of torch."""
+    """Return the factor by which torch rounds. A container may have a different torch."""
     try:
         release = tuple(int(part) for part in metadata.version("torch").split(".")[:2])
     except metadata.PackageNotFoundError:

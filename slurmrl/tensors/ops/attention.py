@@ -91,7 +91,7 @@ def packed_attention(
     q [T, Hq, D]; k, v [T, Hkv, D], where Hkv divides Hq. Scores are multiplied by ``scale``. In
     half precision on a GPU, there is one flash-attention call. Otherwise, there is one batched call
     for each run of equal lengths, so callers should sort sequences by length. Raises UsageError if
-    the packing has another number of tokens.
+    the packing has a different number of tokens than q.
     """
     if flash_fits(q):
         cu_seqlens = packing.cu_seqlens_on(q.device)

@@ -93,7 +93,7 @@ class _Message:
 
 
 Arrived = dict[int, list[_Message]]
-"""Received messages, by the number of their segment."""
+"""Mapping from a segment's number to the received messages."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,11 @@ class Mover:
             if messages is None:
                 messages = [self._packed(cargo) for cargo in leg.segment.messages()]
             operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
-        operations.sort(key=lambda entry: entry[0].tag)  # Both ends need the same order.
+        operations.sort(key=lambda entry: entry[0].tag)  # Both ends must post in the same order.
         posted = [operation for operation, _ in operations]
         works = dist.batch_isend_irecv(posted)
         received = [messages for _, messages in operations]
-        if len(works) < len(operations):  # NCCL returns one common operation.
+        if len(works) < len(operations):  # NCCL returns a single operation for all.
             received = [*([] for _ in works[1:]), list(itertools.chain.from_iterable(received))]
         return _UnderWay(list(zip(works, received, strict=True)), arriving, posted)
 

@@ -123,7 +123,7 @@ class MovePlan:
     """All transfers of a move, which are the same on every rank."""
 
     local: Mapping[int, tuple[Cargo, ...]]
-    """Cargo that a rank copies from its source storages to its target storages, by rank."""
+    """Mapping from a rank to the cargo that it copies from source storages to target storages."""
     segments: tuple[Segment, ...]
     budget: int
     """Staging budget of a rank, in bytes."""

@@ -32,11 +32,11 @@ class Choice(StrEnum):
     """Values of SLURMRL_OPS."""
 
     AUTO = "auto"
-    """Compiled operators if they are faster and available, else torch."""
+    """Use compiled operators if they are available and faster than torch, else torch."""
     TORCH = "torch"
-    """Always torch."""
+    """Use only torch."""
     NATIVE = "native"
-    """Always compiled operators; an error if they are not available."""
+    """Use only compiled operators; raise an error if they are not available."""
 
 
 def operators(device: torch.device, elements: int) -> Any | None:
