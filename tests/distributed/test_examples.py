@@ -33,7 +33,7 @@ SERVED = [
 ON_GPUS = ["megatron_moe.yaml"]
 """Tested in test_local_megatron.py, which lets megatron-core compute on CPUs."""
 CONFIGS = [config for config in ALL if config not in (*SERVED, *ON_GPUS)]
-SHARES = 6
+SHARES = 10
 """Number of shares of the examples, which take turns."""
 SETTINGS = {
     "total_steps": 2,

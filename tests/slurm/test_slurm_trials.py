@@ -14,6 +14,7 @@ import pytest
 from slurmrl.run import events
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.nodes import queued, slurm, wait_for_empty_queue
+from tests.support.rotation import in_turn
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 FAKE_GPUS = REPOSITORY / "tests" / "support" / "fake_gpus"
@@ -88,6 +89,7 @@ def submit_example(site: Site, name: str, *overrides: str) -> None:
     site.slurmrl("submit", path, *overrides, *where, "--scheduler", "slurm")
 
 
+@in_turn(0, 2)
 def test_ppo_example_on_two_nodes_shows_status_and_logs(site: Site) -> None:
     site = with_fake_gpus(site)
     submit_example(site, "sft", "total_steps=2", "evaluation.samples=16")
@@ -116,6 +118,7 @@ def test_ppo_example_on_two_nodes_shows_status_and_logs(site: Site) -> None:
 
 
 @pytest.mark.long
+@in_turn(1, 2)
 def test_two_trials_share_nodes(site: Site) -> None:
     """Both trials run at the same time on the same two nodes, with different devices."""
     site = with_fake_gpus(site)

@@ -52,6 +52,8 @@ dataset: {type: prompt, path: train.jsonl, max_prompt_tokens: 512}
 cluster: {slurm: {gpu_type: h100}}
 """
 MEAN = MeanTokens(256, 512)
+GRPO = ("algorithm.name=grpo", "algorithm.kl.coef=0")
+"""Overrides that leave one model, so a search is short."""
 
 
 @pytest.fixture
@@ -89,8 +91,8 @@ def test_best_answer_is_the_best_of_all_combinations(
 ) -> None:
     """The test predicts all combinations of few candidates and compares them with the memory."""
     monkeypatch.setattr(candidates, "MICROBATCHES", (4096, 16384))
-    given = load(config, "algorithm.name=grpo", "algorithm.kl.coef=0")
-    found = answers(config, "algorithm.name=grpo", "algorithm.kl.coef=0")
+    given = load(config, *GRPO)
+    found = answers(config, *GRPO)
     best = math.inf
     for engine, tokens, mode, own in product(
         allocations("fsdp", 8, largest_tp=8),
@@ -106,7 +108,7 @@ def test_best_answer_is_the_best_of_all_combinations(
         if own is not None:
             changes |= {"rollout.backend": str(own), "rollout.gpus": "0-7"}
         try:
-            one = load(config, "algorithm.name=grpo", "algorithm.kl.coef=0", *written(changes))
+            one = load(config, *GRPO, *written(changes))
         except ConfigError:
             continue
         if {str(each) for each in one.missing} - {str(each) for each in given.missing}:
@@ -187,7 +189,7 @@ def test_reasons_of_rejected_combinations_are_shown(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reason = "rollout.python: is required; set the Python of an environment in which vllm is"
-    given = ("--gpus", "8", "algorithm.name=grpo", "algorithm.kl.coef=0")
+    given = ("--gpus", "8", *GRPO)
     _, out, _ = run(capsys, config, *given)
     assert "a submission would reject" not in out
     _, out, _ = run(capsys, config, *given, "--engines", "fsdp,vllm")
@@ -241,8 +243,8 @@ def test_smaller_memory_needs_more_recomputation_or_gives_no_answer(config: Path
 
 
 def test_cost_objective_finds_fewer_gpus_than_time_objective(config: Path) -> None:
-    fast = answers(config, gpus=(8, 16, 32))[0]
-    cheap = answers(config, gpus=(8, 16, 32), objective="cost")[0]
+    fast = answers(config, *GRPO, gpus=(8, 32))[0]
+    cheap = answers(config, *GRPO, gpus=(8, 32), objective="cost")[0]
     assert cheap.gpus < fast.gpus
     assert cheap.gpu_seconds < fast.gpu_seconds
     assert fast.step.total < cheap.step.total
@@ -281,8 +283,8 @@ def test_combinations_with_tasks_are_sorted_by_the_slower_side(lists: list[list[
 
 
 def test_gpu_hour_limit_applies_to_all_answers(config: Path) -> None:
-    cheap = answers(config, gpus=(8,), objective="cost")[0].gpu_seconds
-    found = answers(config, gpus=(8, 32), gpu_seconds=1.2 * cheap)
+    cheap = answers(config, *GRPO, gpus=(8,), objective="cost")[0].gpu_seconds
+    found = answers(config, *GRPO, gpus=(8, 32), gpu_seconds=1.2 * cheap)
     assert found
     assert all(one.gpu_seconds <= 1.2 * cheap for one in found)
     assert [one.step.total for one in found] == sorted(one.step.total for one in found)
@@ -292,7 +294,7 @@ def test_seconds_of_candidates_add_up_to_the_seconds_of_a_step(config: Path) -> 
     """Otherwise, the order of the sums would differ from the order of the answers."""
     layouts = {"actor": "fsdp:d8", ROLLOUTS: "native:d8"}
     backends = [f"{name}.backend={backend}" for name, backend in layouts.items()]
-    own: tuple[str, ...] = ("algorithm.name=grpo", "algorithm.kl.coef=0", "rollout.gpus=0-7")
+    own: tuple[str, ...] = (*GRPO, "rollout.gpus=0-7")
     given = load(config, *own, *backends)
     total = 0.0
     for name, backend in layouts.items():
@@ -351,7 +353,7 @@ def test_search_writes_the_best_answer_next_to_the_file(
 def test_given_configuration_that_does_not_fit_is_reported(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ("algorithm.name=grpo", "algorithm.kl.coef=0", "actor.gradient_checkpointing=full")
+    small = (*GRPO, "actor.gradient_checkpointing=full")
     _, out, _ = run(capsys, config, "--gpus", 8, "actor.backend=fsdp:d8", *small)
     assert "the given configuration: " in out
     assert "but it does not fit into GPU memory" not in out
@@ -364,7 +366,7 @@ def test_written_file_keeps_overrides_and_comments(
 ) -> None:
     text = TEXT.replace("fsdp:d4\n", "fsdp:d4  # two nodes\n  # about the weights\n")
     config.write_text(text)
-    best, given = config.with_name("best.yaml"), ("algorithm.name=grpo", "algorithm.kl.coef=0")
+    best, given = config.with_name("best.yaml"), GRPO
     code, _, _ = run(capsys, config, *given, "--gpus", 8, "--write", best)
     assert code == 0
     lines = [" ".join(line.split()) for line in best.read_text().splitlines()]
