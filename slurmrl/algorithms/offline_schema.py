@@ -62,7 +62,7 @@ class Generate(AlgorithmSchema):
 
 
 class Evaluate(AlgorithmSchema):
-    """Evaluation of a model on a whole dataset, in `results.jsonl` and `summary.json`.
+    """Evaluate a model on a whole dataset; write `results.jsonl` and `summary.json`.
 
     No model is trained. With `measure: completions`, the reward scores `rollout.n` completions of
     each prompt. The results are `avg@n`, `pass@k` and `maj@k`, with 95 % confidence intervals.

@@ -256,7 +256,7 @@ def _from_training(derived: _Derived) -> None:
 def _actor_generates(derived: _Derived) -> bool:
     """Return whether the actor's engine generates in the evaluation instead of training's engine.
 
-    Training's engine cannot be used if it belongs to rollout tasks, has another layout than the
+    Training's engine cannot be used if it belongs to rollout tasks, has a different layout than the
     evaluation, or is a running server with the trainers' weights.
     """
     tasks = derived.written("evaluation", "tasks")

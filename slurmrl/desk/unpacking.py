@@ -248,7 +248,7 @@ def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
         if not target.is_file() or target.stat().st_size != stated.bytes:
             raise UsageError(
                 f"{folder}, into which this bundle was unpacked earlier, is damaged: "
-                f"{stated.name} is missing or has another size; remove the folder and submit again"
+                f"{stated.name} is missing or has a wrong size; remove the folder and submit again"
             )
 
 

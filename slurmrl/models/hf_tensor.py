@@ -42,8 +42,8 @@ LATENT: Final = "mla_kv_a_proj"
 """transformers' style of a whole layer that computes latent vectors and rotated keys of all
 heads."""
 EXPERTS: Final = ("moe_tp_experts", "ep_dispatch_experts")
-"""transformers' styles of modules whose parameters have experts along the first dim, which ranks
-share."""
+"""transformers' styles of modules whose ranks share the experts along the first dim of
+parameters."""
 EXPERT_PARALLEL: Final = "_is_expert_parallel"
 """Attribute with which transformers' experts skip tokens whose expert index is ``num_experts``."""
 KEPT_WHOLE: Final = (
@@ -353,7 +353,7 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
         here = (own >= 0) & (own < count)
         states, weights = (whole_to_partial(each, tensor.group) for each in given[::2])
         if cast(Any, module).config._experts_implementation == "eager":
-            # Loops may read expert ``count``. Without a token, they would have no backward pass.
+            # Loops may use expert ``count``, and have no backward pass without any token.
             return states, own * here, weights * here
         return states, torch.where(here, own, count), weights  # count: another rank's expert
 

@@ -184,7 +184,7 @@ class TaskPool:
         self._next_look = math.inf
 
     def published(self, now: float, step: int) -> None:
-        """Publish the weights of a step, which tasks load later."""
+        """Publish the weights of a step. Tasks load the weights later."""
         self.advance(now)
         version, at = VersionId(step, self._incarnation).name, now + self.costs.publish_s
         self._versions = [*self._versions[-1:], (version, at)]

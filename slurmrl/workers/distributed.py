@@ -107,7 +107,7 @@ def host_group(accelerator: Accelerator, timeout: timedelta) -> dist.ProcessGrou
 
 
 class RunStore(Store):
-    """The store of one world in ``directory``, which the ranks create.
+    """The store of one world, in ``directory``. The ranks create the directory.
 
     torch calls these methods from C++ to form groups of gloo and NCCL. The store must exist as long
     as the groups.

@@ -165,7 +165,7 @@ def _rejects_changed_image(site: Site, source: Path, settings: dict[str, Any]) -
 
 
 @in_turn(6, TRIALS)
-def test_tasks_read_images_like_the_trainers_in_episodes(tmp_path: Path) -> None:
+def test_episodes_in_tasks_read_the_same_images_as_in_trainers(tmp_path: Path) -> None:
     """A rollout task samples what the trainers sample. A task runs single turns as episodes too."""
     source = source_in(tmp_path, "qwen3_vl")
     guess = {"name": "multi_turn", "environment": {"name": "guess_number"}, "max_turns": 2}

@@ -243,7 +243,7 @@ def value_loss(
     if value_clip is not None:
         bounded = old + (new - old).clamp(-value_clip, value_clip)
         clipped = _doubled_error(bounded - target, huber_delta)
-        # Losses differ by rounding even where the clamp has no effect, so compare changes too.
+        # Rounding changes losses even where the clamp has no effect, so compare changes too.
         held = (clipped > losses) & ((new - old).abs() > value_clip)
         losses = torch.maximum(losses, clipped)
     loss = 0.5 * losses.sum()

@@ -6,7 +6,7 @@ ranks exchange heads or pass keys on.
 
 There are T packed tokens, S sequences and c context-parallel ranks. This rank has H query heads and
 Hkv key and value heads of size D. Ranks along the context axis hold equal parts of the packed
-tokens, which a separate last sequence pads. Attention sees whole sequences.
+tokens, and a separate last sequence is padding. Attention sees whole sequences.
 """
 
 from __future__ import annotations

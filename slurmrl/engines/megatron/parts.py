@@ -279,7 +279,7 @@ class _Parts:
                     self.parts[at] = [Shard.contiguous(bias, box, at)]
 
     def _expert(self, storage: str, name: str, halves: list[str], expert: int, split: int) -> None:
-        """Add the matrices of one expert, which ranks split along dim ``split``."""
+        """Add the matrices of one expert. Ranks split the matrices along dim ``split``."""
         offset, shards = 0, []
         for half in halves:
             full = f"{name}experts.{half}_proj"

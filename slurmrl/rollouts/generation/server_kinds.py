@@ -57,7 +57,7 @@ DROPPED = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
     "TORCHINDUCTOR_DETERMINISTIC",
 )
-"""Environment variables of a worker that its server does not get. Some have another meaning for a
+"""Environment variables of a worker that its server does not get. Some mean something else to a
 server; the others are only for the worker's engine. (A server cannot free expandable segments.)"""
 SOCKET = "server.sock"
 TIED = "tie_word_embeddings"

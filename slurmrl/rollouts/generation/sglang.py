@@ -220,7 +220,7 @@ SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & BITS)
 FACTORS = (0x27D4EB2D, 0x165667B1)
 TURNS = (15, 13)
 TRAINED = "target"
-"""Role of the trained model. A draft model of speculative decoding has another role."""
+"""Role of the trained model. A draft model of speculative decoding has a different role."""
 
 
 class _ChecksumPlace(BaseModel):

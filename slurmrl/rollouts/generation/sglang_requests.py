@@ -157,7 +157,7 @@ def read_reply(
     ):
         raise RunFailedError(
             f"{where}: the answer has {len(tokens)} tokens, {len(logprobs)} log-probabilities and "
-            f"{len(versions)} weight versions: the numbers or the token ids differ"
+            f"{len(versions)} weight versions: these counts and the token ids must match"
         )
     masks = None
     if options.masks:

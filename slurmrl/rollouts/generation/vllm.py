@@ -157,7 +157,7 @@ def read_reply(where: str, reply: object) -> Completion:
     if tokens != [entry.token_id for entry in content] or len(versions) != len(tokens):
         raise RunFailedError(
             f"{where}: the answer has {len(tokens)} tokens, {len(content)} log-probabilities and "
-            f"{len(versions)} weight versions: the numbers or the token ids differ"
+            f"{len(versions)} weight versions: these counts and the token ids must match"
         )
     return Completion(
         tokens=tuple(tokens),

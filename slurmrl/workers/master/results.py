@@ -153,7 +153,7 @@ class ScoringCall(NamedTuple):
 
 
 class EvaluationScores:
-    """Scores of evaluations during training, which ranks write to part files.
+    """Scores that ranks write to part files in evaluations during training.
 
     The master joins the part files of each suite into one file before it records the metrics of the
     step and commits the step. ``check`` raises if a newer incarnation has begun.

@@ -141,7 +141,7 @@ class WorkerChannel:
         return self.mailbox.warning is not None
 
     def post(self, *batch: Order) -> list[int]:
-        """Append orders in execution order; return their numbers.
+        """Append orders, the first to execute first; return their numbers.
 
         Retries while the directory does not answer. Raises ReportedError if the log was removed.
         """

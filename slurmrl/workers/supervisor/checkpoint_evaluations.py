@@ -129,7 +129,7 @@ class CheckpointEvaluations:
             if state.end is not None and state.end.kind is Kind.CANCELLED:
                 return True
             own = (one for one in records[state.begin_slot + 1 :] if one.kind is Kind.COMMIT)
-            made = [Commit(*place(one), one.incarnation) for one in own]  # They may be deleted.
+            made = [Commit(*place(one), one.incarnation) for one in own]  # Some may be deleted.
             missing = list(self._missing(config, [*made, *state.commits]))
             for commit in {c.directory: c for c, _ in missing if c in state.commits}.values():
                 with suppress(SlurmrlError):  # `_submit` retries and reports errors

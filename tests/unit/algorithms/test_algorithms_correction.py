@@ -98,7 +98,7 @@ def test_second_moment_mask_equals_the_loop_of_the_paper(limit: float) -> None:
     assert torch.equal(shuffled, found[order])
 
 
-def test_second_moment_mask_treats_equal_tokens_alike_and_accepts_none() -> None:
+def test_second_moment_mask_drops_equal_tokens_together() -> None:
     """Tokens with equal squares are dropped together. A batch without moved tokens keeps all."""
     ones, yes = torch.ones(4), torch.ones(4, dtype=torch.bool)
     same = second_moment_mask(torch.full((4,), 0.5), ones, yes, 0.04, lambda sums: sums)

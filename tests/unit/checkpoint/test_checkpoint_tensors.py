@@ -48,7 +48,7 @@ def test_file_equals_the_output_of_safetensors(tmp_path: Path) -> None:
     assert ours.stat().st_mode & 0o777 == 0o600
 
 
-def test_files_are_exchanged_with_safetensors(tmp_path: Path) -> None:
+def test_files_are_compatible_with_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_tensors(path, entries(), {"key": "välue"})
     for name, tensor in load_file(path).items():

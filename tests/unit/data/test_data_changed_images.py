@@ -65,7 +65,7 @@ def test_rows_are_prepared_again_only_after_an_image_changed(site: Site) -> None
     assert site.prepare(5) == first, "the old content is back"
 
 
-def test_exchanged_images_count_as_changed(site: Site) -> None:
+def test_swapped_images_count_as_changed(site: Site) -> None:
     _, source = site.prepare(1)
     one, other = site.a.read_bytes(), site.b.read_bytes()
     site.a.write_bytes(other)

@@ -88,7 +88,7 @@ def test_parameters_are_not_compared_if_the_config_omits_their_heads(tmp_path: P
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])
-def test_parameters_are_merged_split_and_padded_like_in_servers(tmp_path: Path, of: int) -> None:
+def test_parameters_are_merged_split_and_padded_as_in_servers(tmp_path: Path, of: int) -> None:
     """With 4 ranks, two of them hold each of the 2 key-value heads."""
     made = tensors()
     attention = [made[f"{LAYER}.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -173,7 +173,7 @@ def test_checksums_of_gpu_parameters_equal_sglang(
     ("block", "names"),
     [("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))],
 )
-def test_experts_are_stacked_and_split_like_in_servers(
+def test_experts_are_stacked_and_split_as_in_servers(
     tmp_path: Path,
     block: str,
     names: tuple[str, ...],

@@ -18,7 +18,7 @@ def private(folder: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_variables_are_read_like_by_a_shell(tmp_path: Path) -> None:
+def test_variables_are_read_as_by_a_shell(tmp_path: Path) -> None:
     text = "# mine\n\nWANDB_API_KEY=a=b\nexport HF_TOKEN='$x \"y\"' # there\nEMPTY=\n"
     assert inputs.read_variables(private(tmp_path, text)) == {
         "WANDB_API_KEY": "a=b",

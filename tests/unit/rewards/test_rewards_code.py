@@ -369,7 +369,7 @@ def test_unittest_determines_the_score_in_each_form_of_call(make: Make, end: str
         "def add(a, b): return ANY",
     ],
 )
-def test_tests_fail_if_a_program_tampers_with_them(make: Make, cheat: str) -> None:
+def test_program_that_tampers_with_its_tests_fails(make: Make, cheat: str) -> None:
     programs = [f"def add(a, b): return 0\n{cheat}"]
     called = "def test_add():\n  assert add(1, 2) == 3\n"
     for tests in (["assert add(1, 2) == 3"], UNITTEST + "unittest.main()", called):
@@ -379,7 +379,7 @@ def test_tests_fail_if_a_program_tampers_with_them(make: Make, cheat: str) -> No
 @pytest.mark.parametrize(
     "test", ["f()[0] == {1}", "f()[1] == {1: 2}", "1 in f()[0]", "1 in f()[1]"]
 )
-def test_tests_fail_for_feigned_equality_in_sets_and_keys(make: Make, test: str) -> None:
+def test_program_that_feigns_equality_in_sets_and_keys_fails(make: Make, test: str) -> None:
     one = "class One:\n  __eq__ = lambda *given: True\n  __hash__ = lambda self: 1\n"
     programs = [f"{one}def f(): return {{One()}}, {{One(): 2}}", "def f(): return {1}, {1: 2}"]
     assert judge(make(), {"tests": [f"assert {test}"]}, programs) == [0.0, 1.0]
@@ -401,7 +401,7 @@ for i in range(300):
     assert calls.call_count <= 300 * 8
 
 
-def test_tests_pass_for_a_class_with_its_own_equality(make: Make) -> None:
+def test_program_whose_class_defines_equality_passes(make: Make) -> None:
     program = (
         "class Point:\n"
         "  def __init__(self, x): self.x = x\n"
@@ -490,9 +490,7 @@ class Vector(list):
         ),
     ],
 )  # fmt: skip
-def test_tests_pass_for_correct_programs_with_unusual_equality(
-    make: Make, program: str, test: str
-) -> None:
+def test_correct_programs_with_unusual_equality_pass(make: Make, program: str, test: str) -> None:
     wrong = program.rpartition("def f")[0] or "pass"
     assert judge(make(), {"tests": test}, [program, f"{wrong}\ndel f"]) == [1.0, 0.0]
 

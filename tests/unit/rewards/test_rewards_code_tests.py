@@ -57,7 +57,7 @@ def reward() -> Iterator[CodeReward]:
         f"globals()['add'](1, 2)\n{TEST}",
     ],
 )
-def test_tests_determine_the_score_in_each_form_of_call(reward: CodeReward, tests: Any) -> None:
+def test_score_follows_the_tests_in_each_form_of_call(reward: CodeReward, tests: Any) -> None:
     row = {"tests": tests}
     assert reward.check_rows([row]) == [""]
     assert reward(["p"] * 3, [RIGHT, WRONG, PASS], [row] * 3) == [1.0, 0.0, 0.0]

@@ -340,7 +340,7 @@ def test_steps_wait_for_their_own_groups_without_staleness(config: Path) -> None
     assert outcome.seconds / given.steps > given.step_s + given.batch_size / 2
 
 
-def test_tasks_with_jobs_shorter_than_a_group_are_rejected(config: Path) -> None:
+def test_jobs_too_short_to_make_a_group_are_rejected(config: Path) -> None:
     given = costs(config, groups_per_s=1e-4)
     assert given.tasks is not None
     slurm = given.tasks.slurm.model_copy(update={"time": "00:10:00"})

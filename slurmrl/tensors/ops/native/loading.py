@@ -58,7 +58,7 @@ def operators(device: torch.device, elements: int) -> Any | None:
 def for_floats(like: Tensor) -> Any:
     """Return the operators that exist only for float32 on CPUs.
 
-    Return None if ``like`` has another dtype or device, or if the operators are not available.
+    Return None if ``like`` has a different dtype or device, or if the operators are not available.
     """
     if like.dtype != torch.float32 or like.device.type != "cpu":
         return None
