@@ -104,7 +104,7 @@ class AlgorithmSchema(Section, ABC):
         """Return the models that the algorithm uses."""
 
     def why_unused(self, role: str) -> str:
-        """Return, for a message, why these settings do not use a model."""
+        """Return the reason why these settings do not use a model, for a message."""
         if role == REWARD_MODEL:
             return "only a reward named 'model' that scores completions uses it"
         return f"algorithm {getattr(self, 'name', type(self).__name__)} does not use this model"

@@ -216,8 +216,8 @@ class SampleLedger(Ledger):
         The step changes the weights of step ``step - 1``, and the items are then in flight. Items
         whose samples are too stale for the step are dropped.
 
-        Take ``count`` items. If ``most`` is given, take up to ``most`` items, or all items that no
-        later step can take, if these are more. If ``sound`` is given, only the samples in it are
+        Take ``count`` items. If ``most`` is given, take up to ``most`` items; take more only if no
+        later step can take them. If ``sound`` is given, only the samples in it are
         available. Take none if fewer than ``count`` items are available.
         """
         first = step - 1 - max_staleness

@@ -46,7 +46,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     ),
     "fp8": Capability(("megatron",), "does not compute in FP8"),
     "adapters": Capability((*FSDP, HF), "does not train adapters"),
-    "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
+    "averages": Capability((*FSDP, HF), "keeps no float32 weights of a frozen model"),
     "cache_limit": Capability(BUILT_IN, "has no cache whose size can be limited"),
     "masks": Capability(
         (*BUILT_IN, "sglang", HF),

@@ -226,7 +226,7 @@ def attached(
             if reason := refusal(model.config, lora):
                 raise UsageError(reason)
             return attach(model, lora)
-        assert source is not None, "adapters without a path are refused at submission"
+        assert source is not None, "adapters without a path are rejected at submission"
         from slurmrl.models import hf_adapters  # transformers takes seconds to import
 
         adapters = hf_adapters.attach_to(cast("HFModel", model), lora)
@@ -270,7 +270,7 @@ def file_fingerprint(source: Path | None, context: ParallelContext) -> str:
 
     Collective: each rank reads some of the tensors.
     """
-    assert source is not None, "adapters without a path are refused at submission"
+    assert source is not None, "adapters without a path are rejected at submission"
     files, group = open_folder(source), context.groups.get("shard")
     specs = files.specs()
     found = Fingerprint({name: spec.shape for name, spec in specs.items()}, context.device)

@@ -55,8 +55,8 @@ class PageableMemory:
 def need_no_gpu() -> None:
     """Make SGLang compute checksums of its weights and record experts on a CPU.
 
-    Versions before 0.5.23 synchronize with a GPU before checksums, even without a GPU. All versions
-    ask CUDA for memory to record experts.
+    Versions before 0.5.23 try to synchronize with a GPU before checksums, even without a GPU. All
+    versions ask CUDA for memory to record experts.
     """
     import torch
 

@@ -163,7 +163,7 @@ class TaskLeases:
                 self.post(attempt)
 
     def post(self, attempt: RolloutAttempt, *requests: Leave) -> None:
-        """Post requests to an attempt. If there were none before, first post its valid leases."""
+        """Post requests to an attempt, and before its first requests the valid leases."""
         if not attempt.confirmed:
             attempt.confirmed = True
             held = self._ledger.leases_of(attempt.name)
@@ -202,8 +202,8 @@ def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Cou
     """Return the number of new items for each task; each item goes to the least loaded task.
 
     ``loads`` are the items that tasks already have. No task gets more than ``share`` items,
-    including its load. No task gets an item once the new items of all tasks together have reached
-    its entry in ``rooms``.
+    including its load. A task gets no more items once the new items of all tasks together reach the
+    task's entry in ``rooms``.
     """
     queue = [(load, name) for name, load in loads.items()]
     heapq.heapify(queue)

@@ -209,7 +209,7 @@ def test_roles_placed_with_the_actor_follow_its_layout(path: Path, override: str
     assert set(backends(moved(path, override)).values()) == {"fsdp:d4"}
 
 
-def test_last_override_of_a_following_role_wins(path: Path) -> None:
+def test_last_override_wins_for_roles_that_follow_the_actor(path: Path) -> None:
     overrides = ("critic.backend=fsdp:d4", "actor.backend=fsdp:d4")
     assert set(backends(moved(path, *overrides)).values()) == {"fsdp:d4"}
     assert follow_actor(resolved(path), overrides)[-2:] == list(overrides)

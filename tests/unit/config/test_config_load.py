@@ -248,7 +248,7 @@ def test_suggestion_explains_how_the_meaning_differs(
     assert meaning in found.message
 
 
-def test_renamed_keys_with_another_meaning_have_a_place() -> None:
+def test_keys_that_mean_something_else_elsewhere_are_located() -> None:
     assert config_problems.DIFFERENT.keys() <= config_problems.PLACES.keys()
 
 

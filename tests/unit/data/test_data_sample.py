@@ -136,7 +136,7 @@ def test_sequences_are_separated_in_order_and_none_is_lost(rows: list[list[int]]
         assert same(apart, sample)
 
 
-def test_keys_with_other_sequences_cannot_be_separated() -> None:
+def test_keys_whose_sequences_differ_cannot_be_separated() -> None:
     sample = nested([[2, 3], [1]])
     with pytest.raises(ValueError, match="key 'score' does not have the same sequences"):
         sample.sequences()

@@ -564,7 +564,7 @@ class ScriptedImage:
             self.set_hash(self.pixels if self.hash is None else self.hash)
 
 
-def test_images_with_equal_pixels_and_other_grids_have_other_hashes(
+def test_images_with_equal_pixels_but_different_grids_differ_in_hash(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Images of one color have equal pixels, but the encoder also reads the places of patches."""

@@ -76,7 +76,7 @@ def test_failed_hard_link_is_retried(tmp_path: Path, error: int) -> None:
     assert len(calls.slept) == 3
 
 
-def test_exclusive_create_is_lost_if_the_file_has_other_content_after_an_error(
+def test_exclusive_create_is_lost_if_an_error_leaves_other_content(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "slot").write_bytes(b"theirs")

@@ -79,7 +79,7 @@ def test_heartbeats_have_a_fixed_width_and_are_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"0000", b"x" * 21, b"\xff" * 21, b"1" * 100])
-def test_incomplete_or_hostile_heartbeats_are_no_counter(tmp_path: Path, content: bytes) -> None:
+def test_incomplete_or_hostile_heartbeat_has_no_counter(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lease").write_bytes(content)
     assert read_counter(tmp_path / "lease") is None
 

@@ -236,7 +236,7 @@ def test_findings_are_sorted_by_urgency() -> None:
         ("unjudged", {"steps": 9, "share": 0.875}, "88% of the completions of the last 9 steps"),
     ],
 )
-def test_skipped_updates_come_before_the_success_finding(
+def test_skipped_updates_are_shown_before_success(
     code: str, value: dict[str, Any], words: str
 ) -> None:
     found = diagnose(status(state="COMPLETED", reason="total_steps", **{code: value}))

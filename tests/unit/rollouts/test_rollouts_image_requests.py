@@ -40,7 +40,7 @@ def test_prompt_without_images_has_no_placeholders() -> None:
     assert ServedPrompt.of([1, TOKEN, 2], (TOKEN,), "") == ServedPrompt((1, STRAY, 2), ())
 
 
-def test_sampled_placeholder_of_a_video_is_another_token(pictures: str) -> None:
+def test_sampled_placeholder_of_a_video_becomes_a_different_token(pictures: str) -> None:
     """Training does the same, with or without videos."""
     values = {"model_type": "qwen3_vl", "image_token_id": TOKEN, "video_token_id": 8}
     tokens = placeholders_of(values)

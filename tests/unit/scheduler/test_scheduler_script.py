@@ -149,7 +149,7 @@ def test_script_has_the_directives_of_its_options(tmp_path: Path, name: str) -> 
     subprocess.run(["bash", "-n", str(tmp_path / "script.sh")], check=True)
 
 
-def test_local_script_has_another_launcher_and_no_requeue() -> None:
+def test_local_script_has_a_different_launcher_and_no_requeue() -> None:
     local = LocalScheduler().scripts(rendered("chain"))["trainer"]
     lines = CHAIN.replace("--launcher srun", "--launcher direct").splitlines()
     assert [line for line in lines if line in local.splitlines()] == local.splitlines()

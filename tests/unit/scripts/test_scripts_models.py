@@ -31,7 +31,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import models_table
 
 
-def test_ten_tenths_of_the_model_table_cover_all_families() -> None:
+def test_tenths_of_the_model_table_together_cover_all_families() -> None:
     shares = [share(all_families(), TENTHS, f"{number:040x}") for number in range(TENTHS)]
     assert sorted(family for share in shares for family in share) == sorted(all_families())
     assert len(families()) >= 40

