@@ -95,12 +95,14 @@ def _problem(status: Status) -> Iterator[StatusFinding]:
         text = f"the scheduler does not answer: {first_line(status['problem'])}"
         yield StatusFinding("scheduler", text)
     if status.get("unconfirmed"):
-        yield StatusFinding("unconfirmed", "unconfirmed: no heartbeat from its first host")
+        tasks = [task for group in status["groups"] for task in group["tasks"] if task["reason"]]
+        why = [f"; job {t['job_id']}: {t['reason']}" for t in tasks if t["state"] == "RUNNING"][:1]
+        text = "unconfirmed: no heartbeat from its first host"
+        yield StatusFinding("unconfirmed", "".join([text, *why]))
 
 
 def _skipped(status: Status) -> Iterator[StatusFinding]:
-    skipped = status["skipped"]
-    if skipped is not None:
+    if (skipped := status["skipped"]) is not None:
         whose = f" of the {skipped['model']}" if skipped["model"] else ""
         last = f"{skipped['steps']} steps" if skipped["steps"] > 1 else "step"
         text = (
@@ -111,8 +113,7 @@ def _skipped(status: Status) -> Iterator[StatusFinding]:
 
 
 def _unscored(status: Status) -> Iterator[StatusFinding]:
-    unscored = status["unjudged"]
-    if unscored is not None:
+    if (unscored := status["unjudged"]) is not None:
         steps = unscored["steps"]
         last = f"{steps} steps" if steps > 1 else "step"
         text = (
@@ -123,8 +124,7 @@ def _unscored(status: Status) -> Iterator[StatusFinding]:
 
 
 def _failed_starts(status: Status) -> Iterator[StatusFinding]:
-    failed = status["failed_starts"]
-    if failed is not None:
+    if (failed := status["failed_starts"]) is not None:
         where = f" on {failed['host']}" if failed["host"] else ""
         count = failed["count"]
         starts = f"{count} starts in a row" if count > 1 else "the last start"

@@ -7,7 +7,6 @@ as far as these exist.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final, TypeAlias
@@ -210,9 +209,8 @@ def _to_step(traces: Traces, commit: int | None) -> int:
 def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
     """Return the known hosts of an incarnation."""
     tag = _tag(traces).text
-    number = int(found[2]) if (found := re.fullmatch(r"(.*)\.(\d+)", tag)) else 0
-    for event in reversed(traces.supervisor):
-        if event["kind"] == "round" and event.get("round") == number and event.get("hosts"):
+    for event in reversed([event for event in traces.supervisor if event["kind"] == "round"]):
+        if tag.endswith(f".{event.get('round')}") and event.get("hosts"):
             return list(event["hosts"])
     agents = [agent for agent in snapshot.attempts.values() if tag and agent.job == tag]
     if not agents and traces.attempt is not None:
@@ -346,7 +344,10 @@ def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) ->
 
 
 def _silent(traces: Traces) -> RowEnd:
-    if end := _newest(traces.supervisor, "end"):
+    end, last = _newest(traces.supervisor, "end"), _newest(traces.supervisor, "round")
+    if last and not _tag(traces).text.endswith(f".{last.get('round')}"):  # The job went on.
+        return ("killed", "its agents were killed (scancel of their step?), and the job continued")
+    if end:
         return ("unknown", f"its agents ended: {end.get('why') or end.get('code')}")
     return ("killed", "ended without a report: its batch process or host was killed")
 

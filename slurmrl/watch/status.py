@@ -309,11 +309,11 @@ def _task(
 
 
 def _reason(element: TaskState | None) -> str:
-    """Return the reason why an element waits, or the description of its failure."""
+    """Return why an element waits, how it failed, or its state in Slurm (suspended) if it runs."""
     if element is None:
         return ""
-    failed = not element.state.active and element.state is not JobState.COMPLETED
-    return (element.words if failed else "") or element.reason
+    silent = element.state in (JobState.PENDING, JobState.COMPLETED)
+    return ("" if silent else element.words) or element.reason
 
 
 def _task_state(snapshot: TrialSnapshot, element: TaskState | None, state: str) -> str:

@@ -288,6 +288,18 @@ def test_row_shows_steps_commits_and_hosts(run: FakeRun) -> None:
     assert (lost["how"], running["how"]) == ("host n1 lost", "running")
 
 
+def test_killed_step_is_not_explained_by_the_end_of_a_later_round(run: FakeRun) -> None:
+    start(run)
+    start(run, "7.0.1", 1)
+    writer = "supervisor.trainer.7.0"
+    run.event(writer, "round", round=0, hosts=["n0", "n1"])
+    run.event(writer, "round", round=1, hosts=["n0", "n1"])
+    run.event(writer, "end", code=137, why="too few hosts of this job are left")
+    first, second = rows(run)
+    assert (first["cause"], "and the job continued" in first["how"]) == ("killed", True)
+    assert second["how"] == "its agents ended: too few hosts of this job are left"
+
+
 def test_row_counts_steps_lost_by_a_kill(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """At first the metrics show them, later the event of the incarnation that repeats them."""
     now = [1000.0]

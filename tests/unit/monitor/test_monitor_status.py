@@ -267,6 +267,9 @@ def test_running_trial_with_a_stale_lease_is_unconfirmed(run: FakeRun) -> None:
     run.attempt("41_0", job="7.0.0")
     assert look(run, task(0, RUNNING), alive=False)["unconfirmed"] is True
     assert "unconfirmed" not in look(run, task(0, RUNNING)), "nobody looked"
+    suspended = task(0, RUNNING, raw="SUSPENDED", words="suspended, keeps its hosts")
+    told = look(run, suspended, alive=False)["diagnosis"]
+    assert "no heartbeat from its first host; job 41_0: suspended, keeps its hosts" in told
 
 
 @pytest.mark.parametrize("now", [task(1, RUNNING), task(0, RUNNING, restarts=1)])
