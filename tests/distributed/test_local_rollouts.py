@@ -33,7 +33,7 @@ from tests.support.rollout_trials import (
     train_adapters,
     trained,
 )
-from tests.support.rotation import in_turn
+from tests.support.rotation import TASK_KILLS, in_turn
 from tests.support.servers import check_served, servers
 from tests.support.stand_ins import python
 from tests.support.trials import ARCHITECTURE, Site, processes, wait_until
@@ -101,7 +101,7 @@ def test_tasks_without_staleness_equal_trainers_despite_kills(
 
 
 @pytest.mark.long
-@in_turn(0, 5)
+@in_turn(0, TASK_KILLS)
 def test_tasks_merge_adapters_to_the_trainers_generation_weights(site: Site) -> None:
     """A rollout worker is killed, then a rank of the trainers.
 
@@ -149,7 +149,7 @@ def test_tasks_merge_adapters_to_the_trainers_generation_weights(site: Site) -> 
 
 
 @pytest.mark.long
-@in_turn(1, 5)
+@in_turn(1, TASK_KILLS)
 def test_tasks_in_the_trainers_job_restart_and_survive_incarnations(
     site: Site,
 ) -> None:
@@ -184,7 +184,7 @@ def test_tasks_in_the_trainers_job_restart_and_survive_incarnations(
 
 
 @pytest.mark.long
-@in_turn(2, 5)
+@in_turn(2, TASK_KILLS)
 def test_stale_items_are_trained_once_despite_kills(site: Site) -> None:
     """A task is killed, then a rank of the trainers many steps after the last commit. Then a task
     can no longer write, and its items go to the other task. Every token comes from recent enough
@@ -220,7 +220,7 @@ def test_stale_items_are_trained_once_despite_kills(site: Site) -> None:
 
 
 @pytest.mark.long
-@in_turn(3, 5)
+@in_turn(3, TASK_KILLS)
 def test_ranks_of_a_task_sample_with_the_weights_of_each_step(site: Site) -> None:
     """Two processes share the task's decoder, and one of them is killed. The log-probabilities of
     all samples agree with the merged weights of their step.
@@ -245,7 +245,7 @@ def test_ranks_of_a_task_sample_with_the_weights_of_each_step(site: Site) -> Non
 
 
 @pytest.mark.long
-@in_turn(4, 5)
+@in_turn(4, TASK_KILLS)
 def test_servers_of_tasks_sample_with_the_right_weights_despite_kills(
     site: Site,
 ) -> None:

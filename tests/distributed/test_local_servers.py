@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.rollout_trials import site_in
+from tests.support.rotation import TASK_KILLS, in_turn
 from tests.support.served_trials import grpo
 from tests.support.stand_ins import Started
 from tests.support.trials import ARCHITECTURE, processes, wait_until
@@ -25,6 +26,7 @@ def started() -> Iterator[list[Started]]:
         server.end()
 
 
+@in_turn(5, TASK_KILLS)
 def test_trial_survives_external_servers_that_restart(
     tmp_path: Path, started: list[Started]
 ) -> None:

@@ -12,6 +12,7 @@ from slurmrl.tensors.checkpoint.tensors import TensorFile
 from slurmrl.tensors.weights.inventory import COMPLETE, inventory
 from slurmrl.tensors.weights.local_copy import LocalCopy
 from tests.support.hooks import hooked
+from tests.support.rotation import TASK_KILLS, in_turn
 from tests.support.trials import Site, sft_config
 
 KILLS = "tests.support.version_hooks:processes_die_while_they_publish"
@@ -27,6 +28,7 @@ def run(site: Site, trial: str, **sections: Any) -> None:
     site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
 
 
+@in_turn(6, TASK_KILLS)
 def test_weight_versions_survive_kills_without_bit_changes(tmp_path: Path) -> None:
     """A rank is killed between its part and its index, and the master between the parts and the
     manifest. Published versions are intact and belong to the surviving line of steps. The newest

@@ -24,6 +24,7 @@ SERVER_ENDS = 4  # requests survive the end of a real server
 SNAPSHOTS = 2  # jobs run the submitted code
 SPARES = 5  # a spare host replaces a lost host
 TASK_CHANGES = 3  # each item is trained once while rollout tasks come and go on Slurm
+TASK_KILLS = 7  # rollout tasks, servers and weight versions survive kills
 
 
 @cache
