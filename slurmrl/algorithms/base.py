@@ -28,7 +28,7 @@ Stats = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class CallContext:
-    """The context of a call, in addition to its model and its batch."""
+    """Facts that a call needs in addition to its model and its batch."""
 
     step: int
     seed: int

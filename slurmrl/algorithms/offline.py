@@ -115,7 +115,7 @@ class LikelihoodRecords(Interface):
 
 
 def _by_item(sample: SequenceSample, values: Tensor) -> list[list[float]]:
-    """Return the values [S] of each item's sequences."""
+    """Return the values [S] of sequences as one list for each item."""
     counts = sample.sequence_counts(TOKENS)
     listed = values.tolist()
     ends = accumulate(counts)

@@ -141,7 +141,7 @@ class ReturnMoments:
         return x * self.std + self.mean
 
     def exponential(self, mean: float, square: float, decay: float) -> ReturnMoments:
-        """Return the moments after a further batch, which has the weight 1 - ``decay``.
+        """Return the moments after the next batch, which has the weight 1 - ``decay``.
 
         The method is from van Hasselt et al. 2016, "Learning values across many orders of
         magnitude", without the paper's change of the model's weights.
@@ -149,7 +149,7 @@ class ReturnMoments:
         return self._joined(decay * self.weight, 1.0 - decay, mean, square)
 
     def moving(self, mean: float, square: float, count: float) -> ReturnMoments:
-        """Return the moments after ``count`` further returns; all returns have equal weights."""
+        """Return the moments after the next ``count`` returns; all returns have equal weights."""
         return self._joined(self.weight, count, mean, square)
 
     def _joined(self, old: float, new: float, mean: float, square: float) -> ReturnMoments:

@@ -112,7 +112,7 @@ def row_id(sample_id: str) -> str:
 def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
     """Return the sample with only the ``nth`` sequence of each item.
 
-    Keys under which an item has fewer sequences are left out.
+    Omit keys under which an item has at most ``nth`` sequences.
     """
     lengths: Lengths = {}
     data: dict[str, Tensor | None] = {}
@@ -128,7 +128,7 @@ def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
 
 
 def per_sequence(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
-    """Return the sample's items with one value of ``values`` [S] for each sequence."""
+    """Return a sample with ``values`` [S], one for each sequence, under ``key``."""
     lengths = [[1] * len(item) for item in sample.lengths[TOKENS]]
     return SequenceSample(sample.ids, {key: lengths}, data={key: values})
 
@@ -235,7 +235,7 @@ def token_notes(
 def token_texts(sample: SequenceSample, settings: Logging, tokenizer: Any) -> list[dict[str, Any]]:
     """Return fields for the rows of kept completions: the strings of the tokens [R].
 
-    Special tokens are included. ``left_out`` is the number of further tokens.
+    Special tokens are included. ``left_out`` is the number of omitted tokens.
     """
     chosen = list(noted(sample.sequence_counts("input_ids"), settings))
     if not chosen:
@@ -253,7 +253,7 @@ def token_texts(sample: SequenceSample, settings: Logging, tokenizer: Any) -> li
 
 
 def _on_host(*tensors: Tensor) -> list[list[float]]:
-    """Return the values of tensors of one dimension; the host waits for the device once."""
+    """Return 1-D tensors as lists; the host waits for the device only once."""
     values = torch.cat([each.double() for each in tensors]).tolist()
     cuts = [0, *accumulate(map(len, tensors))]
     return [values[start:stop] for start, stop in pairwise(cuts)]

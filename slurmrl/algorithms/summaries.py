@@ -47,8 +47,8 @@ def majorities(
     replacement, is correct (self-consistency, Wang et al. 2022, arXiv 2203.11171). Ties are broken
     at random. The mean over all subsets is an unbiased estimate for k independent completions.
 
-    The vote None does not count, and a subset without votes is wrong. If the completions of a vote
-    differ in ``correct``, their mean counts.
+    The vote None does not count, and a subset without votes is wrong. If only some completions of a
+    vote are ``correct``, the mean of ``correct`` counts.
     """
     n = len(votes)
     if not all(0 < k <= n for k in sizes):

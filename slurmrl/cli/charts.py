@@ -160,8 +160,8 @@ def _text(found: Comparison, one: str, two: str) -> str:
 def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[str]:
     """Return a line for each metric, at the last step that both trials have.
 
-    The metrics of a progress line come first, then the other metrics by name. The last line names
-    the metrics that have the same constant value in both trials.
+    The metrics of a progress line come first, then the other metrics, sorted by name. The last line
+    names the metrics that have the same constant value in both trials.
     """
     rows: list[tuple[str, ...]] = [
         ("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")

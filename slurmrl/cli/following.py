@@ -278,7 +278,7 @@ class PlainView(View):
             self._print_state(status)
         if status["incarnation"] > self._earlier:
             self._print_progress(status)
-        if not lives:  # print the end of a trial after its last steps
+        if not lives:  # print the state after the trial's last steps
             self._print_state(status)
 
     def _print_state(self, status: status_text.Status) -> None:

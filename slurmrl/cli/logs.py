@@ -177,7 +177,7 @@ class Printer:
         self._reader = reader
         self._as_json = as_json
         self._width = 0
-        """Width of the column of processes, which only grows, so that lines stay aligned."""
+        """Width of the column of processes. The width only grows, so that lines stay aligned."""
 
     def print(self, files: Sequence[LogFile], *, torn: bool) -> int:
         """Print new lines; return their number. ``torn``: print an incomplete last line too."""
@@ -291,7 +291,7 @@ class _EventPrinter:
         self._last = last
         self._as_json = as_json
         self._width = 0
-        """Width of the column of kinds, which only grows, so that lines stay aligned."""
+        """Width of the column of kinds. The width only grows, so that lines stay aligned."""
         self.read: list[dict[str, Any]] = []
         """New events that the last `print` has found, printed or not."""
 

@@ -363,9 +363,9 @@ def _written(changes: Mapping[str, Any]) -> list[str]:
 
 
 def faster_layout(settings: Settings, load: Callable[..., Settings]) -> list[str]:
-    """Return lines about layouts with which a step is much faster; none without such layouts.
+    """Return lines about layouts that make a step much faster; none without such layouts.
 
-    ``load`` reads the configuration with more overrides. Only trials with at most
+    ``load`` reads the configuration with additional overrides. Only trials with at most
     `MOST_GPUS_OF_PLAN` GPUs are searched, which takes less than a second.
     """
     from slurmrl.errors import UsageError

@@ -74,7 +74,7 @@ def mean_tokens(
 ) -> MeanTokens | None:
     """Return the mean lengths in tokens, by default half of the limits; None for unknown limits.
 
-    Raises UsageError for a mean above its limit.
+    Raises UsageError for a mean that exceeds its limit.
     """
     from slurmrl.errors import UsageError
     from slurmrl.plan.estimates.call_costs import MeanTokens

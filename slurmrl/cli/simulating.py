@@ -34,7 +34,7 @@ RATE = FiniteRange(min=0, max=1e6)
 SECONDS = FiniteRange(min=0, max=1e9)
 MOST_RUNS = 1000
 SLURM = "slurm"
-"""Value of --first-wait that asks Slurm."""
+"""Value of --first-wait with which the command asks Slurm for the wait."""
 MEASURED = ("given on the command line",)
 
 
@@ -372,7 +372,7 @@ def _simulate(
 def _run(
     costs: TrialCosts, options: dict[str, Any], ask: Callable[[str | None], float]
 ) -> tuple[list[Runs], Disturbances]:
-    """Return the runs with each time limit, and their disturbances.
+    """Return the simulated runs for each time limit, and the disturbances of all runs.
 
     ``ask`` returns the seconds for which Slurm expects the first job with a time limit to wait.
     """
@@ -422,7 +422,7 @@ def _run(
 
 
 def _source(settings: Settings) -> tuple[str, ...]:
-    """Return the source of the predicted seconds, and their error, each as a line."""
+    """Return a line about the source of the predicted seconds and a line about their error."""
     from slurmrl.plan.estimates.hardware import hardware_of
 
     hardware = hardware_of(settings.config.cluster)

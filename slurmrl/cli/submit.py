@@ -256,7 +256,7 @@ def _headline(submitted: Submitted) -> str:
 
 
 def _jobs(submitted: Submitted) -> dict[str, str]:
-    """Return the job ids of each group, joined by commas, the form that Slurm's commands accept."""
+    """Return the job ids of each group, joined by commas as Slurm's commands expect."""
     ids = submitted.jobs.ids if submitted.jobs else {}
     return {group: ",".join(each) for group, each in ids.items()}
 

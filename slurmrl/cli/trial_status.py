@@ -115,11 +115,11 @@ class _Wanted:
 
     @property
     def single(self) -> bool:
-        """Whether one trial is shown in detail."""
+        """Whether the command shows only one trial, in detail."""
         return len(self.names) == 1 and "/" in self.names[0]
 
     def listed(self, statuses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the statuses in the wanted states, in the wanted order, then by name."""
+        """Return the statuses in the wanted states, sorted by the wanted order, then by name."""
         kept = [one for one in statuses if not self.states or one["state"] in self.states]
         if self.order == "age":
             kept.sort(key=lambda one: -(one["submitted"] or 0.0))

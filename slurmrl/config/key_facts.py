@@ -183,7 +183,7 @@ def _default(one: FieldInfo, null_means: str) -> str:
 
 
 def _example(one: FieldInfo, values: Sequence[str]) -> str:
-    """Return the other boolean, an informative default, or the first known value, else ""."""
+    """Return an example: the other boolean, an informative default, or the first known value."""
     default = None if one.is_required() else one.get_default(call_default_factory=True)
     if default not in (None, "", (), {}) and not isinstance(default, BaseModel):
         return json.dumps(not default if isinstance(default, bool) else default)

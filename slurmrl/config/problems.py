@@ -122,8 +122,8 @@ PLACES: Mapping[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Places of settings that people look for in the wrong section or by names of other systems. A name
-with a section matches only in that section."""
+"""Mapping from a wrong place or another system's name of a setting to its place. A name with a
+section matches only in that section."""
 DIFFERENT: Mapping[str, str] = {
     name: meaning
     for meaning, names in {
@@ -154,7 +154,7 @@ NO_SETTINGS: Final = (
     *("evaluation.batch_size", "actor.dropout", "actor.attn_implementation"),
     *("ref.alpha", "algorithm.tau", "name"),
 )
-"""Unknown keys for which no setting of the same name is suggested, because its meaning differs."""
+"""Unknown keys for which messages suggest no setting, because its meaning would differ."""
 MOST_PLACES: Final = 3
 """Maximum number of suggested keys."""
 _SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")

@@ -197,7 +197,7 @@ class ChatTemplate:
 
     @cached_property
     def _joins_parts(self) -> bool:
-        """Whether the template renders a string, but not the same text as a list of parts."""
+        """Whether the template renders a string, but rejects the same text as a list of parts."""
         text = self._shown(OTHER_TEXT)
         parts = self._shown([{"type": "text", "text": OTHER_TEXT}])
         return OTHER_TEXT in text and parts != text

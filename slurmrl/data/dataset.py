@@ -214,7 +214,7 @@ class MixedDataset:
         return bisect_right(self._first, item[1]) - 1
 
     def _by_part(self, items: Sequence[Item]) -> list[tuple[TokenizedDataset, list[Item]]]:
-        """Return each source with its items, whose indices count within the source."""
+        """Return each source with its items; indices count from 0 in each source."""
         own: list[list[Item]] = [[] for _ in self._parts]
         for epoch, index in items:
             part = self._part_of((epoch, index))

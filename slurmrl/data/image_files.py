@@ -62,7 +62,7 @@ class Pictured(NamedTuple):
 
 
 class ImageError(ValueError):
-    """An image cannot be used; the message completes ``image 2 …``."""
+    """Raised for an unusable image; the message follows the words ``image 2``."""
 
 
 def base_of(config: DatasetConfig) -> Path:

@@ -283,7 +283,7 @@ def row_microbatches(
 
 
 def even_sizes(n: int, k: int) -> list[int]:
-    """Return the sizes of ``k`` contiguous parts of ``n`` items, which differ by at most one."""
+    """Return the sizes, which differ by at most one, of ``k`` contiguous parts of ``n`` items."""
     return [n // k + (part < n % k) for part in range(k)]
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
 OLDER: Final = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
-"""Processors that resize videos and choose frames in a different way than Qwen3-VL's."""
+"""Processors that resize videos and choose frames differently from Qwen3-VL's processor."""
 FPS: Final = 2.0
 """Default number of frames to read per second, as in qwen-vl-utils."""
 TEXT_FIELDS: Final = frozenset(

@@ -77,7 +77,7 @@ class Entry(NamedTuple):
     difficulty: float
     """The row's value of ``curriculum_key``; 0 without a curriculum."""
     check: int
-    """CRC-32 of the row's number and the fields above."""
+    """CRC-32 of the row's number and the preceding fields of this entry."""
 
     @staticmethod
     def make(number: int, *fields: float) -> Entry:

@@ -32,7 +32,7 @@ IMAGE_ROWS: Final = 32
 
 
 class RowTokenizer:
-    """Tokenizes rows and leaves out rows above the length limits."""
+    """Tokenizes rows and leaves out rows that exceed the length limits."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LongRows(NamedTuple):
     """Counts of rows of a dataset that are too long."""
 
     left_out: int
-    """Number of rows above the length limits."""
+    """Number of rows that exceed the length limits."""
     beyond: int
     """Number of other rows with more tokens than the models have positions."""
     whole: bool = True

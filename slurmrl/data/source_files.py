@@ -29,8 +29,8 @@ READ_BYTES = 1 << 20
 ROW_BYTES = 256 << 20
 """Maximum number of bytes of a row."""
 SETTLED_NS = 2_000_000_000
-"""Nanoseconds after which another change of a file certainly changes its times: file systems store
-times with a resolution of up to two seconds."""
+"""Nanoseconds after a change of a file when the next change certainly changes its times: file
+systems store times with a resolution of up to two seconds."""
 NOT_AN_OBJECT = "must be a JSON object"
 
 
@@ -56,7 +56,7 @@ class RowSource(ABC):
         self.done = 0
         """Approximate number of bytes that have been read."""
         self.whole = True
-        """False after rows were left out because of ``most_bytes``."""
+        """False once rows have been left out because of ``most_bytes``."""
         self.state = ""
         """`state_of` the files at the time when they were opened."""
         self._most_bytes = most_bytes

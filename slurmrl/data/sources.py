@@ -65,7 +65,7 @@ def open_source(
     :raises MissingDependencyError: Parquet or Arrow files without pyarrow.
     :raises EnvironmentFailure: the files cannot be read.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a FIFO may not end
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading a FIFO may never end
         raise ConfigError((Problem(str(path), "", "is not a regular file"),))
     if path.is_dir() or path.suffix == ".parquet":
         return ArrowFiles(path, arrow_files(path, split), most_bytes)

@@ -58,7 +58,7 @@ def _is_generic(folder: Path) -> bool:
     """Return whether ``tokenizer.json`` defines the tokenizer completely.
 
     AutoTokenizer of transformers 5 replaces the class of such a tokenizer by a class for the model
-    in the same folder (qwen2), which splits strings at other places.
+    in the same folder (qwen2), which splits strings at different places.
     """
     try:
         inputs.check_file(folder / "tokenizer.json")
@@ -157,7 +157,7 @@ def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None
 def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
     """Train a byte-level BPE tokenizer of ``vocabulary`` tokens, and save it.
 
-    Each digit is a separate token, so that numbers of any length are tokenized alike.
+    Each digit is a separate token, so that numbers of any length are tokenized in the same way.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

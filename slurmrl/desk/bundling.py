@@ -43,7 +43,7 @@ OF_CLUSTER: Final[Mapping[KeyPath, str]] = {
     ("rollout", "server_keys"): "",
     ("rollout", "server_weights"): "",
 }
-"""Keys of files that only the cluster has, and the values that replace these files in checks."""
+"""Mapping from keys of files that only the cluster has to the values that checks use instead."""
 LEFT_ALONE = (("cluster", "variables_file"),)
 """Keys of files with secrets, which a bundle does not contain."""
 HEADER = "# Made by slurmrl bundle. Relative paths are files of the bundle.\n"

@@ -109,7 +109,7 @@ def _below(
 ) -> Iterator[tuple[PurePath, Path]]:
     """Yield the files below a folder.
 
-    ``above``: the real paths of the folders around it. Links back to them are not followed.
+    ``above`` are the real paths of its parent folders. Links back to them are not followed.
     """
     real = os.path.realpath(folder)
     if real in above:

@@ -46,7 +46,7 @@ KEPT: Final = (
 )
 """Sections that an evaluation takes from the configuration of the trained model."""
 OF_TRAINING: Final = ("path", "architecture", "optimizer", "lora", "ema", "cpu_offload")
-"""Settings of `actor` that only training has or that the checkpoint replaces."""
+"""Settings of `actor` that apply only to training or that the checkpoint replaces."""
 OF_ROLLOUTS: Final = ("tasks", "publish", "slurm")
 OF_ENGINES: Final = (
     *("backend", "gpus", "offload", "tensor_parallel_size", "pipeline_parallel_size"),

@@ -287,7 +287,7 @@ def first_questions(found: Survey, root: str) -> Iterator[Question]:
 
 
 def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Question]:
-    """Yield the questions that depend on the partition, and the questions after them.
+    """Yield the questions that depend on the partition, and then the remaining questions.
 
     An empty ``partition`` is the default partition. ``modules`` are the loaded modules in the form
     of LOADEDMODULES.

@@ -66,7 +66,7 @@ class InputChecks:
         self.left_out: dict[str, int] = {}
         """Number of lines of each dataset that a length limit omits."""
         self._with_stats: list[bool] = []
-        """Whether each reward that could be made has a method ``stats()``."""
+        """Whether each reward that could be constructed has a method ``stats()``."""
 
     def checks(self) -> dict[str, tuple[str, Callable[[], Iterator[Finding]]]]:
         """Return the checks by subject, each with a description of its activity."""
@@ -489,7 +489,7 @@ def _of_call(call: Call) -> Iterator[str]:
     if getattr(interface, method) is getattr(Interface, method):
         yield f"{what} does not define {method}()"
         return
-    resolve(call.interface)()  # Ranks make the same call: let it fail here already.
+    resolve(call.interface)()  # Ranks make the same call: let it fail before the job.
 
 
 def _is_class_of(kind: object, base: type) -> bool:

@@ -64,7 +64,7 @@ class DataCounts:
     rows: int
     """Number of usable rows."""
     left_out: int
-    """Number of rows above the length limits."""
+    """Number of rows that exceed the length limits."""
     tokens: int
     targets: int
     """Number of tokens that are trained on."""

@@ -127,7 +127,7 @@ def _out_of_service(
 
 
 def _too_long(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, Weight, str]]:
-    """Yield a problem if the time limit is above the limits of all ``partitions``.
+    """Yield a problem if the time limit exceeds the limits of all ``partitions``.
 
     On most clusters, sbatch accepts such a job.
     """

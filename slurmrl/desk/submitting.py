@@ -59,7 +59,7 @@ class Outlook:
 
     state: TrialState
     complete: bool
-    """Whether the trial has finished, and would finish again at once."""
+    """Whether the trial has finished, and would finish at once if it were submitted again."""
     left: Jobs | None
     """Remaining jobs of the trial, none of which trains. The submission replaces these jobs."""
     submission: int = 0
@@ -219,7 +219,7 @@ def rejection(settings: Settings) -> str:
 
 
 def _changes(settings: Settings) -> tuple[Config, Sequence[str]]:
-    """Return the configuration of the existing trial, and its differences to ``settings``."""
+    """Return the configuration of the existing trial, and its differences from ``settings``."""
     written = load_resolved(run_paths(settings).config)
     before = with_present_defaults(written, settings.algorithm)
     return before, differences(before, settings.config)
@@ -253,7 +253,7 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 
 def _check_code(proposal: Proposal) -> None:
-    """Raise UsageError for a trial of another version of slurmrl, which may misread new files."""
+    """Raise UsageError for a trial of another slurmrl version, because it may misread new files."""
     code = trial_code.current_code(proposal.paths)
     if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial
@@ -389,6 +389,6 @@ def undo_submission(paths: RunPaths, number: int, before: Before | None) -> None
     for path, content in before.files.items():
         atomic.replace(path, content)
     if before.end is not None:
-        with suppress(TrialEndedError):  # The user has cancelled the trial since then.
+        with suppress(TrialEndedError):  # The user has cancelled the trial in the meantime.
             end(History(paths.history), before.end.kind, before.end.data)
     shutil.rmtree(paths.submission(number), ignore_errors=True)

@@ -111,7 +111,7 @@ def check_trial(
     compared: set[str] | None = None,
     more: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Check everything that needs no GPU; return the findings and ``more``, worst first.
+    """Check everything that needs no GPU; return all findings, with ``more``, the worst first.
 
     Nothing is changed on disk.
 

@@ -6,9 +6,9 @@ name and then renamed. A submission's request and batch script name its snapshot
 never sees parts of two snapshots.
 
 The user's own code consists of the entries of ``code`` and the modules of the algorithm, the reward
-and the type of dataset. Modules next to these modules belong to it if they are imported. The files
-are parsed and not imported, because the code may need torch or a GPU. Imports by a computed name
-are not found.
+and the type of dataset. Modules next to these modules are also the user's code if they are
+imported. The files are parsed and not imported, because the code may need torch or a GPU. Imports
+by a computed name are not found.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def undefined(settings: Settings) -> Iterator[str]:
         place = _locate(module.partition(".")[0], settings.folders)
         last = module.rpartition(".")[2]
         files = [] if place is None or _installed(place) else [*_files(place, module)]
-        for file in files[-1:]:  # Earlier files are __init__ files.
+        for file in files[-1:]:  # The files before it are __init__ files.
             if last not in (file.stem, file.parent.name) or file.suffix != ".py":
                 continue
             try:
@@ -369,8 +369,8 @@ def _check_sizes(paths: Iterable[Path], source: Source) -> None:
 def with_imported(found: dict[str, Path], modules: Iterable[str]) -> dict[str, Path]:
     """Return ``found`` and the modules next to them that ``modules`` import, even indirectly.
 
-    ``found`` has the paths of top-level modules by name; ``modules`` are dotted names below them.
-    Each file is read once.
+    ``found`` maps top-level modules to paths; ``modules`` are dotted names of modules in them. Each
+    file is read once.
     """
     result = dict(found)
     waiting, seen = list(modules), set[Path]()

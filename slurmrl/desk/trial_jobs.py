@@ -108,7 +108,7 @@ def cancel(paths: RunPaths) -> Kind:
 
     Return the kind of the trial's end, which is CANCELLED unless another end came first.
 
-    The record comes first, so that a link that starts in between exits.
+    The record comes first, so that a link exits if it starts before the jobs are cancelled.
     """
     try:
         end(History(paths.history), Kind.CANCELLED, {"reason": f"cancelled by {user_name()}"})

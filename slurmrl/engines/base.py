@@ -90,7 +90,7 @@ class Engine(ABC):
     config: ModelConfig | HFConfig
     context: ParallelContext
     frozen: str | None = None
-    """The `Fingerprint` of the frozen weights below adapters; None without adapters."""
+    """The `Fingerprint` of the frozen weights to which adapters belong; None without adapters."""
 
     @abstractmethod
     def layout(self) -> Layout:

@@ -82,7 +82,7 @@ class HFBatch:
         self._unread: list[tuple[list[Sequence], Sampled]] = []
         """Samples since the last check, each with its rows."""
         self._living = 0
-        """Number of unfinished rows when the tensors below were made."""
+        """Number of unfinished rows when the following tensors were made."""
         self._streams = self._limits = self._last = torch.zeros(0, dtype=torch.int64)
         """[S]: random streams, maximum lengths of sequences, and last sampled tokens."""
         self._stops = torch.zeros((0, 0), dtype=torch.int64)

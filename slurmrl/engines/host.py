@@ -39,7 +39,7 @@ ROUNDS_BEFORE = "2.13"
 PORTABLE = 1
 """cudaHostRegisterPortable: all CUDA contexts treat the memory as page-locked."""
 Specs: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and type of each tensor."""
+"""Mapping from a tensor's name to its shape and type."""
 
 
 def lock_sizes_as_they_are() -> None:
@@ -94,7 +94,7 @@ def _cudart() -> Any:
 
 
 class HostTensors(dict[str, Tensor]):
-    """Tensors of given shapes and types, by name, in one buffer, which is zero at first."""
+    """Named tensors of given shapes and types in one buffer, which is zero at first."""
 
     def __init__(self, specs: Specs, *, locked: bool) -> None:
         sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in specs.items()}

@@ -293,7 +293,7 @@ class SharedPrefix:
     """A prefix of ``length`` tokens that ``count`` adjacent sequences share."""
 
     first: int
-    """Index of the first sequence that shares the prefix."""
+    """Index in the sample of the first sequence that shares the prefix."""
     count: int
     length: int
 

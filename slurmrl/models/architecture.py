@@ -138,7 +138,7 @@ class Rope:
         return rope, []
 
     def growth(self, weight: float = 1.0) -> float:
-        """Return YaRN's temperature for longer contexts (Peng et al. 2023, section 3.4)."""
+        """Return YaRN's temperature for extended contexts (Peng et al. 2023, section 3.4)."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     @property
@@ -246,7 +246,7 @@ class ModelConfig:
     latent: Latent | None = None
     """Sizes of latent attention, if the layers have it."""
     extra: Mapping[str, Any]
-    """Fields of ``config.json`` without a counterpart above, such as token ids."""
+    """Fields of ``config.json`` without a counterpart in this class, such as token ids."""
 
     @property
     def family(self) -> Family:

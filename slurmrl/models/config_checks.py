@@ -86,7 +86,7 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
 
 
 def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
-    """Return problems of fields that request a computation that the decoder does not support."""
+    """Return problems of fields that request an unsupported computation."""
     problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
     if full.get(QUANTIZED):
         problems.append(

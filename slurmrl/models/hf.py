@@ -68,7 +68,7 @@ def is_finite(values: Tensor) -> bool:
     if not values.numel() or not values.is_floating_point() or values.element_size() == 1:
         return True
     least, greatest = torch.aminmax(values)
-    return bool(least >= -LARGEST) and bool(greatest <= LARGEST)  # Both are false for NaN.
+    return bool(least >= -LARGEST) and bool(greatest <= LARGEST)  # false for NaN
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -53,7 +53,7 @@ class LayerAdapters(Adapters):
     def product_of(self, name: str, layer: nn.Module, x: Tensor) -> Tensor | None:
         """Return the addition [..., o] to a layer's output for inputs x [..., i], in x's dtype.
 
-        Return None while the adapters are not in use. Raises UsageError for dropout if the layer
+        Return None while the adapters are switched off. Raises UsageError for dropout if the layer
         does not compute every token of the batch.
         """
         if not self._used:

@@ -2,8 +2,8 @@
 
 The module also returns the length up to which a sequence's results do not depend on its batch.
 Rotations of type ``longrope`` change their factors for a whole batch if one sequence exceeds the
-original length. ``dynamic`` changes its base beyond ``max_position_embeddings``. Position tables
-have no rows for longer sequences.
+original length. ``dynamic`` changes its base for sequences longer than ``max_position_embeddings``.
+Position tables have no rows for longer sequences.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class LengthLimit(NamedTuple):
 
     @property
     def silent(self) -> bool:
-        """Whether transformers processes longer sequences without an error."""
+        """Whether transformers processes sequences above the limit without an error."""
         return self.kind != TABLE
 
     @property

@@ -202,7 +202,7 @@ def _slice(
         return None
     exact = len(free) == dims.count(-1)
     for place, dim in enumerate(dims):
-        if dim < 0:  # The dim has length 1.
+        if dim < 0:  # A dim of length 1 takes a free dim.
             dims[place] = free.pop(0) if exact else free.pop(_unit(free, shape))
     box, order = Box(tuple(begin), tuple(size)), tuple(dims)
     return TensorSlice(

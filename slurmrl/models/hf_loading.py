@@ -47,7 +47,7 @@ POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|visual|image|audio|relative")
 """Pattern of the position embeddings that do not limit the length of text."""
 LABELS: Mapping[Head, dict[str, int]] = {"lm": {}, "value": {"num_labels": 1}}
-"""Config fields of each head."""
+"""Mapping from a head to config fields that it needs."""
 
 
 def _stated(config: HFConfig) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _report(model: Any, source: Path) -> dict[str, Any]:
     """Return transformers' report for a folder's tensors, loaded into a model without weights.
 
     The public loader maps whole files as writable memory, which the inspector's limit counts, and
-    needs accelerate to load tensors without memory. The private loader may differ between versions.
+    needs accelerate to load tensors without memory. Releases may change the private loader.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -172,7 +172,7 @@ def make_model(
             stated = {**_stated(config), **LABELS[head]}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **stated))
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # seeds no GPU generator
+                torch.default_generator.manual_seed(seed)  # leaves the GPU's generators unseeded
                 model = task_of(config, head).from_config(settings, dtype=dtype)
             fresh = True
     except UsageError:

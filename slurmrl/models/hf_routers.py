@@ -54,7 +54,7 @@ class HFRouters:
         """
         self.routes = RecordedReads(1, self.blocks)
         for router in self._found:
-            with suppress(TypeError, RuntimeError):  # Some routers need other arguments.
+            with suppress(TypeError, RuntimeError):  # Some routers need additional arguments.
                 router(torch.zeros(2, router.hidden, device="meta"))
         self.routes = None
 

@@ -96,7 +96,7 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
         found = _padding_difference(model, inner)
     except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
         LOG.info("%s: padding could not be tried on the CPU: %s", family, error)
-        return "single"  # The model may run only on GPUs.
+        return "single"  # The model's code may run only on GPUs.
     if found > tolerance(inner):
         raise UsageError(
             f"implementation hf does not support this {family} model: in a test, outputs of a "

@@ -123,7 +123,7 @@ class HFSession:
         self._cache.reorder_cache(cast(torch.LongTensor, rows))
 
     def join(self, other: HFSession) -> None:
-        """Append the rows of a session of equal width, which must not be used afterwards."""
+        """Append the rows of a session of equal width. Do not use that session afterwards."""
         assert other.width == self.width, "columns are the same for all rows"
         self.lengths = torch.cat((self.lengths, other.lengths))
         self._offsets = torch.cat((self._offsets, other._offsets))

@@ -20,7 +20,7 @@ from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.tensors.ops.elementwise import rotate
 
 NORM_EPS = 1e-6
-"""Epsilon of the norms of latent vectors, which ignore ``rms_norm_eps`` as in transformers."""
+"""Epsilon of the norms of latent vectors. As in transformers, they ignore ``rms_norm_eps``."""
 
 
 class LatentAttention(nn.Module):

@@ -222,7 +222,7 @@ class PinnedTensors:
         """Open the checkpoint.
 
         Raises CheckpointError or CorruptFileError for files that do not belong together, and
-        UsageError if the model that the adapters belong to is missing.
+        UsageError if the adapters' model is missing.
         """
         self.folder = folder
         origin = read_origin(folder)
@@ -482,7 +482,7 @@ def same_values(tensors: FolderTensors, one: str, other: str) -> bool:
 
 
 def not_tied(name: str, other: str) -> str:
-    """Return the message that a tensor of files differs from the tensor to which it is tied."""
+    """Return a message about a tensor that differs from its tied tensor in the files."""
     return (
         f"config.json ties the embeddings (tie_word_embeddings), but {name} and {other} differ in "
         f"the files: set tie_word_embeddings to false in config.json, or remove {name}"

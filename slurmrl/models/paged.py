@@ -51,7 +51,7 @@ class PagedCall:
     longest: int
     """Upper bound of ``lengths``."""
     chunk: int = 1
-    """Maximum number of further tokens of one row, which are adjacent and in order."""
+    """Maximum number of further tokens of one row. These tokens are adjacent and in order."""
 
 
 def cell_bytes(decoder: Decoder) -> int:

@@ -226,7 +226,7 @@ def _call(
 Hosts: TypeAlias = Mapping[str, Sequence[HostRow]]
 """Mapping from a group's name to the hosts in its partitions."""
 CPUS: Final = 8
-"""Default number of cores of a worker with a GPU, which also run the reward, tokenization,
+"""Default number of cores of a worker with a GPU. The cores also run the reward, tokenization,
 checkpoints and NCCL."""
 SHARE_OF_MEMORY: Final = 0.9
 """Share of a host's memory that a default request may use. Slurm may reserve memory for itself."""

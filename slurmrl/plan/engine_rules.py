@@ -142,8 +142,8 @@ ENGINES: Final = {
     "vllm": EngineRules("dt", DECODER, module="vllm"),
     "native": EngineRules("dt", DECODER),
 }
-"""Rules by name of the engine. The first rank of each data-parallel copy runs a server on the GPUs
-of the copy's tensor ranks."""
+"""Mapping from an engine's name to its rules. The first rank of each data-parallel copy runs a
+server on the GPUs of the copy's tensor ranks."""
 
 
 def rules_of(allocation: Allocation) -> EngineRules:
@@ -365,4 +365,4 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
         ),
     ),
 }
-"""Rules by name of the backend."""
+"""Mapping from a backend's name to its rules."""

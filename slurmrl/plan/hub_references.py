@@ -107,7 +107,7 @@ class HubResolver:
         return model.model_copy(update=update) if update else model
 
     def _restored_model(self, key: KeyPath, model: Model) -> dict[str, Any]:
-        """Return the changes of a section that already names folders of the cache."""
+        """Return new values for a section that already names folders of the cache."""
         update: dict[str, Any] = {}
         for name in ("path", "tokenizer"):
             folder = getattr(model, name)

@@ -54,7 +54,7 @@ INHERITED: Final = (
 
 
 def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Config, list[Problem]]:
-    """Return the complete configuration, and the problems of layouts with two different sizes.
+    """Return the complete configuration, and a problem for each size that is set to two values.
 
     The result has a complete section for every role that the algorithm uses, and every layout as a
     backend string.
@@ -343,7 +343,7 @@ def explain(text: str) -> dict[str, Any]:
 
 
 def of_components(components: Components, *, trains: bool = True) -> dict[str, Placed]:
-    """Return the layouts by role.
+    """Return a mapping from roles to layouts.
 
     Components have the names of roles. A component without a name is the rollout if its engine
     cannot train, else the actor. Raises AllocationError for two components of one role, and if a
@@ -426,7 +426,7 @@ def is_engine_only(backend: str) -> bool:
 def merge(
     backend: str, sizes: dict[str, int], gpus: int | None
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the complete backend string for separate sizes, and differences by axis.
+    """Return ``backend`` completed by ``sizes``, and (axis, message) of each contradiction.
 
     If ``backend`` is only an engine's name, the layout comes from ``sizes``, and data parallelism
     fills the rest of ``gpus``.

@@ -43,7 +43,7 @@ class GroupPlan(_PlanPart):
     """Number of elements in the group's job array."""
     elastic: bool = False
     spares: int = Field(default=0, ge=0, le=MOST_COUNT)
-    """Number of additional hosts in the group's job, which replace lost hosts."""
+    """Number of additional hosts in the group's job, as replacements of lost hosts."""
     tasks_per_host: int = Field(default=0, ge=0, le=MOST_COUNT)
     """Number of rollout tasks on each host of the trainers' job. The tasks use the GPUs after the
     trainers' GPUs."""
@@ -231,7 +231,7 @@ class Plan(_PlanPart):
 
     @property
     def reallocations(self) -> tuple[Reallocation, ...]:
-        """All different reallocations, in the same order in every process."""
+        """All distinct reallocations, in the same order in every process."""
         found = (hook for hook in self._hooks if isinstance(hook, Reallocation))
         return tuple(dict.fromkeys(found))
 

@@ -84,7 +84,7 @@ def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
     top = reference.partition(":")[0].partition(".")[0]
     try:
         with without_torch(), warnings.catch_warnings():
-            # `wrong_class` rejects fields that shadow other fields, with a better message.
+            # `wrong_class` rejects fields that shadow other fields, with a clearer message.
             warnings.filterwarnings("ignore", "Field name .* shadows")
             _use_module_of(top, folders)
             return import_own(KIND, reference)
@@ -102,7 +102,7 @@ def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
 
 @contextmanager
 def importable(folders: Sequence[Path]) -> Iterator[None]:
-    """Let Python search folders for modules, after all other folders."""
+    """Append folders to Python's search path for modules while the context is entered."""
     added = [str(folder) for folder in folders if str(folder) not in sys.path]
     sys.path.extend(added)
     try:
@@ -130,7 +130,7 @@ def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _use_module_of(top: str, folders: Sequence[Path]) -> None:
-    """Load the module ``top`` from ``folders``, if it exists, in place of a loaded module."""
+    """Replace a loaded module ``top`` by the module of this name in ``folders``, if any."""
     spec = own_module(top, folders)
     if spec is None or spec.loader is None:
         return

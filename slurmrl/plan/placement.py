@@ -183,7 +183,7 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
         per_host = workers_per_host(workers, tensor_sizes(placed), tasks, size)
         hosts, rest = divmod(workers, per_host)
     else:
-        hosts, rest = divmod(total, min(given, total))  # A single host may have unused room.
+        hosts, rest = divmod(total, min(given, total))  # A single host may have unused GPUs.
     if not rest and hosts and workers % hosts == 0 and tasks % hosts == 0:
         return hosts, workers // hosts, tasks // hosts
     of_actor = f"workers of actor.backend '{placed['actor'].allocation}'"

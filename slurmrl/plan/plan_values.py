@@ -376,7 +376,7 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
     """Return a row for each rank of a model, in the order of the ranks."""
     group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
     table = []
-    held = len(model.ranks) // len(set(model.ranks))  # A server's worker has several ranks.
+    held = len(model.ranks) // len(set(model.ranks))  # A worker with a server holds several ranks.
     for rank, place in enumerate(model.ranks):
         host, worker = divmod(place, group.workers_per_host)
         gpu = worker * held + rank % held

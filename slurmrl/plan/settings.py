@@ -86,7 +86,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     sections.something_to_do,
     sections.graphs,
 )
-"""Checks of every plan. A check yields the problems that prevent planning."""
+"""Checks that every plan must pass. A check yields the problems that prevent planning."""
 SUBMISSION: Final[tuple[Check, ...]] = (
     memory,
     layouts.runnable,

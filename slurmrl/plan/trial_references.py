@@ -82,7 +82,7 @@ class TrialResolver:
         self._source = source
         self._root = Path(config.root)
         self._configs = source.path.parent
-        """Folder that may contain the configuration of a trial that must be submitted first."""
+        """Folder in which to look for configurations of trials that must be submitted first."""
         self._frozen = frozen
         self._planning = planning
         run = RunPaths.of(self._root, user_name(), config.experiment, config.trial)
@@ -175,7 +175,7 @@ class TrialResolver:
         return folder if folder.parent == paths.exports and folder.is_dir() else None
 
     def _no_export(self, text: str, reference: TrialReference, exports: Exports) -> str:
-        """Return the message, with advice, about a trial without an export of a complete model."""
+        """Return a message with advice about a trial that has exported no complete model."""
         if exports.newest is None:
             message = f"'{text}' has no export yet in {exports.folder}; first let that trial "
             message += f"finish: {self._submit(reference)}"

@@ -399,8 +399,8 @@ def divided(advantages: Tensor, deviations: Tensor | None, settings: PolicyGradi
 def whiten(x: Tensor, mean: float, std: float) -> Tensor:
     """Return x with mean 0 and standard deviation 1, given its moments over all ranks.
 
-    Advantages that hardly differ stay small. If all rewards are 0, advantages are rounding errors,
-    which must not be scaled up.
+    If advantages are almost equal, the results stay small. If all rewards are 0, advantages are
+    rounding errors, which must not be scaled up.
     """
     return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 

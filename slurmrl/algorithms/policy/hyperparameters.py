@@ -120,7 +120,7 @@ class Value(Section):
     """Maximum distance of new values from old values; `null` does not clip. With `value_norm`, the
     distance is in units of the normalized values."""
     value_huber_delta: PositiveFloat | None = None
-    """Error of a value beyond which the loss grows linearly instead of quadratically (Huber loss).
+    """Error of a value above which the loss grows linearly instead of quadratically (Huber loss).
     `null` keeps the squared error. With `value_norm`, the error is in units of the normalized
     values. Example: `1.0`"""
     value_norm: Literal["none", "exponential", "moving"] = "none"

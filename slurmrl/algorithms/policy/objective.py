@@ -114,8 +114,8 @@ def _detached(
 def _gated(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
     """Return losses with a sigmoid of the ratio instead of a clip.
 
-    The slope of the gate is 1 at a ratio of 1 and falls off on both sides, faster with a larger
-    temperature (Gao et al. 2025, "Soft adaptive policy optimization", arXiv 2511.20347).
+    The slope of the gate is 1 at a ratio of 1 and falls off on both sides; a larger temperature
+    makes it fall faster (Gao et al. 2025, "Soft adaptive policy optimization", arXiv 2511.20347).
     """
     ratio = log_ratio.clamp(max=GATE_LIMIT).exp()
     positive, negative = settings.sapo_tau_positive, settings.sapo_tau_negative

@@ -68,7 +68,7 @@ def _check_name(name: str) -> str:
 
 
 def name_of(owner: str) -> AfterValidator:
-    """Return the check of a name that the user chooses for ``owner``, such as ``a suite``."""
+    """Return a function that checks a name that the user gives ``owner``, such as ``a suite``."""
 
     def check(name: str) -> str:
         if not NAME_PATTERN.fullmatch(name):

@@ -386,7 +386,7 @@ class Config(Section):
 
     @property
     def evaluates_completions(self) -> bool:
-        """Whether evaluations generate completions, if the algorithm trains on given answers.
+        """Whether evaluations of an algorithm that trains on given answers generate completions.
 
         Otherwise evaluations compute the loss of held-out answers.
         """

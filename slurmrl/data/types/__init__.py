@@ -69,7 +69,7 @@ KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"
 
 
 LARGEST: Final = 1e300
-"""Limit below which the absolute values of a curriculum's numbers must be."""
+"""Upper bound, exclusive, of the absolute values of a curriculum's numbers."""
 
 
 class Requirement(Enum):

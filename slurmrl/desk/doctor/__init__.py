@@ -57,7 +57,7 @@ def failed(name: str, measured: str, advice: str, **values: float) -> Check:
 
 
 def guarded(name: str, advice: str, measure: Callable[[], Check | list[Check]]) -> list[Check]:
-    """Return the checks of ``measure``; after an error, a failed check called ``name``."""
+    """Return the checks of ``measure``; if it raises an error, a failed check called ``name``."""
     try:
         result = measure()
     except (SlurmrlError, OSError) as error:

@@ -21,7 +21,7 @@ from slurmrl.fsio import atomic, calls
 from slurmrl.fsio.calls import REAL, explain, opened, read_all, write_new
 
 ASK = "ask.json"
-"""The job's request, in its folder."""
+"""Name of the request's file in the folder of the job."""
 CONTENT = "content"
 ROUNDS = 8
 BLOCK = b"x" * 4096
@@ -166,7 +166,7 @@ class Quota:
 
     @property
     def used(self) -> float:
-        """The larger of the used shares of the two limits, from 0 to 1."""
+        """Used share of the limit on bytes or files, whichever is larger, from 0 to 1."""
         shares = ((self.used_kib, self.limit_kib), (self.files, self.files_limit))
         return max((used / limit for used, limit in shares if limit), default=0.0)
 
@@ -183,7 +183,7 @@ def parse_quota(text: str) -> list[Quota]:
     """Return the quotas in the output of ``quota -w -p`` or ``lfs quota``.
 
     A line has the file system, used KiB, quota, limit, grace, used files, quota, limit, grace. The
-    lower of quota and limit counts.
+    smaller number of quota and limit counts.
     """
     quotas = []
     for line in text.splitlines():

@@ -186,7 +186,7 @@ def _tell(host: ProbeHost, word: str, address: str) -> None:
     try:
         ask(address, host.token, word)
     except OSError:
-        return  # Another check has reported this host. Its wait ends by itself.
+        return  # Another check has reported this host, whose wait has a time limit.
 
 
 def _wait_for_bye(host: ProbeHost, server: Server) -> None:

@@ -210,7 +210,7 @@ async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found
         try:
             listed = field_of(address.text, await get("/openapi.json"), "paths")
         except UsageError:
-            listed = None  # A server may hide its list.
+            listed = None  # A server may hide its list of routes.
     finally:
         await client.close()
     routes = SERVER_KINDS[backend].routes

@@ -294,7 +294,7 @@ def predicted_calls(
         tokens = mean(newest, TOKENS)
         if assumed is None or tokens is None:
             return None, {}, "no step of the trial has lengths of sequences"
-        if prompt is None or response is None:  # Each row is a whole sequence.
+        if prompt is None or response is None:  # Each row of the data is a whole sequence.
             prompt, response = tokens / assumed.sequences, 0.0
         found = MeanTokens(prompt, response)
         seconds, source = predicted_seconds(settings, plan, found)

@@ -121,7 +121,7 @@ class CommitRow:
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     rows: Sequence[Mapping[str, Any]]
-    """Lines of ``samples/`` by step; then lines of evaluations, with ``evaluation: true``."""
+    """Lines of ``samples/``, sorted by step, then lines of evaluations (``evaluation: true``)."""
     steps: int
     """Number of steps and evaluations with samples."""
     shown: int

@@ -404,7 +404,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return features
 
     def _empty_micro_batch(self, temperature: float) -> Tensor:
-        """Return the zero loss of a rank without a further micro-batch."""
+        """Return a zero loss for a rank that has no micro-batch left."""
         outputs = self._run(*self._tokens(None), temperature)
         return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
 

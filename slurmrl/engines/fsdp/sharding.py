@@ -222,7 +222,7 @@ def take_first_copies(
 
     Each tensor rank computes whole gradients from the same inputs. Some GPU kernels, such as the
     backward pass of flash attention, sum in varying orders, so the copies of a parameter would
-    slowly drift apart.
+    slowly become different.
 
     Collective over the tensor ranks, on ``device``; all of them have gradients of the same names.
     """

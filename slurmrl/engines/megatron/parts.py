@@ -3,8 +3,8 @@
 The module also checks which architectures the megatron engine runs.
 
 Every shard is contiguous in its storage. ``linear_qkv`` has one head group after another, each with
-its queries, keys and values. ``linear_fc1`` has the gates before the other half. Rows beyond the
-size of the vocabulary are padding. A storage is named by its chunk and its parameter:
+its queries, keys and values. ``linear_fc1`` has the gates before the up-projections. Rows after the
+last token of the vocabulary are padding. A storage is named by its chunk and its parameter:
 ``0.output_layer.weight``.
 """
 

@@ -38,7 +38,7 @@ TOOL_CALLS: Final = "tools"
 
 
 def completions(draft: Draft) -> Iterator[Problem]:
-    """Check that only generation has several completions of each prompt."""
+    """Check that several completions of each prompt are set only where generation makes them."""
     config = draft.config
     if config.rollout.n > 1 and not generates(draft.algorithm.calls(config)):
         reason = f": {draft.algorithm.name} does not generate in training (see evaluation.n)"

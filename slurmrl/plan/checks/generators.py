@@ -215,7 +215,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
     shape, reason = shape_of(draft.config.actor), draft.lacks(ROLLOUTS, "dense_layers")
     if reason and shape is not None and shape.experts and shape.dense_layers:
         if text_config(known_config(draft.config.actor)).get("first_k_dense_replace"):
-            return  # SGLang reads this field.
+            return  # SGLang reads this field to find dense layers.
         layers = f"{shape.dense_layers} of {shape.layers} layers of this actor are dense"
         yield draft.reject((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
 
@@ -252,7 +252,7 @@ def _rejected(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Prob
 
 
 def _own(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Check that servers that the run starts have GPUs or tasks, and a Python interpreter."""
+    """Check that the run's own servers have GPUs or tasks, and a Python interpreter."""
     rollout = draft.config.rollout
     if not rollout.gpus.strip() and rollout.tasks is None:
         message = (
@@ -307,7 +307,7 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
 
 
 def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Yield server arguments that make a server unreachable or different from the plan."""
+    """Yield server arguments that make a server unreachable or contradict the plan."""
     rollout, rules = draft.config.rollout, SERVER_KINDS[backend]
     flags = dict(rules.conflicts)
     if rollout.replay_experts:

@@ -121,7 +121,7 @@ def gpus(draft: Draft) -> Iterator[Problem]:
 
 
 def _list_beyond(draft: Draft, gpu: int) -> KeyPath:
-    """Return the key by which the user placed a model on a GPU with a number above ``gpu``."""
+    """Return the key by which the user placed a model on a GPU whose number exceeds ``gpu``."""
     for role, place in draft.placements().items():
         if draft.writes(role, "gpus") and place.group == TRAINERS and max(place.ranks) > gpu:
             return (role, "gpus")

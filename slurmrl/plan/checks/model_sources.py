@@ -136,7 +136,7 @@ def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> 
 
 
 def adapters(draft: Draft) -> Iterator[Problem]:
-    """Check that only trained models that start from weights have adapters."""
+    """Check that only trained models with initial weights have adapters."""
     for role, model in draft.models():
         if model.lora is None:
             continue
@@ -170,7 +170,7 @@ def _adapter_rejection(draft: Draft, role: str, model: Model, lora: Lora) -> str
 
 
 def base_reference(draft: Draft) -> Iterator[Problem]:
-    """Check that a reference that shares the actor's weights is not offloaded."""
+    """Check that a reference is not offloaded if it shares the actor's weights."""
     if REFERENCE not in dict(draft.models()) or not uses_base(draft.config, REFERENCE):
         return
     for field in ("offload", "cpu_offload"):
@@ -214,7 +214,7 @@ def _length_limit(model: Model) -> Any | None:
 
 
 def stop_tokens(draft: Draft) -> Iterator[Problem]:
-    """Check that the tokens that end completions can be read and are in the vocabulary."""
+    """Check that the ids of stop tokens can be read and are in the vocabulary."""
     actor = draft.config.actor
     if not (values := shape.known_config(actor)):
         return

@@ -159,9 +159,9 @@ def unused_tools(draft: Draft) -> Iterator[Problem]:
 
 
 def unused_roles(draft: Draft) -> Iterator[Problem]:
-    """Check that a call uses each model that has a section."""
+    """Check that each model with a section is used by a call."""
     used = {role for role, _ in draft.models()}
-    for own in draft.config.evaluations.values():  # This includes separate trials.
+    for own in draft.config.evaluations.values():  # This includes evaluations in separate trials.
         used |= {call.role for call in draft.algorithm.evaluation_calls(own) if call.role}
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:
@@ -182,7 +182,7 @@ def engine_options(draft: Draft) -> Iterator[Problem]:
 
 
 def averages(draft: Draft) -> Iterator[Problem]:
-    """Check that a model that follows the actor is frozen and has the actor's architecture."""
+    """Check that a model with ``ema`` is frozen and has the actor's architecture."""
     actor = draft.config.actor
     for role, model in draft.models():
         if model.ema is None:
@@ -280,7 +280,7 @@ def graphs(draft: Draft) -> Iterator[Problem]:
     """Check that the calls of the algorithm form a graph. A new algorithm's calls may form none."""
     config, algorithm = draft.config, draft.algorithm
     if any(conflicts(draft)):
-        return  # The check of conflicts has a better message.
+        return  # The check of conflicts has a clearer message.
     if config.dataset.kind in algorithm.dataset_types:
         yield from _graph(draft, algorithm.calls(config), config.dataset, ("algorithm",))
     for suite, own in config.evaluations.items():

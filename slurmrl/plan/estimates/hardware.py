@@ -42,7 +42,7 @@ SOURCES: Final[Mapping[str, str]] = {
 }
 """Mapping from a profile's section to a description of the origin of its numbers."""
 _Share: TypeAlias = Annotated[float, Field(gt=0, le=1.5)]
-"""A share of a rate. The share may exceed 1, because processors boost their clocks."""
+"""A share of a peak rate. It may exceed 1, because processors boost their clocks."""
 
 
 class Numbers(Section):

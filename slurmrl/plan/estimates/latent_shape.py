@@ -9,7 +9,7 @@ from typing import Any, Final
 SIZES: Final = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 QUERY_RANK: Final = "q_lora_rank"
 LARGEST: Final = 10**9
-"""Largest valid size. The check of weights reports larger sizes as errors."""
+"""Largest valid size; the check of weights reports larger sizes as errors."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ class Memory:
     locked: int = 0
     """Bytes of page-locked host memory."""
     host: int = 0
-    """Bytes of other host memory."""
+    """Bytes of host memory that is not page-locked."""
 
     @property
     def standing(self) -> int:
@@ -313,7 +313,7 @@ def _activations(job: MemoryDemand, gradients: int) -> int:
 
 def _experts(job: MemoryDemand) -> int:
     batch = 0
-    if job.lengths is not None:  # An optimizer step holds a copy of its minibatch.
+    if job.lengths is not None:  # An optimizer step holds a copy of its minibatch's experts.
         batch = _tokens_of_rank(job, job.lengths, whole=True)
         batch += _tokens_of_rank(job, job.lengths) if job.trained else 0
     return replayed(

@@ -75,7 +75,7 @@ def stop_tokens(config: Config, ends: Iterable[int] = ()) -> tuple[int, ...]:
 
     The result has each ``eos_token_id`` of ``generation_config.json`` and ``config.json``, the
     ``ends`` of the tokenizer and the chat templates (`data.chat.stop_ids`), and
-    ``rollout.stop_token_ids``. Omit ids beyond the vocabulary, which some files contain.
+    ``rollout.stop_token_ids``. Omit ids outside the vocabulary, which some files contain.
 
     Raises UsageError for an ``eos_token_id`` that is neither a number nor a list of numbers.
     """

@@ -56,7 +56,7 @@ class Fullest:
 
     @property
     def margin(self) -> int:
-        """Bytes that must also stay free. A server's part includes its own margin."""
+        """Bytes that must stay free in addition. A server's part includes its own margin."""
         return call_costs.margin(self.size - self.parts.get(SERVER, 0))
 
 
@@ -179,7 +179,7 @@ class TrainersGpus:
         return {name: self.sizes[name] for name in models if name in used or name not in self._away}
 
     def _moving(self, models: Mapping[str, Memory]) -> dict[str, int]:
-        """Return the bytes during a move of weights to the engine that generates.
+        """Return the bytes during a move of weights to the generating engine.
 
         No rank needs larger buffers than its weights.
         """
@@ -210,7 +210,7 @@ def _narrower(config: Config, rollout: Placement) -> Narrower:
 
 
 def _arriving(config: Config, rollout: Placement) -> int:
-    """Return the bytes of weights that a rank of the engine that generates receives."""
+    """Return the bytes of weights that a rank of the generating engine receives."""
     if (shape := shape_of(config.actor)) is None:
         return 0
     shape = shape_on(shape, rollout.allocation)

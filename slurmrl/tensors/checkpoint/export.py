@@ -125,7 +125,7 @@ class TokenizerFiles:
     """The tokenizer's files of an export."""
 
     source: Path
-    """Folder that has the files."""
+    """Folder that contains the files."""
     chat_template: str | None = None
     """Template that replaces all templates of the folder; None keeps the folder's templates."""
 

@@ -308,8 +308,8 @@ def file_name(role: str, rank: int) -> str:
 class RankFiles:
     """The arrays of all ranks' files.
 
-    All methods raise CheckpointError or CorruptFileError for a file that is missing or belongs to
-    another checkpoint, and EnvironmentFailure for a file that cannot be read.
+    All methods raise CheckpointError or CorruptFileError for a missing or foreign file, and
+    EnvironmentFailure for an unreadable file.
     """
 
     def __init__(self, directory: Path, role: str) -> None:

@@ -55,7 +55,7 @@ NUMPY_DTYPES: dict[str, str] = {
 }
 """numpy type of the elements of each dtype; for bfloat16, the type of the bits."""
 DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
-"""Rank of each dtype in files. Larger elements come first, for alignment, as in the package."""
+"""Order of dtypes in files. Larger elements come first, for alignment, as in the package."""
 CHUNK_BYTES = 2**20
 """Number of bytes that are hashed and written at a time: as many as a core's cache holds."""
 MAX_HEADER_BYTES = 100 * 10**6

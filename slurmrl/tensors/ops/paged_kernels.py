@@ -34,14 +34,14 @@ MOST_CELLS = 128
 BLOCK_BYTES = 16 * 2**10
 """Maximum bytes of keys that a program reads at a time. A multiprocessor can then run several."""
 PROGRAMS = 4
-"""Sufficient number of programs per multiprocessor. If there are fewer, rows are split."""
+"""Sufficient number of programs per multiprocessor. With fewer programs, rows are split."""
 MOST_SPLITS = 64
 WRITTEN = 1024
 """Number of elements of a token that each program writes."""
 LOG2_E = 1.0 / math.log(2.0)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Maximum difference between the results of the test, whose absolute values are about 1."""
+"""Maximum difference between results in the test; their absolute values are about 1."""
 SHORT, LONG = MOST_CELLS - 3, 2 * MOST_CELLS + 40
 """Lengths of rows in the test. Rows of the first length are not split; the other rows are."""
 BOUND = MOST_SPLITS * MOST_CELLS
@@ -51,7 +51,7 @@ WINDOW = 50
 GATHERED_CELLS = 2**16
 """Number of cells that the torch function copies at a time."""
 MULTIPLE = 8
-"""Divisor of the number of cells to read. torch's kernels would copy biases of other lengths."""
+"""Divisor of the number of cells to read; torch would copy biases of other lengths."""
 
 
 def paged_attention(

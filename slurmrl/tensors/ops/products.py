@@ -99,7 +99,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [T, i] times weight [o, i], plus bias.
 
     oneDNN copies an x that is not contiguous. A weight with gaps between both rows and columns is
-    copied here, because oneDNN's loop for it takes a thousand times longer.
+    copied here, because oneDNN's loop for such a weight takes a thousand times as long.
     """
     if not weight.is_contiguous() and not weight.t().is_contiguous():
         weight = weight.t().contiguous().t() if weight.stride(0) == 1 else weight.contiguous()

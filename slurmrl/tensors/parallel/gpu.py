@@ -236,7 +236,7 @@ def bind_cpus_near(gpu: object, least: int, sysfs: Path = SYSFS) -> frozenset[in
     if len(near) < least or near == allowed:
         return None
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # The thread has ended.
+        with suppress(ProcessLookupError):  # The thread has already ended.
             os.sched_setaffinity(int(thread), near)
     return near
 

@@ -322,7 +322,7 @@ def _flat(view: Tensor) -> Tensor:
 
 
 def _runs(size: Index, strides: Index) -> tuple[int, list[tuple[int, int]]]:
-    """Return the length of runs of adjacent elements, and (length, stride) of the other dims.
+    """Return the length of runs of adjacent elements, and (length, stride) of dims around the runs.
 
     The outermost dim is first.
     """

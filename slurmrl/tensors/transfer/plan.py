@@ -1,9 +1,9 @@
 """The plan of a move: senders, receivers, boxes, chains and the order of transfers. Torch-free.
 
 If several ranks hold elements that a rank needs, the sender is a holder on the same host, else the
-holder that sends least so far. If several ranks need elements, they form a chain, host by host.
-Each link of the chain carries every byte once, and every rank except the last passes the data on.
-Nothing is sent to a rank that already has it.
+holder that has sent the fewest bytes so far. If several ranks need elements, they form a chain,
+host by host. Each link of the chain carries every byte once, and every rank except the last passes
+the data on. Nothing is sent to a rank that already has it.
 
 The transfers of one chain are cut into segments. Time is divided into slots. In each slot, a
 segment moves one link further along its chain. The data of a rank in one slot fits into its staging

@@ -379,7 +379,7 @@ class VersionFiles:
                 raise WeightVersionError(f"{path} cannot be read: {reason}") from error
             raise explain(error, "read", path) from error
         if str(Checksum(data.data)) != tensor.stored_checksum:
-            self._close(path)  # Reopening may show newer data.
+            self._close(path)  # A new descriptor may show newer data.
             raise WeightVersionError(f"{path}: '{tensor.name}' has another checksum")
         return data
 
