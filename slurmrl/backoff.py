@@ -30,7 +30,7 @@ OUTAGE_S = (0.5, 15.0)
 READ_S = 60.0
 """Seconds that a starting process waits for files that it must read."""
 ABSENT_S = 10.0
-"""Seconds to wait for an input that certainly does not exist."""
+"""Seconds of retries for an input that certainly does not exist."""
 REPLACED = (*NO_FILE, errno.ENOTDIR)
 """Error numbers of a path that names the wrong kind of file. Only a user can correct the path."""
 
@@ -143,7 +143,7 @@ def retry(
 
 
 def _limit_s(error: EnvironmentFailure | UnreadableInputError) -> float:
-    """Return the seconds for which to retry after an error that may never disappear."""
+    """Return the time limit, in seconds, of retries after an error that may be permanent."""
     if isinstance(error, UnreadableInputError):
         return ABSENT_S if error.absent else math.inf
     return READ_S if cause(error) in REPLACED else math.inf

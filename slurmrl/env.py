@@ -40,7 +40,7 @@ class Variable(NamedTuple, Generic[T]):
 
     @contextmanager
     def given(self, text: str) -> Iterator[None]:
-        """Set another value for this process and its children within the context."""
+        """Set the variable to ``text`` in this process and its children during the context."""
         before = os.environ.get(self.name)
         os.environ[self.name] = text
         try:

@@ -44,7 +44,7 @@ class NameStore:
         self._directory = directory
         self._calls = calls
         self._paths: dict[str, Path] = {}
-        """Cache of paths by key. Making a path takes longer than reading its file."""
+        """Cache that maps keys to paths. Making a path takes longer than reading its file."""
         self._temporary: dict[str, bytes] = {}
         """Contents of the keys that `reset` deletes."""
 

@@ -23,7 +23,7 @@ PER_CALL: Final = ("step", "evaluation")
 """Arguments with one value for a call. Rewards request such arguments by name, too."""
 Stats = dict[str, tuple[float, float]]
 Extras = Mapping[str, Any]
-"""Additional arguments by name. Arguments in `PER_COMPLETION` are lists."""
+"""Mapping from name to value of additional arguments; values of `PER_COMPLETION` are lists."""
 NO_EXTRAS: Final[Extras] = {}
 
 
@@ -189,7 +189,7 @@ def _check_call(
 def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the additional arguments that parameters after the first three request.
 
-    A parameter that the options set does not count.
+    Parameters that have values in ``keywords`` do not count.
     """
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = list(signature.parameters.values())[len(ARGUMENTS) :]

@@ -253,8 +253,8 @@ def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
     """Return the code block with the program to test; without blocks, the whole string.
 
     Blocks without a language count only if no block is labeled Python. Of several blocks, choose
-    the last block that defines most of the names in the tests. For tests of printed output, choose
-    the last block that looks most like a whole program.
+    the block that defines the most names in the tests. Among equals, for printed output, choose the
+    most complete program, then the last block.
     """
     tagged: list[str] = []
     bare: list[str] = []

@@ -79,7 +79,7 @@ def _operand(node: ast.expr, members: bool = False) -> ast.expr:
 
 
 def plain(value: Any, members: bool = False, *, mocks: bool = False) -> Any:
-    """Return a value in which objects that equal different values are replaced.
+    """Return a value without objects that claim to equal different values.
 
     The replacement is a copy as a builtin type. An object of no builtin type becomes an empty list
     if it has no items, and otherwise an object that equals only itself.
@@ -117,7 +117,7 @@ class _Members:
 
 
 class _Probe:
-    """Key that records the element that it was found equal to."""
+    """Key that records the element to which a set or dict finds it equal."""
 
     def __init__(self, key: Any) -> None:
         self._key, self.found = key, list[Any]()

@@ -1,10 +1,10 @@
 """The process that runs programs. The process reads one JSON request per line and writes one reply.
 
-A Python that may be inside a container runs this source (`slurmrl.rewards.code.LOADER`), which
-imports nothing of slurmrl. If the kernel allows it, the process has its own namespaces: no network,
-a read-only file system with one small private folder, and a process table whose processes all die
-with its first process. Otherwise the sandbox reports the missing protections. Each program runs in
-a forked child with resource limits and without capabilities, and never sees the expected results.
+This source (see `slurmrl.rewards.code.LOADER`) may run in a container's Python and imports nothing
+of slurmrl. If the kernel allows it, the process has its own namespaces: no network, a read-only
+file system with one small private folder, and a process table whose processes all die with its
+first process. Otherwise the sandbox reports the missing protections. Each program runs in a forked
+child with resource limits and without capabilities, and never sees the expected results.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NAMED += ("itertools", "functools", "math")
 MODULES = {*NAMED, "io", "json", "operator", "os", "re", "sys", "time"}
 """Modules that programs have without an import. Programs also have all names of `NAMED` modules."""
 EQUALITY: dict[str, Any] = {"__name__": "equality"}
-"""The names of the source in ``settings["equality"]``: `slurmrl.rewards.code_equality`."""
+"""Names that the source of `slurmrl.rewards.code_equality` in the settings defines."""
 LAST_BYTES = 2000
 """Number of bytes at the end of standard error in which to look for the reason of a failure."""
 

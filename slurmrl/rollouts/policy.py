@@ -1,7 +1,7 @@
 """The policy that writes the turns of an episode, and the tokens of messages. Torch-free.
 
 The tokens of a message are appended to the tokens that the policy has sampled. The conversation is
-never rendered and tokenized again, because the result may have other ids.
+never rendered and tokenized again, because new tokenization may give other ids.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class EventWriter:
 
 
 def read_all(paths: RunPaths) -> list[Event]:
-    """Return all writers' events by time. Events of one writer keep their order."""
+    """Return all writers' events, sorted by time. Events of one writer keep their order."""
     return EventReader(paths).read()
 
 
@@ -151,7 +151,7 @@ class EventReader:
         self._offsets: dict[str, int] = {}
 
     def read(self) -> list[Event]:
-        """Return new events by time. Events of one writer keep their order.
+        """Return new events, sorted by time. Events of one writer keep their order.
 
         An incomplete line is returned once it is complete.
         """

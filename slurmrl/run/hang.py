@@ -1,4 +1,4 @@
-"""Explanation of which ranks wait for which, from the progress that ranks report."""
+"""Explanation of the waits between ranks, from the progress that the ranks report."""
 
 from __future__ import annotations
 

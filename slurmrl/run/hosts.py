@@ -63,7 +63,7 @@ class BadHost:
 
 
 def avoided(run: RunPaths) -> list[BadHost]:
-    """Return the hosts that jobs of the trial avoid, by name. Raises CorruptFileError."""
+    """Return the hosts that the trial's jobs avoid, sorted by name. Raises CorruptFileError."""
     return [_read(run, file) for file in _names(run) if _AVOID.fullmatch(file)]
 
 

@@ -64,8 +64,8 @@ def leader_lock(number: int) -> str:
 def hang(incarnation: int) -> str:
     """Return the key of the report on who waited when silence or a deadline ended an incarnation.
 
-    The value is JSON with ``text``, which explains which ranks waited for which, and ``files``,
-    which lists files with stacks.
+    The value is JSON: ``text`` explains the waits between ranks, and ``files`` lists files with
+    stacks.
     """
     return f"incarnation/{incarnation}/hang"
 

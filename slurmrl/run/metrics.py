@@ -253,7 +253,7 @@ def all_lines(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def newest_evaluated(paths: RunPaths) -> dict[str, Any]:
-    """Return the last line of `read_evaluated` without older results; {} if there is none."""
+    """Return the last line of `read_evaluated`, with only its newest results; {} without any."""
     for _, same in groupby(reversed(evaluation_trials(paths)), key=lambda trial: trial[0]):
         if found := _evaluations_of(paths, list(same)):
             return found[-1]
@@ -263,7 +263,7 @@ def newest_evaluated(paths: RunPaths) -> dict[str, Any]:
 def with_evaluated(
     own: Iterable[Mapping[str, Any]], more: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Merge the lines of a trial and of `read_evaluated`, by step.
+    """Merge each step's lines of a trial and of `read_evaluated`; return them sorted by step.
 
     Values of the trial take precedence.
     """

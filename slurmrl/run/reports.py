@@ -125,7 +125,7 @@ class Failure(Report):
     """Reason why an incarnation failed."""
 
     cause: str = ""
-    """A `Cause`, or a cause of another version; empty in reports of very old versions."""
+    """A `Cause`, or a cause of another slurmrl version; empty in reports of very old versions."""
     reason: str = ""
     """The reason in one sentence."""
     host: str | None = None

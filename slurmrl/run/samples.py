@@ -130,7 +130,7 @@ def write_part(
 
     The file is complete or absent.
 
-    Raises ValueError if ``records`` lacks one of the items or has other items. Raises
+    Raises ValueError if ``records`` lacks one of the items or has additional items. Raises
     EnvironmentFailure if the file cannot be written for `READ_S` seconds.
     """
     if records.keys() != set(own):

@@ -17,11 +17,11 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.paths import RunPaths
 
 SHORTEST_S = {"local": 0.5}
-"""Seconds between two queries while states change, by scheduler."""
+"""Mapping from scheduler to the seconds between two queries while states change."""
 SHARED_SHORTEST_S = 10.0
 """Seconds between two queries while states change, for a scheduler shared with other users."""
 LONGEST_S = {"local": 2.0}
-"""Maximum seconds between two queries, by scheduler."""
+"""Mapping from scheduler to the maximum seconds between two queries."""
 SHARED_LONGEST_S = 120.0
 """Maximum seconds between two queries of a scheduler shared with other users."""
 GROWTH = 1.5
@@ -270,7 +270,7 @@ class SchedulerPoll:
 
 
 def _shape(tasks: list[TaskState]) -> Mapping[tuple[str, str], tuple[str, str, int]]:
-    """Return the fields that count as a change, which are all fields except times."""
+    """Return the fields whose changes count: all fields except times."""
     return {(t.group, t.job_id): (t.raw, t.reason, t.restarts) for t in tasks}
 
 

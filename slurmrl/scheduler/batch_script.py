@@ -60,7 +60,7 @@ OURS = {
     "--wait": "-W",
     "--wrap": "",
 }
-"""Options, with their short forms, that slurmrl sets, so that ``extra_lines`` may not set them."""
+"""Options that slurmrl sets, with their short forms. ``extra_lines`` may not set these options."""
 LETTERS: Final = re.compile(r"-([HIkOQsvWX]*.?)")
 """Pattern of short options in one word: some options without a value, then one with a value."""
 SUPERVISOR = "slurmrl.workers.supervisor"

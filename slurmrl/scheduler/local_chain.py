@@ -167,7 +167,7 @@ class LocalChain:
         self._width = width
         self._state = ChainState.of(identity, links)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        """Processes of the running links, by index."""
+        """Mapping from the index of each running link to its process."""
         self._last = False
         self._relay: set[int] = set()
         """Indices of the links to which USR2 must still be forwarded."""

@@ -208,7 +208,7 @@ class SlurmScheduler(Scheduler):
         return found[name]
 
     def _find(self, names: Mapping[str, None]) -> dict[str, str]:
-        """Return the ids of Slurm's jobs with these names, by name."""
+        """Map those of the names that Slurm's jobs have to the jobs' ids."""
         return {row.name: row.job for row in self.client.queue_by_name(names)} if names else {}
 
     def _end_chain(self, jobs: JobIds) -> list[str]:

@@ -62,7 +62,7 @@ class LearnedChange(NamedTuple):
     """A change of a configuration that may change the result of training."""
 
     settings: Mapping[str, Any]
-    """Values of all settings to change, by dotted key."""
+    """Mapping from dotted key to value, for all settings to change."""
     names: Mapping[str, str]
     """Mapping from settings that change the result of training to the name of their change."""
 
@@ -86,7 +86,7 @@ class Searched:
     refused: Sequence[str] = ()
     """Allowed changes that no answer contains, with the reasons."""
     rejected: Sequence[str] = ()
-    """Reasons why a submission would reject other combinations, some of which are faster."""
+    """Reasons why a submission would reject combinations that may be faster than the answers."""
 
 
 def search(
@@ -145,7 +145,7 @@ def search(
 def _marked(
     one: Answer, known: Sequence[Answer], made: LearnedChange, follows: tuple[str, ...]
 ) -> Answer:
-    """Return an answer for a changed configuration as an answer for the given configuration."""
+    """Turn an answer for a changed configuration into an answer for the given configuration."""
     if any(one is other for other in known):
         return one
     overrides = {**made.settings, **one.overrides}
@@ -215,7 +215,7 @@ class _CountingLoad:
 
 
 def _consequences(before: Settings, after: Settings) -> Iterator[str]:
-    """Yield the settings of the algorithm whose defaults follow from a change."""
+    """Describe the algorithm's settings whose defaults differ after a change."""
     old, new = flat(before.config.algorithm), flat(after.config.algorithm)
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
@@ -252,7 +252,7 @@ def document(
 
     ``given`` is the prediction of the given configuration. ``fits`` states whether this
     configuration fits into memory. ``searched`` has the allowed changes; None if no changes are
-    allowed. ``rejected`` has reasons why a submission would reject other combinations.
+    allowed. ``rejected`` has reasons why a submission would reject faster combinations.
     """
     refusal = "a submission would reject other combinations, some of them faster:"
     return Document(

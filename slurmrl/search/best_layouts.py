@@ -1,9 +1,9 @@
 """The search for the fastest combinations of layouts that fit into the GPUs.
 
 A combination has one candidate for each model. The predicted seconds of a step are the sum over the
-models. If rollout tasks generate during the other calls, the seconds are the larger of two sums. A
-queue yields the combinations in the order of their seconds, so the first combinations that fit are
-the best. The search is deterministic.
+models. If rollout tasks generate during the other calls, the larger of the two sums counts. A queue
+yields the combinations in the order of their seconds, so the first combinations that fit are the
+best. The search is deterministic.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Answer:
 
     gpus: int
     overrides: Mapping[str, Any]
-    """Values of the settings that differ from the configuration, by dotted key."""
+    """Mapping from dotted key to value, for settings that differ from the configuration."""
     backends: Mapping[str, str]
-    """Layout of each model and of generation, by name."""
+    """Mapping from the name of each model, and of generation, to its layout."""
     actor: Model
     step: StepSeconds
     fullest: Fullest
@@ -281,7 +281,7 @@ def _layouts(chosen: Sequence[Candidate]) -> dict[str, str]:
 
 
 def _possible(lists: Sequence[Sequence[Candidate]], limit: float) -> list[list[Candidate]]:
-    """Return the candidates that fit next to the smallest candidates of the other models."""
+    """Return each model's candidates that fit if all other models take the least memory."""
     smallest = [
         min((one.memory.standing for one in each if one.name != ROLLOUTS), default=0)
         for each in lists

@@ -88,7 +88,7 @@ class TrialOutcome:
     """Number of committed steps."""
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by part of the time. The sum is `seconds`."""
+    """Mapping from a part of the time to its seconds. The sum is `seconds`."""
     jobs: int
     """Number of starts of the trainers' jobs."""
     links: int
@@ -134,7 +134,7 @@ class TrialRun:
         self._uncommitted: deque[tuple[int, dict[str, float]]] = deque()
         """Each step after the last commit, and its seconds by part."""
         self._of_step = dict.fromkeys(PARTS, 0.0)
-        """Seconds by part of the current step."""
+        """Mapping from a part of the current step to its seconds."""
         self._events: Counter[str] = Counter()
         self._records: list[Record] = []
         self._names = MemoryNames()

@@ -89,7 +89,7 @@ def _look(
 def _set_aside(
     paths: RunPaths, records: list[Record], times: dict[str, float]
 ) -> list[StoredCommit]:
-    """Return the damaged checkpoints that still exist, which a run may remove at any time."""
+    """Return the damaged checkpoints that still exist. A run may remove them at any time."""
     damaged = []
     for record in records:
         if record.kind is Kind.DELETE and "reason" in record.data:

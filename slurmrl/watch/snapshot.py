@@ -89,9 +89,9 @@ class TrialSnapshot:
     said: Mapping[str, Any]
     """The last status of the current incarnation's master; empty before its first status."""
     attempts: Mapping[tuple[str, int], Identity]
-    """The newest attempt of each task that has ever started, by group and task."""
+    """Mapping from group and task to the newest attempt, for all tasks that have ever started."""
     task_failures: Mapping[tuple[str, int], tuple[int, Failure]]
-    """The newest failures of rollout tasks: attempt and reason by group and task."""
+    """The newest failures of rollout tasks: mapping from group and task to attempt and reason."""
     incarnations: Sequence[Traces]
     """The newest incarnations, oldest first."""
     lines: Sequence[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""The messages between master, agents and workers, by channel.
+"""The messages between master, agents and workers, grouped by channel.
 
 A message is a JSON object with a ``type``. `MessageSet` makes and checks messages. Readers ignore
 unknown fields and reject unknown types, because the processes of an incarnation run the same code.

@@ -73,7 +73,7 @@ class ServedModel:
                 )
 
     async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
-        """Raise UsageError if the vocabulary of the server's model has a different size.
+        """Raise UsageError unless the server's model has a vocabulary of the weights' size.
 
         ``knows`` returns whether the server's model has a token id.
         """

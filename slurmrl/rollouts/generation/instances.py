@@ -72,7 +72,7 @@ class Instances(RolloutEngine):
     ) -> None:
         """Start to connect to the instances. The caller must be in a running asyncio loop.
 
-        ``connects``: functions that connect to each instance, by its name in messages. ``program``
+        ``connects`` maps an instance's name in messages to its connecting function. ``program``
         starts the server of the only instance. ``concurrency``: number of completions that an
         instance samples at a time. The last request may exceed this number: requests are not split.
         """

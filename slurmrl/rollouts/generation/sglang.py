@@ -416,7 +416,7 @@ class SglangServer(ServerKind):
 
     @staticmethod
     def _watched(serving: Serving) -> Sequence[str]:
-        """Return flags with a longer time limit for SGLang's watchdog.
+        """Return flags that raise the time limit of SGLang's watchdog.
 
         With ``in_place``, SGLang mistakes an update for a hanging batch and exits after 300 s.
         """

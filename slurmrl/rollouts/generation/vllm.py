@@ -9,7 +9,7 @@ Log-probabilities are under the sampling distribution: after temperature, top-k,
 of stop tokens before ``min_new_tokens``. Log-probabilities of greedy tokens are at temperature 1.
 
 vLLM computes checksums of its weights (``/weight_checker``) by SHA-256 in host memory, which takes
-seconds for each 10 GB. Some kernels, such as CPU kernels, store matrices in another order.
+seconds for each 10 GB. Some kernels, such as CPU kernels, reorder the elements of matrices.
 Therefore, only the embedding, norms and biases are compared. Their checksums differ if the server
 did not load an update.
 """
@@ -70,7 +70,7 @@ HEAD_FILE = "model-head.safetensors"
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 KEEP = "/pause?mode=keep"
 LOADING = {"load_config": {"load_format": "auto"}}
-"""Setting that lets a server that started without weights load files later."""
+"""Setting for a server that starts without weights and loads files later."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class VllmDialect(HttpDialect):
         return fit.context
 
     async def _try(self) -> None:
-        """Sample a token, to detect other problems before the first request."""
+        """Sample a token, to detect problems before the first request."""
         try:
             reply = await self._client.post(self.GENERATE, self._first(), timeout_s=FIRST_S)
         except UsageError as error:

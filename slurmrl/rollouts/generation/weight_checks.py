@@ -42,8 +42,8 @@ EXPERTS: Mapping[str, Sequence[Sequence[str]]] = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
-"""Names of an expert's matrices in the files of each family, by the server's parameter that stores
-all experts of a block. Files have a separate tensor for each matrix of an expert."""
+"""Mapping from the servers' parameter for all experts of a block to the names of an expert's
+matrices in the files of each family. Files have a tensor for each matrix of an expert."""
 VOCABULARY = ("embed_tokens.weight", LM_HEAD, "wte.weight")
 FULL_ROWS = 64
 """Servers pad the vocabulary with rows of zeros to a multiple of this number."""
@@ -61,7 +61,7 @@ TYPES: Mapping[str, str] = {
     "float": "float32",
     "half": "float16",
 }
-"""Element types by the names that servers use."""
+"""Mapping from the servers' names of element types to torch's names."""
 LANGUAGE_MODEL = ("model.language_model.", "language_model.model.", "model.")
 """Prefixes of a language model next to an image encoder, on servers and in files."""
 SHOWN = 3
@@ -253,7 +253,7 @@ class WeightChecks:
         self._device = device or torch.device("cpu")
         self._lock = asyncio.Lock()
         self._expected: dict[str, Expected] = {}
-        """Checksums of parameters by version."""
+        """Mapping from version to checksums of parameters."""
         self._comparable: dict[str, set[Place]] = {}
         """Parameters of each server that agreed at its first check."""
         self._before: dict[str, tuple[str, Sequence[Held]]] = {}
@@ -290,8 +290,8 @@ class WeightChecks:
     ) -> None:
         """Compare the parameters of the server ``where`` after it has loaded ``version``.
 
-        ``replaced`` are the previous parameters, if they had other weights. Raises RunFailedError
-        if the server has other weights, and UsageError if the files lack the server's output layer.
+        ``replaced`` are the previous parameters, if their weights differed. Raises RunFailedError
+        if the server lacks the weights, and UsageError if the files lack the server's output layer.
         """
         if self.own and where not in self._comparable:
             _check_head(where, version, held)
@@ -454,7 +454,7 @@ class ServerCheck:
             self._expecting = None
 
     async def after_load(self, version: WeightVersion) -> None:
-        """Check the loaded version. Raises RunFailedError if the server has other weights."""
+        """Check the loaded version. Raises RunFailedError if the server lacks its weights."""
         held = await self._held()
         if held is None or self._digest is None:
             return

@@ -27,7 +27,7 @@ class ToolResult(NamedTuple):
 
 
 class Tools(Mapping[str, Callable[..., Any]]):
-    """Tools by the names that the policy uses in calls.
+    """Tools, each with the name that the policy uses in calls.
 
     All episodes of a rank share the tools, but each episode counts its calls separately.
     """

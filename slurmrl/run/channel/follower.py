@@ -95,8 +95,8 @@ class Follower:
 
     ``longest_poll_s`` is the maximum pause in seconds between polls if the kernel does not report
     changes. Without reports of the kernel, writers send wake-ups to ``wakeups``. If a wake-up
-    announced the last news of a log, the log is polled less often at first. While the directory
-    does not answer, logs appear to have no news; see `answers`.
+    announced the last news of a log, the log is at first polled less often than other logs. While
+    the directory does not answer, logs appear to have no news; see `answers`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Wake-ups: datagrams that say that the sender's log has grown, and the addresses of their sockets.
+"""Wake-ups, which are datagrams about growth of the sender's log, and addresses of their sockets.
 
 A wake-up is only a hint, sent once and never answered. Readers also poll the logs, which contain
 all messages. A wake-up contains the receiver's secret token. The sender's address shows which log

@@ -58,7 +58,7 @@ class TrialState:
     incarnation: int = 0
     """The newest incarnation; 0 before the first."""
     commits: tuple[Commit, ...] = ()
-    """Commits that were not deleted, by step."""
+    """Commits that were not deleted, sorted by step."""
     last_commit: Commit | None = None
     """The newest commit, from which the next incarnation resumes."""
     end: Record | None = None

@@ -45,7 +45,7 @@ EXIT_TIMEOUT_S = 60.0
 """Maximum wait for the other ranks after one rank has exited normally."""
 FOLDER_GONE_S = 60.0
 """Seconds for which an attempt's directory or log must be missing until the attempt counts as lost.
-A worker exits sooner after its last message, so the master may remove the directory then."""
+The master may remove the directory after a worker's last message: the worker exits sooner."""
 MARGIN_S = 10.0
 """Seconds before the end of the job at which the agent kills remaining workers."""
 SHORT_S = 20.0

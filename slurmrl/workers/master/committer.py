@@ -305,7 +305,7 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
 
 
 def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:
-    """Return the damage that recent incarnations reported, by the directory of the checkpoint.
+    """Map the directories of checkpoints to the damage that recent incarnations reported.
 
     Ranks find damage when they load a checkpoint, masters when they export a checkpoint.
     """

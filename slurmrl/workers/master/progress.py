@@ -224,7 +224,7 @@ class Progress:
         self.stop_token_ids = ids
 
     def _sources(self, directories: Sequence[Path]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the fingerprints of each source's files and tokens, by the source's name."""
+        """Map each source's name to the fingerprint of its files, and to that of its tokens."""
         named = zip(self.config.dataset.parts, map(read_manifest, directories), strict=False)
         known = {name: manifest for name, manifest in named if manifest is not None}
         return {n: m.source for n, m in known.items()}, {n: m.tokens for n, m in known.items()}

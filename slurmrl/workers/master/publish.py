@@ -56,7 +56,7 @@ class StatusPublisher:
         self._lease_ttl_s = lease_ttl_s
         self._observers: dict[Path, LeaseObserver] = {}
         self._views: dict[str, LeaseView] = {}
-        """Views of the leases of the known agents, by label."""
+        """Mapping from the label of each known agent to the view of its lease."""
         self._tasks: dict[str, Any] = {}
         """Lease age, host, attempt and job of each known agent at the last read, by label."""
         self._looks = Interval(interval_s, time.monotonic)

@@ -132,7 +132,7 @@ class RolloutTasks:
         self._attempts: dict[str, RolloutAttempt] = {}
         """Attempts by name. Ended attempts that still have a directory are included."""
         self._living: dict[str, RolloutAttempt] = {}
-        """Attempts that have not ended, by name."""
+        """Mapping from name to attempt, for attempts that have not ended."""
         self._sweep = SampleSweep(paths)
         self._checks = SampleChecks(paths, clock)
         self._checks.add(ledger.finished)

@@ -284,7 +284,7 @@ class AttemptWakeups:
     def receive(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
         """Schedule reads of the result logs of attempts that have sent wake-ups.
 
-        Read `AT_ONCE` logs at once and the other logs at `RESULTS_PER_S`.
+        Read `AT_ONCE` logs at once, then `RESULTS_PER_S` logs per second.
         """
         if self._wakeups is None:
             return
@@ -350,7 +350,7 @@ class TaskEvents:
         self._writer.write("weights_unreadable", **attempt.who, **what)
 
     def damaged(self, sample: StoredGroup, reason: str) -> None:
-        """Report that tasks generate the item of a damaged sample again."""
+        """Report that the item of a damaged sample is generated again."""
         group, task, attempt = parse_name(sample.task)
         logger.warning("a task will generate item %d again: %s", sample.item, reason)
         self._writer.write(
@@ -398,7 +398,7 @@ class FailedTasks:
         self._names = NameStore(paths.names)
         self._inside = inside
         self._failures: dict[tuple[int, int], Failure] = {}
-        """Failures by task and attempt."""
+        """Mapping from task and attempt to failure."""
         self._known: set[tuple[int, int]] | None = None
 
     def look(

@@ -57,7 +57,7 @@ class Mailbox:
     """Messages from the agents' logs that the master has not used yet."""
 
     ready: dict[int, Ready] = field(default_factory=dict)
-    """`Ready` messages by rank."""
+    """Mapping from rank to `Ready` message."""
     preparing: int = 0
     """Number of `Preparing` messages so far."""
     done: dict[int, dict[int, Done]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Mailbox:
     saved: dict[int, dict[int, Saved]] = field(default_factory=dict)
     """Mapping from an order's number to the `Saved` message of each rank."""
     agents: dict[str, Identity] = field(default_factory=dict)
-    """Agents that have sent `Hello`, by ``group/task``."""
+    """Mapping from ``group/task`` to agent, for agents that have sent `Hello`."""
     warning: str | None = None
     """Signal that warns of the job's end; None without a warning."""
 
@@ -122,7 +122,7 @@ class WorkerChannel:
         )
         self._wakeups = wakeups
         self._wake_at: dict[int, WakeupAddress] = {}
-        """The agents' addresses for wake-ups, by task."""
+        """Mapping from task to its agent's address for wake-ups."""
         self._while_waiting, self._wakers = while_waiting, wakers
         self._woken_at = 0.0
         """End of the last pause that wake-ups could interrupt."""

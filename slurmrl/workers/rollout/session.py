@@ -76,7 +76,7 @@ class Session:
         self._most_begun, self._most_unwritten = most_begun, most_unwritten
         self._confirmed = self._expired = False
         self._oldest: dict[str, VersionId] = {}
-        """The oldest weight version that may sample tokens, by lease."""
+        """Mapping from lease to the oldest weight version that may sample its tokens."""
         self._waiting: dict[Key, Row] = {}
         self._begun: dict[Key, Row] = {}
         self._sampled: dict[Key, SampleGroup] = {}
@@ -304,7 +304,7 @@ class MasterWakeups:
         self._counted_at = -math.inf
         """Time of the last counted wake-up, by the monotonic clock."""
         self._late: asyncio.TimerHandle | None = None
-        """Timer that later counts wake-ups that arrived within `LOOK_S`; None without any."""
+        """Timer for the later count of wake-ups within `LOOK_S`; None without such wake-ups."""
 
     @property
     def address(self) -> WakeupAddress | None:

@@ -93,7 +93,7 @@ class Executor:
         self._cores = cores
         self.batch: Batch | None = None
         self._stored: dict[str, StoredGroup] = {}
-        """File positions of the samples of rollout tasks, by the ids of the batch's items."""
+        """Mapping from the ids of the batch's items to the file positions of tasks' samples."""
         self._candidates: list[Batch] = []
         """Batches of this step's candidates, from which the filter accepts the next batch."""
         self._mail = mail

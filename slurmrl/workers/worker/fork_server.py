@@ -111,7 +111,7 @@ class _ForkServer:
         self._agent = agent
         self._stacks_fd = stacks_fd
         self._workers: dict[int, _Worker] = {}
-        """Running workers by rank."""
+        """Mapping from rank to running worker."""
         self._ended: list[tuple[WorkerEnded, float]] = []
         """Ends of workers that are reported when the leftovers have ended, each with a deadline."""
         self._leftovers = Leftovers()

@@ -82,7 +82,7 @@ class Batch:
         self._mail = mail
         self._activity = activity
         self._made: dict[str, SequenceSample] = {}
-        """Results of this rank's part, by call. Only the first rank of a part has results."""
+        """Mapping from call to this rank's results; only the first rank of a part has results."""
         self._held: dict[Spread, SequenceSample] = {}
         """This rank's part under each spread, with the keys that have arrived."""
         self._arrived: dict[Spread, set[str]] = {}

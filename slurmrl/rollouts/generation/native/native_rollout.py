@@ -33,7 +33,7 @@ class ReadOutcome(IntEnum):
 
     READ = 0
     REJECTED = 1
-    """The folder has a different architecture, and the old weights are unchanged."""
+    """The folder's architecture is not the model's, and the old weights are unchanged."""
     BROKEN = 2
 
 
@@ -63,7 +63,7 @@ class SplitRollout(BatchRollout):
     def _read_own(self, folder: Path) -> None:
         """Read this rank's part of the weights.
 
-        Raises UsageError, without any change, if the folder has a different architecture.
+        Raises UsageError, without any change, if the folder's architecture is not the model's.
         """
 
     def _read(self, name: str, folder: Path) -> None:
@@ -170,7 +170,7 @@ class NativeRollout(SplitRollout):
 def read_weights(decoder: Decoder, folder: Path) -> None:
     """Read a decoder's weights, or a tensor rank's part of them, from a Hugging Face folder.
 
-    Raises UsageError, without any change, if the folder has a different architecture.
+    Raises UsageError, without any change, if the folder's architecture is not the decoder's.
     """
     config, tensor = decoder.config, decoder.split.tensor
     split = TensorSplit(config, tensor.size)

@@ -33,7 +33,7 @@ SIZE_BYTES: Final = 8
 IDLE: Final = timedelta(days=30)
 """Time limit of a rank that waits for a message. A leader without requests sends no messages."""
 COMPARED_CALLS = {"cpu": 1, "cuda": 8}
-"""Number of calls between two comparisons, by device type. A comparison waits for the GPU."""
+"""Mapping from device type to the calls between two comparisons. A comparison waits for the GPU."""
 
 
 def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> RunFailedError:
