@@ -32,7 +32,7 @@ def import_own(what: str, reference: str) -> Any:
         UnreadableInputError: The module cannot be imported.
     """
     module_name, _, name = reference.partition(":")
-    importlib.invalidate_caches()  # Cached listings of an unreadable folder are empty.
+    importlib.invalidate_caches()  # Drop empty listings that were cached on read errors.
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -99,7 +99,7 @@ def _line_of(error: BaseException) -> str:
 
 def _is_of_others(file: str) -> bool:
     """Return whether a file is part of slurmrl or of Python's import system."""
-    ours = Path(describe.__code__.co_filename).parent  # in a trial, modules have no path
+    ours = Path(describe.__code__.co_filename).parent  # modules in a trial's archive have no path
     others = (ours, Path(importlib.__file__).parent)
     return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
 

@@ -56,7 +56,7 @@ NAMED += ("itertools", "functools", "math")
 MODULES = {*NAMED, "io", "json", "operator", "os", "re", "sys", "time"}
 """Modules that programs have without an import. Programs also have all names of `NAMED` modules."""
 EQUALITY: dict[str, Any] = {"__name__": "equality"}
-"""Names that the source of `slurmrl.rewards.code_equality` in the settings defines."""
+"""Names that ``settings["equality"]``, the source of `code_equality`, defines."""
 LAST_BYTES = 2000
 """Number of bytes at the end of standard error in which to look for the reason of a failure."""
 

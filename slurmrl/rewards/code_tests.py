@@ -229,7 +229,7 @@ def _decorators(node: Definition) -> list[str]:
 
 def _check_parameters(node: Function, name: str, own: int) -> None:
     decorators = _decorators(node)
-    if any("patch" in decorator for decorator in decorators):  # patch() passes arguments
+    if any("patch" in decorator for decorator in decorators):  # patch() adds arguments
         return
     own = 0 if "staticmethod" in decorators else own
     arguments = node.args

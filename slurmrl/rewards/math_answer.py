@@ -264,7 +264,7 @@ def based_symbol(number: re.Match[str]) -> str:
     base = str(NUMERALS.index(base)) if base in NUMERALS else base
     letters = re.findall("[A-Fa-f]", digits)
     if any(not base.isdigit() or int(digit, 16) >= int(base) for digit in letters):
-        return number[0]  # 5C_2 is a product with a letter
+        return number[0]  # 5C_2 means 5 times C_2, not digits in base 2
     return digits if base == "10" else rf"\Upsilon_{{{digits}base{base}}}"
 
 

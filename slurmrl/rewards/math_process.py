@@ -139,7 +139,7 @@ def chosen(text: str, *, inside: bool) -> str:
     text = re.sub(r"\\(?:text|math)\w*|\\[ ,;]|[{}$*]", " ", text)
     if (inside or OPTION.fullmatch(text)) and (label := LABEL.match(text)):
         return label[1]
-    found = ANSWER_IS.findall(text) or OPTION_IS.findall(text)  # explanations may follow
+    found = ANSWER_IS.findall(text) or OPTION_IS.findall(text)  # text may follow
     return "".join(found[-1:])
 
 

@@ -29,7 +29,7 @@ CLOSING_S = 5.0
 MOST_LOGGED = 5
 """Maximum number of failures of one call that are logged."""
 MOST_SINGLE_FAILURES = 8
-"""Number of failed calls in a row (each for one completion or one prompt) that raise an error."""
+"""Number of failed calls in a row, each for one completion or prompt, until an error is raised."""
 Row = Mapping[str, Any]
 
 

@@ -54,7 +54,7 @@ class Completion:
     written: list[bool] = field(init=False)
     """Whether the policy wrote each token."""
     rewards: list[float] = field(init=False)
-    """Reward of a turn, at its last token; 0 elsewhere."""
+    """One number per token: a turn's reward at its last token, 0 elsewhere."""
     largest_read: int = field(init=False)
     """Largest token id in the prompt and the messages."""
     turns: int = field(init=False)

@@ -30,7 +30,7 @@ logger = log.get(__name__)
 MOST_LOGGED: Final = 5
 """Maximum number of failures of a call that are logged one by one."""
 MOST_SINGLE_FAILURES: Final = 8
-"""Number of failed calls in a row, each for one item, that raise an error."""
+"""Number of failed calls in a row, each for one item, after which an error is raised."""
 _EXAMPLE = EpisodeItem(
     sample_id="example@0",
     index=0,

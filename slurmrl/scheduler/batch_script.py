@@ -156,7 +156,7 @@ def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str
     if (parsed := _parsed(text)).code:
         why = parsed.errors.partition("\n")[0].removeprefix("/dev/stdin: ")
         raise UsageError(f"cluster.slurm.setup: bash cannot parse the lines: {why}")
-    if _parsed(f"{text}\n;\n").code == 0:  # A line ";" is an error unless it continues a line.
+    if _parsed(f"{text}\n;\n").code == 0:  # Only if an open line needs ";", this parses.
         raise UsageError(
             "cluster.slurm.setup: the lines would include the script's next lines: end the "
             "here-document, or remove the backslash at the end of the last line"
@@ -260,7 +260,7 @@ def _extra_line(line: str) -> str:
 def _of_ours(word: str) -> list[str]:
     """Return the options in `OURS` that a word of a directive sets."""
     if not word.startswith("-"):
-        return []  # The word is the value of an option.
+        return []  # The word is the value of the previous option.
     if word.startswith("--"):  # sbatch accepts abbreviated names of options.
         return [option for option in OURS if option.startswith(word.partition("=")[0])]
     letters = {f"-{letter}" for letter in LETTERS.findall(word)[0]}

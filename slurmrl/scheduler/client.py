@@ -179,7 +179,7 @@ class SlurmClient:
         except SchedulerError as error:
             if FORGOTTEN in str(error):
                 return []
-            if may_have_worked(error):  # The controller does not answer, not even to scontrol.
+            if may_have_worked(error):  # The controller is silent; scontrol would not help.
                 raise
             with contextlib.suppress(SchedulerError):
                 return [row for job in wanted for row in self._shown(job)]

@@ -73,7 +73,7 @@ class Answer:
     learned: Mapping[str, str] = field(default_factory=dict)
     """Mapping from overrides that change the result of training to the name of their change."""
     follows: tuple[str, ...] = ()
-    """Sentences about settings of the algorithm whose defaults follow from the changes."""
+    """Sentences about settings of the algorithm whose defaults the changes alter."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -170,7 +170,7 @@ def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, s
 
 
 def ways(checked: Checked, request: SearchRequest, gpus: int) -> Iterator[GpuUse]:
-    """Yield the ways to use a number of GPUs that do not change the result of training.
+    """Yield the ways to use ``gpus`` GPUs without a change of the result of training.
 
     A configuration keeps its rollout tasks; a configuration without tasks gets none.
     """

@@ -157,7 +157,7 @@ class PollIntervals:
         check_s = max(heartbeat_s, CHECK * hosts / (0.12 * budget))
         status_s = max(heartbeat_s, (BEAT * hosts + PUBLISH) / (0.10 * budget))
         used = _periodic_operations(hosts, beat_s, check_s, status_s)
-        # Every agent polls the master's log, and the master polls every agent's.
+        # Every agent polls the master's log, and the master polls every agent's log.
         polls = _polls(hosts)
         poll_s = max(SHORTEST_POLL_S, polls / (budget - used))
         record_s = hosts / RESULTS_PER_S

@@ -94,7 +94,7 @@ class GenerationRequest:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:
-        """Make a request from the result of ``dataclasses.asdict``, which may have been JSON."""
+        """Make a request from the result of ``dataclasses.asdict``, even from its JSON."""
         options = dict(values["options"])
         for name in ("stop_token_ids", "stop_strings"):
             options[name] = tuple(options[name])

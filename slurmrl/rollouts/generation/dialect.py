@@ -188,7 +188,7 @@ class HttpDialect(Dialect):
 
     @property
     def _cache(self) -> str | None:
-        """Name under which prompts share the server's cache; None for all prompts."""
+        """Name under which prompts share the server's cache; None if all prompts share it."""
         return self._loaded if self._stale_cache else None
 
     @property

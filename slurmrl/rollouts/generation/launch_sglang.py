@@ -124,7 +124,7 @@ def main(path: str, arguments: list[str]) -> None:
     listen_on(path)
     read_arrays()
     tell_grids_apart()
-    http_server._freeze_gc_after_server_warmup = lambda _: None  # needs the port
+    http_server._freeze_gc_after_server_warmup = lambda _: None  # the function uses the port
     try:
         run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))
     finally:

@@ -94,7 +94,7 @@ class Instance:
         self._connect, self._patience, self._program = connect, patience, program
         self._wanted, self._came, self._went = wanted, came, went
         self._control = asyncio.Lock()
-        """Lock of updates and probes, one at a time."""
+        """Lock that lets only one update or probe run at a time."""
         self._doubted = asyncio.Event()
         self._changed = asyncio.Condition()
         self._needed = asyncio.Event()
@@ -149,7 +149,7 @@ class Instance:
         """
 
         async def install(engine: ServerClient) -> None:
-            if engine.version != version.name:  # a new start has installed the version
+            if engine.version != version.name:  # equal if a new start has installed it
                 await engine.update_weights(version)
 
         self._needed.set()
@@ -355,7 +355,7 @@ class Instance:
                     await engine.resume()
         except BaseException as error:
             await engine.close()
-            if isinstance(error, UsageError):  # An earlier start may have worked.
+            if isinstance(error, UsageError):  # The server may work after a restart.
                 raise RunFailedError(str(error)) from error
             raise
 
@@ -393,7 +393,7 @@ class Instance:
                     if self.engine is engine:
                         await self._probe(engine)
         finally:
-            if self.engine is engine:  # this task was cancelled
+            if self.engine is engine:  # only if this task was cancelled
                 self.engine = None
                 await engine.close()
         assert self.error is not None, "it was lost"

@@ -257,7 +257,7 @@ class VllmDialect(HttpDialect):
         return str(field_of(self.where, await self._get("/weight_info"), "weight_version"))
 
     async def sleep(self) -> None:
-        await self._post("/sleep?level=2")  # weights are not kept in host memory
+        await self._post("/sleep?level=2")  # level 2: keep no weights in host memory
 
     async def wake(self) -> None:
         await self._post("/wake_up")

@@ -311,7 +311,7 @@ class Warnings:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # The supervisor blocked these signals.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the supervisor
 
     @property
     def received(self) -> bool:

@@ -34,7 +34,7 @@ OLDER_NAMES: Final = {
 new name, because torch may prefer the new name."""
 BLACKWELL: Final = 10.0
 """Minimum compute capability of GPUs that start kernels of several streams in the order of calls,
-regardless of the number of connections."""
+whatever CUDA_DEVICE_MAX_CONNECTIONS is."""
 
 HANDED_ON = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),

@@ -110,8 +110,8 @@ class RolloutTasks:
         self.agents: dict[str, Identity] = {}
         """Newest attempt of each task that has joined and not ended, by the task's label."""
         self._begun_of: dict[str, int] = {}
-        """Number of the newest attempt at each task that has begun. Earlier attempts have ended, so
-        their items are queued again even before the newest attempt joins."""
+        """Mapping from each task to the number of its newest attempt. Earlier attempts have ended,
+        so their items are queued again even before the newest attempt joins."""
         self.unreadable: set[VersionId] = set()
         """Versions of this incarnation that a task cannot read; the caller empties this set."""
         self._paths = paths
@@ -234,7 +234,7 @@ class RolloutTasks:
     def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
         """Queue groups that a step has taken but not used, for the next step.
 
-        The master reads them again first. Tasks regenerate groups that would be too stale.
+        First, the master reads them again. Tasks regenerate groups that would be too stale.
         """
         for sample in samples:
             age = step - 1 - oldest_step(sample)
@@ -337,7 +337,7 @@ class RolloutTasks:
             self.agents[agent.label] = agent
 
     def _find(self) -> None:
-        """Find new attempts. Forget ended and never joined attempts without a directory."""
+        """Find new attempts. Forget attempts without a directory that ended or never joined."""
         try:
             names = set(filter(is_name, atomic.list_names(self._paths.rollouts)))
         except FileNotFoundError:  # No task has started so far.
@@ -367,7 +367,7 @@ class RolloutTasks:
                     self._take(attempt, result)
                 attempt.listened(now, self._pauses_s[1])
             except EnvironmentFailure as error:
-                attempt.silent_s = 0.0  # The task may not be the cause.
+                attempt.silent_s = 0.0  # The directory, not the task, may be silent.
                 logger.warning("%s; will retry", error)
             except CorruptFileError as error:
                 self._end(attempt, LOST, str(error))

@@ -63,7 +63,7 @@ class AttemptRecord:
     read: LogPosition = field(default_factory=LogPosition)
     """Position in the result log; the commit contains the results before it."""
     last_file: Annotated[str, FILE_NAME] | None = None
-    """Newest sample file that these results name."""
+    """Newest sample file that the results before `read` name."""
     over: str = ""
     """Reason why the attempt has ended; empty while it runs."""
 
@@ -120,7 +120,7 @@ class RolloutAttempt:
     problem: str = ""
     """Reason why the attempt cannot read newer weights; empty without a problem."""
     lag_s: float = 0.0
-    """Seconds by which this attempt loaded the newest weights later than the first attempt."""
+    """Seconds from any attempt's first load of the newest weights to this attempt's load."""
     is_read: bool = False
     """Whether this master has read the result log to its end."""
     confirmed: bool = False
@@ -185,7 +185,7 @@ class RolloutAttempt:
     def announce(self, read_at: float) -> None:
         """Schedule a read at ``read_at`` after a wake-up: the result log has grown.
 
-        Ignore wake-ups of an attempt that has often sent wake-ups without news (see `SPARE_LOOKS`).
+        Ignore wake-ups of an attempt that often sends them without new messages (`SPARE_LOOKS`).
         """
         if self._spare > 0:
             self._announced = True
@@ -194,7 +194,7 @@ class RolloutAttempt:
     def listened(self, now: float, most_s: float) -> None:
         """Update the seconds of silence after the result log was read to its end.
 
-        The time since the previous read counts up to ``most_s``, because the read may have hung.
+        Of the time since the previous read, only ``most_s`` count, because the read may have hung.
         """
         news = self.heard_at == now
         silent_s = self.silent_s + min(now - self._read_at, most_s)
@@ -433,7 +433,7 @@ class FailedTasks:
 
         Require enough equal failures for the ``allowed`` tasks that may run at a time. In addition,
         each starting attempt must be on a host where an attempt has failed. In the trainers' job,
-        it must belong to a task that has failed.
+        its task must have failed.
         """
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():

@@ -39,8 +39,8 @@ from slurmrl.workers.rollout_messages import COUNTS_S, Abort, Confirm, Leave
 ItemRows = Callable[[Iterable[int]], Sequence[tuple[int, int]]]
 """Function that returns (epoch, index) of each item."""
 LAG_S = 10.0
-"""Seconds for which an attempt that loads new weights keeps a share of the items, in addition to
-twice its last delay."""
+"""Seconds added to twice an attempt's last delay: for this time, an attempt that loads new weights
+keeps a share of the items."""
 
 SILENT_S = 6 * COUNTS_S
 """Seconds without a message after which an attempt that has not ended counts as unable to write.
@@ -118,7 +118,7 @@ class TaskLeases:
         }
 
     def _expected(self) -> set[str]:
-        """Return the attempts that will probably need items soon, with the newest weights."""
+        """Return the attempts that will probably soon have the newest weights and need items."""
         since_s = self._clock() - self._newest_at
         return {
             one.name
@@ -301,7 +301,7 @@ class SampleCounts:
         self.ages: Counter[int] = Counter()
         """Number of groups that steps have taken, by staleness."""
         self._told = Counter({f"rollout/dropped_{STALE}": ledger.dropped.get(STALE, 0)})
-        """Sums at the last call of `metrics`."""
+        """Values of the counters at the last call of `metrics`."""
         self._taken: list[int] = []
         """Staleness of each group that steps have taken since the last call of `metrics`."""
 

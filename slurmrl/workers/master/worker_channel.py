@@ -175,7 +175,7 @@ class WorkerChannel:
         return lambda: self._log.append(*next(batches, ()))
 
     def end(self, stacks: str = "") -> None:
-        """Tell the agents that this incarnation has ended. Without this, they detect it later.
+        """Tell the agents that this incarnation has ended. Otherwise, they detect the end later.
 
         ``stacks`` is the reason for which they first collect stacks; empty to collect none.
         """
@@ -288,7 +288,7 @@ class WorkerChannel:
     ) -> None:
         """Wait until no rank is ``missing``. Raises WaitTimeoutError after ``timeout_s``.
 
-        The time-out starts again whenever ``news`` returns another number. Time during which the
+        The time-out starts again whenever ``news`` returns a new number. Time during which the
         directory does not answer does not count.
         """
         left_s, known = timeout_s, news()
@@ -336,8 +336,8 @@ class WorkerChannel:
 class AgentRegistry(ChainMap[str, Identity]):
     """The known agents by ``group/task``.
 
-    ``heard`` contains the agents that have sent `Hello`. The name store contains the claims of all
-    agents, even if they die earlier. Read the store every ``look_s`` while agents are missing.
+    ``heard`` contains the agents that have sent `Hello`. The name store has all claims, even of
+    agents that died before `Hello`. Read the store every ``look_s`` while agents are missing.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ def _peers(
 class FollowingRank:
     """The worker of any rank but the first of a task with a split model.
 
-    Only the first rank gets requests. It sends the other ranks their model calls until it retires.
+    Only the first rank gets requests. It sends its model calls to the other ranks.
     """
 
     def __init__(self, rank: int, make_engine: Callable[[], SplitRollout]) -> None:

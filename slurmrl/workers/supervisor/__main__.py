@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
     if reason is not None:
         logger.info("nothing to do: %s", reason)
         if in_chain:
-            end_chain(link)  # The process that ended the trial may have died too early.
+            end_chain(link)  # The process that ended the trial may have died before this.
         return 0
     if options.failed is not None:
         cannot_begin(link, UsageError(options.failed), in_chain=in_chain)

@@ -129,7 +129,7 @@ class CheckpointEvaluations:
             if state.end is not None and state.end.kind is Kind.CANCELLED:
                 return True
             own = (one for one in records[state.begin_slot + 1 :] if one.kind is Kind.COMMIT)
-            made = [Commit(*place(one), one.incarnation) for one in own]  # Some may be deleted.
+            made = [Commit(*place(one), one.incarnation) for one in own]  # includes deleted commits
             missing = list(self._missing(config, [*made, *state.commits]))
             for commit in {c.directory: c for c, _ in missing if c in state.commits}.values():
                 with suppress(SlurmrlError):  # `_submit` retries and reports errors
@@ -143,7 +143,7 @@ class CheckpointEvaluations:
         return True
 
     def _missing(self, config: Config, commits: Sequence[Commit]) -> Iterator[tuple[Commit, str]]:
-        """Yield each checkpoint and suite that no link has submitted, in the order of steps.
+        """Yield each checkpoint and suite without a submitted evaluation, in the order of steps.
 
         Include deleted checkpoints whose files are linked, and ``commits``, which may be deleted.
         """
@@ -299,7 +299,7 @@ def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
 
 
 def evaluated_trial(paths: RunPaths) -> RunPaths | None:
-    """Return the trial whose checkpoint this trial evaluates, or None for another trial.
+    """Return the trial whose checkpoint this trial evaluates, or None if it evaluates none.
 
     Raises ConfigError, UsageError.
     """

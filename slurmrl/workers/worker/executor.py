@@ -193,7 +193,7 @@ class Executor:
             self._reallocations.trained(call.role)
         for hook in call.post_hooks:
             if isinstance(hook, Offloading):
-                continue  # `Residence` offloads the model.
+                continue  # `Residence` does the offloading.
             with self._residence.using(hook.source, hook.target):
                 self._reallocations.run(hook)
         return self._done(order, began, result, tokens)
@@ -298,7 +298,7 @@ class Executor:
         return self.engines[self._layout(call)].context
 
     def _make_room(self, needed: Sequence[str]) -> None:
-        """Offload models that are not ``needed``. Record the moved weights that are discarded."""
+        """Offload models that are not ``needed``. Record which of them lose moved weights."""
         for model in self._residence.make_room(*needed):
             self._reallocations.discarded(model)
 

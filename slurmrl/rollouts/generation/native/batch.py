@@ -46,7 +46,7 @@ class ContinuousBatch:
 
         If ``context`` is None, a request that may exceed the model's positions is rejected.
         ``decode`` is needed for stop strings. `ModelRunner` describes ``masked``. Without
-        ``turns``, the cache does not grow to keep prefixes of later prompts. With ``overlap``
+        ``turns``, the cache does not grow to keep prefixes for later prompts. With ``overlap``
         (default: on a GPU), the tokens of a call are read while the next call runs.
         """
         limits = bounded(limits, decoder)

@@ -259,7 +259,7 @@ class PagePool:
         """
         self.page, self._limit, self._keep = page, limit, keep
         self.made = 0
-        """Number of pages that have been used."""
+        """Number of pages that have ever been used."""
         self._users: list[int] = []
         self._free: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()

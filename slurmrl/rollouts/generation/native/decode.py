@@ -64,7 +64,7 @@ class DecodeGraph(Protocol):
 
 
 Capture = Callable[[Callable[[], Sampled]], DecodeGraph]
-"""Function that makes a graph of another function. The tensors keep their place in memory."""
+"""Function that makes a CUDA graph of a function whose tensors keep their place in memory."""
 
 
 class CUDAGraphs:

@@ -222,7 +222,7 @@ class ModelRunner:
         settings: tuple[SamplingKey, tuple[int, ...]],
         places: list[int],
     ) -> Sampled:
-        """Sample a token for each sequence at ``places``.
+        """Sample a token for each sequence with an index in ``places``.
 
         These sequences have the same sampling key and the same banned stop tokens.
         """

@@ -159,7 +159,7 @@ class NativeRollout(SplitRollout):
 
     @property
     def read(self) -> int:
-        """Total number of tokens that the model has processed, with repetitions."""
+        """Number of tokens that the model has processed; a repeated token counts again."""
         return self._own.read
 
     def _read_own(self, folder: Path) -> None:

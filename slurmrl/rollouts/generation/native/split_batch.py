@@ -90,7 +90,7 @@ class SplitRanks:
         return values
 
     def compare(self, sampled: int, checksum: int) -> None:
-        """Compare the ranks' number of sampled tokens and checksum. Collective.
+        """Compare the numbers of sampled tokens and the checksums of all ranks. Collective.
 
         Raises RunFailedError on all ranks if these differ.
         """
