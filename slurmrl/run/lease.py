@@ -159,7 +159,7 @@ class LeaseObserver:
 
 
 class LeaseBoard:
-    """Observers of the leases in a directory, by file name.
+    """Observers of the leases in a directory, one for each file name.
 
     Each lease is read at most once per ``look_s``, however often callers request its view.
     """

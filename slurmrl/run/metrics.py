@@ -24,7 +24,7 @@ from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 
 STEP_S = "time/total"
-"""The metric of a step's time, including its evaluation."""
+"""Name of the metric for a step's time, including its evaluation."""
 TIME = "time"
 """Key of the time at which a line was written, in seconds since the epoch by the master's clock.
 Lines of older versions lack this key."""

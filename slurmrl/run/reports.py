@@ -345,7 +345,7 @@ class Ending:
 
     @property
     def hang_words(self) -> str:
-        """One line that explains which ranks waited for which.
+        """One line that explains the waits between ranks.
 
         Do not compare such lines, because their times differ between incarnations.
         """
@@ -428,7 +428,7 @@ def attempt_failure_words(failure: Failure) -> str:
 
 
 def _silence(failure: Failure, reason: str) -> str:
-    """Return a phrase about a process's silence in seconds, or the reason if this is unknown."""
+    """Return a phrase about a process's seconds of silence, or ``reason`` if they are unknown."""
     if failure.silent_s is not None:
         return f": no heartbeat for {failure.silent_s:g} s"
     return f": {reason}" if reason else ""

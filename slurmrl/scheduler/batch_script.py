@@ -1,4 +1,4 @@
-"""Batch scripts as text, their ``#SBATCH`` directives, and which directives sbatch would reject.
+"""Batch scripts as text, their ``#SBATCH`` directives, and the directives that sbatch would reject.
 
 Only this module uses submitit, which writes the directives.
 """

@@ -208,7 +208,7 @@ class SlurmScheduler(Scheduler):
         return found[name]
 
     def _find(self, names: Mapping[str, None]) -> dict[str, str]:
-        """Map those of the names that Slurm's jobs have to the jobs' ids."""
+        """Return a mapping from each name that a job in Slurm has to the job's id."""
         return {row.name: row.job for row in self.client.queue_by_name(names)} if names else {}
 
     def _end_chain(self, jobs: JobIds) -> list[str]:

@@ -37,7 +37,7 @@ logger = log.get(__name__)
 PUBLISH_TIMEOUT_S = 60.0
 """Seconds after which a process gives up publishing a failure if the directory does not answer."""
 ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
-"""Errors that may not occur in another start, perhaps on another host."""
+"""Errors that another start, perhaps on another host, may avoid."""
 COLLECT_S = 15.0
 """Seconds that the master waits for the stacks of all hosts."""
 
@@ -98,7 +98,7 @@ def _is_users(file: str) -> bool:
 
 
 def concerning(error: BaseException, failure: Failure) -> Failure:
-    """Return the failure with the damaged checkpoint or the missing input that an error names."""
+    """Return the failure after adding the damaged checkpoint or missing input of an error."""
     if isinstance(error, DamagedCheckpointError):
         return replace(failure, damaged=error.directory)
     if isinstance(error, UnreadableInputError):

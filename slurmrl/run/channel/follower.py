@@ -95,8 +95,8 @@ class Follower:
 
     ``longest_poll_s`` is the maximum pause in seconds between polls if the kernel does not report
     changes. Without reports of the kernel, writers send wake-ups to ``wakeups``. If a wake-up
-    announced the last news of a log, the log is at first polled less often than other logs. While
-    the directory does not answer, logs appear to have no news; see `answers`.
+    announced a log's newest messages, the log is at first polled less often than other logs. While
+    the directory does not answer, logs appear to have no new messages; see `answers`.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class Follower:
         return self._look(logs, due) if logs else []
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there may be news; -1 without notification."""
+        """Return a descriptor that is readable when messages may have come; -1 without
+        notification."""
         descriptor = self._watch.fileno()
         return self._wakeups.fileno() if self._wakeups and descriptor < 0 else descriptor
 
@@ -164,7 +165,7 @@ class Follower:
             self._receive(self._wakeups)
 
     def expect_news(self) -> None:
-        """Restart with short pauses for logs without wake-ups, because news is likely soon."""
+        """Restart with short pauses for logs without wake-ups, because new messages are likely."""
         if self._watch.fileno() < 0:
             self._silent.restart()
             self._next_at = self._next_poll_at()
@@ -174,7 +175,7 @@ class Follower:
         return max(self._next_at - self._clock(), 0.0)
 
     def wait(self, also: Collection[int] = (), most_s: float = math.inf) -> None:
-        """Wait for possible news, a readable descriptor in ``also``, or for ``most_s`` seconds."""
+        """Wait until a message or a descriptor in ``also`` may be read, at most ``most_s``."""
         until = self._clock() + most_s
         while not self.woken and (left_s := min(self.pause_s(), until - self._clock())) > 0:
             descriptors = [one for one in (self.fileno(), *also) if one >= 0]

@@ -150,7 +150,7 @@ class History:
         self._clock = clock
         self._records: list[Record] = []
         self._single: dict[int, Record] = {}
-        """Records that `record` has read, by slot."""
+        """Mapping from slot to record, for the records that `record` has read."""
         self._listed_once = False
         """Whether the directory has existed, so that a missing directory is a failure."""
 

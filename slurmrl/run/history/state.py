@@ -66,7 +66,7 @@ class TrialState:
     base: str | None = None
     """Directory of the commit from which the newest incarnation resumed; None for a fresh start."""
     bases: Mapping[int, Commit] = field(default_factory=dict)
-    """The commits from which incarnations resumed, by incarnation; no entry for a fresh start."""
+    """Mapping from incarnation to the commit from which it resumed; without fresh starts."""
     begins_without_commit: int = 0
     """Number of incarnations that began since the last commit or resume."""
     exports: tuple[Export, ...] = ()

@@ -269,7 +269,7 @@ def claim(
     task: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """Claim the next attempt at a task. None means the task of this array element or host."""
+    """Claim the next attempt at ``task``; None means the task of this array element or host."""
     if task is None:
         task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
     start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"

@@ -307,7 +307,7 @@ class Incarnation:
         self.send(*held, failure)
 
     def _explain(self, failure: Failure) -> None:
-        """Save the stacks of all hosts after a hang; only of this host if the master hangs."""
+        """After a hang, save the stacks of all hosts, or only of this host if the master hangs."""
         if failure.cause == Cause.HUNG and failure.rank is None:  # The master hangs.
             taken = self._witness.take(self.number, 0, failure.reason, self.host.idle)
             publish_hang(self.host.names, self.host.events, self.number, taken.ranks, [taken.file])

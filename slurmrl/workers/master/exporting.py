@@ -372,7 +372,7 @@ def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
     """Return whether the role is a reward model that was trained at the ends of turns.
 
     Older versions of slurmrl trained at the ends of conversations. The call's inputs in the plan
-    show which version it was. Raises CorruptFileError, EnvironmentFailure.
+    show which version trained the role. Raises CorruptFileError, EnvironmentFailure.
     """
     if role != ROLE or all(call.interface not in REWARD_MODELS for call in _plan(paths).calls):
         return False
@@ -445,7 +445,7 @@ class ExportTypes:
 def export_types(
     model: Model, dtype: ExportDtype, weights: ExportedWeights, storage: Storage
 ) -> ExportTypes:
-    """Choose export types and measure the kept share. If it is too small, ``auto`` is float32."""
+    """Choose export types and measure the kept share. A small share makes ``auto`` float32."""
     precision = _precision(model, dtype)
     entries = file_entries(weights.weights(), weights.read, storage)
     types = {entry.name: precision.apply(entry).spec.dtype for entry in entries}

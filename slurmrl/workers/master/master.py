@@ -139,7 +139,7 @@ class Master:
         self._publish_at = 0.0
         """Monotonic time from which on the master may publish a missing version again."""
         self._stall_s: float | None = None
-        """Seconds of stall by checkpoints that ended since the last metrics line; else None."""
+        """Seconds of stall by checkpoints since the last metrics line; None without checkpoints."""
 
     def _publisher(self) -> VersionPublisher | None:
         settings = self.config.rollout.publish

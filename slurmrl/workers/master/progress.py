@@ -224,7 +224,7 @@ class Progress:
         self.stop_token_ids = ids
 
     def _sources(self, directories: Sequence[Path]) -> tuple[dict[str, str], dict[str, str]]:
-        """Map each source's name to the fingerprint of its files, and to that of its tokens."""
+        """Map the sources' names to fingerprints of their files, and to fingerprints of tokens."""
         named = zip(self.config.dataset.parts, map(read_manifest, directories), strict=False)
         known = {name: manifest for name, manifest in named if manifest is not None}
         return {n: m.source for n, m in known.items()}, {n: m.tokens for n, m in known.items()}
@@ -261,7 +261,7 @@ class Progress:
     def take(self, count: int) -> list[int]:
         """Take ``count`` items for the next step; return their numbers.
 
-        `advance` counts items as trained that were neither dropped nor given back. In a single
+        `advance` counts them as trained, except items that were dropped or given back. In a single
         pass, fewer items may be left.
         """
         if self._one_pass:

@@ -61,7 +61,7 @@ class Results:
         self._recorded = items
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the whole run after the last step, else {}. Raises as `write`."""
+        """Return the metrics of the whole run after its last step; {} before. Raises as `write`."""
         if not self._files or self._progress.finish_reason() is None:
             return {}
         summary = self._summarize()
