@@ -104,7 +104,7 @@ class SlurmClient:
         return None
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
-        """Return hosts by partition (None: all partitions) and names (empty: all), in any state."""
+        """Return a partition's hosts (None: all) with these names (empty: all), in any state."""
         where = [f"--partition={partition}"] if partition else []
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"

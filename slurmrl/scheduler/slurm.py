@@ -262,8 +262,8 @@ class EndedElements:
     def _lacks(self, job: str, seen: set[tuple[str, int]]) -> bool:
         """Return whether sacct may add elements of a job.
 
-        This is true after each query for a job without any row, because the accounting database may
-        have recorded the job in between.
+        This is always true for a job without any row, because the accounting database may have
+        recorded the job since the last query.
         """
         lowest = _lowest(job, seen)
         return lowest != 0 and (lowest < 0 or (job, lowest) not in self._asked)
@@ -350,7 +350,7 @@ class ElasticGroup:
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
-        """Ensure that ``desired`` tasks run or are queued, and no more start; return the change.
+        """Ensure that ``desired`` tasks run or are queued, and no others start; return the change.
 
         Raises SchedulerError if Slurm's commands do not work on this host. After such an error,
         only queued elements can replace tasks.

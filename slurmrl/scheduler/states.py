@@ -67,8 +67,8 @@ ENDINGS: dict[str, JobState] = {
     "RaisedSignal": JobState.FAILED,
     "TimeLimit": JobState.TIMEOUT,
 }
-"""Final state of a completing job, by its reason, because the flag ``COMPLETING`` hides the state.
-A batch process killed by a signal has the reason ``JobLaunchFailure`` in Slurm 22.05, and
+"""Mapping from a completing job's reason to its final state, which the flag ``COMPLETING`` hides. A
+batch process killed by a signal has the reason ``JobLaunchFailure`` in Slurm 22.05, and
 ``RaisedSignal`` in newer versions."""
 
 

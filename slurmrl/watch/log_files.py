@@ -362,7 +362,7 @@ class Request:
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
-        """Expected files that were not read yet, by ``group/task``."""
+        """Mapping from ``group/task`` to an expected file that was not read yet."""
 
     @classmethod
     def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:

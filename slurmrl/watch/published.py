@@ -61,7 +61,7 @@ def warned(names: NameStore, incarnation: int) -> Warned | None:
 
 
 def hang(names: NameStore, incarnation: int) -> Hang | None:
-    """Return which ranks waited for which when silence or a deadline ended an incarnation."""
+    """Return the waits between ranks when silence or a deadline ended an incarnation."""
     return _report(names, keys.hang(incarnation), Hang)
 
 

@@ -151,8 +151,7 @@ class Follower:
         return self._look(logs, due) if logs else []
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when messages may have come; -1 without
-        notification."""
+        """Return a descriptor that is readable on possible messages; -1 without notification."""
         descriptor = self._watch.fileno()
         return self._wakeups.fileno() if self._wakeups and descriptor < 0 else descriptor
 

@@ -46,8 +46,8 @@ HELD = {"held": each(COUNT)}
 HELD_S: Final = 60
 """Maximum number of seconds of a turn."""
 GONE_S: Final = 75.0
-"""Seconds without news after which the holder of a turn has certainly ended. The holder's files may
-appear late."""
+"""Seconds without a new file after which the holder of a turn has certainly ended. The holder's
+files may appear late."""
 LOOK_S: Final = 0.5
 ENDED: Final = ".ended"
 
@@ -153,7 +153,7 @@ def turn(
 
     Several evaluations may end at the same time, on any hosts. A process takes the next turn by
     exclusive creation of its file, and creates another file at its end. SIGALRM kills a holder
-    after ``held_s`` seconds, so a holder without news for `GONE_S` has ended. Clocks of other
+    after ``held_s`` seconds, so a holder without a new file for `GONE_S` has ended. Clocks of other
     machines do not matter. Raises EnvironmentFailure.
     """
     number = _taken(folder, sleep, held_s)

@@ -91,7 +91,7 @@ def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
 
 
 def load() -> None:
-    """Import the library with telemetry disabled. The library reads the variable only once."""
+    """Import the library with telemetry disabled. The library reads its variable once."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow.tracking  # noqa: F401
 
