@@ -67,7 +67,7 @@ def construct(what: str, name: str, kind: type, options: Mapping[str, Any]) -> A
 
 
 def describe(error: BaseException) -> str:
-    """Return the error and its last line in the user's code.
+    """Return the error and the last line of the user's code that led to it.
 
     Example: ``KeyError: 'x' (my_rewards.py:12)``.
     """
@@ -75,7 +75,7 @@ def describe(error: BaseException) -> str:
 
 
 def _import(error: ImportError) -> str:
-    """Return the message of a failed import and its last line in the user's code.
+    """Return the message of a failed import and the user's last line that led to it.
 
     The result omits the path of a file of slurmrl or of Python's import system.
     """

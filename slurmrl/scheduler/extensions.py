@@ -247,7 +247,7 @@ class Extender:
         )
 
     def _submit(self, claim: Claim, after: Sequence[str], *, all_at_once: bool) -> str:
-        """Call sbatch, with half as many elements after each rejection by a limit.
+        """Call sbatch; halve the number of elements after each rejection by a limit.
 
         The remaining array indices stay unused.
         """

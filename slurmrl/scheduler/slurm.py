@@ -174,7 +174,7 @@ class SlurmScheduler(Scheduler):
         return of_group
 
     def _submit(self, request: SubmissionRequest, group: GroupRequest) -> str:
-        """Submit one group, with half as many elements after each rejection by a limit."""
+        """Submit one group; halve the number of elements after each rejection by a limit."""
         script = request.run.submission_script(request.number, group.name)
         try:
             return self.client.submit(

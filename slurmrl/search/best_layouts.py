@@ -1,7 +1,7 @@
 """The search for the fastest combinations of layouts that fit into the GPUs.
 
 A combination has one candidate for each model. The predicted seconds of a step are the sum over the
-models. If rollout tasks generate during the other calls, the larger of the two sums counts. A queue
+models. If rollout tasks generate during the other calls, only the longer of both counts. A queue
 yields the combinations in the order of their seconds, so the first combinations that fit are the
 best. The search is deterministic.
 """
@@ -428,7 +428,7 @@ INHERITED: Final = ("backend", "max_tokens_per_microbatch", "recompute")
 def _overrides(
     settings: Settings, after: Config, models: Mapping[str, Model], trained: Container[str]
 ) -> dict[str, Any]:
-    """Return the settings that turn the configuration into ``after``, by dotted key."""
+    """Return the settings, by dotted key, that turn the configuration into ``after``."""
     before, changed = settings.config, dict[str, Any]()
     for role, model in models.items():
         where, old = dotted(role_key(role)), before.model(role)

@@ -136,7 +136,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """End a request: its future returns the tokens sampled so far as ``aborted``.
+        """End a request: its future returns the tokens sampled so far, with the finish ``aborted``.
 
         Do nothing if the request is unknown or has ended.
         """

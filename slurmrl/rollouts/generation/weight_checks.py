@@ -66,7 +66,7 @@ LANGUAGE_MODEL = ("model.language_model.", "language_model.model.", "model.")
 """Prefixes of a language model next to an image encoder, on servers and in files."""
 SHOWN = 3
 KEPT = 2
-"""Number of versions whose checksums are kept. (Servers may load different versions.)"""
+"""Number of versions whose checksums are kept. (At one time, servers may load two versions.)"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Held:
 Place: TypeAlias = tuple[int, str]
 """Place of a rank in a server's reply, and the name of a parameter."""
 Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
-"""Checksums of parameters by tensor rank and name; None for unknown checksums."""
+"""Mapping from tensor rank and parameter name to checksum; None for unknown checksums."""
 
 
 def parameter(
@@ -255,9 +255,9 @@ class WeightChecks:
         self._expected: dict[str, Expected] = {}
         """Mapping from version to checksums of parameters."""
         self._comparable: dict[str, set[Place]] = {}
-        """Parameters of each server that agreed at its first check."""
+        """Mapping from server to the parameters that agreed at its first check."""
         self._before: dict[str, tuple[str, Sequence[Held]]] = {}
-        """Last version that each server has loaded, and the server's checksums."""
+        """Mapping from server to the last version that it has loaded, and its checksums."""
         self._told: set[tuple[str, str]] = set()
 
     def digest(

@@ -275,7 +275,7 @@ class SampleChecks:
         try:
             read_once(folder, check.sample, calls=self._calls)
         except SampleFileError as error:
-            cached = self._calls.caches(self._paths.rollouts)  # `folder` may be missing.
+            cached = self._calls.caches(self._paths.rollouts)  # not `folder`: it may be missing
             pauses_s = HIDDEN_PAUSES_S if cached else ()
             if check.failed >= len(pauses_s):
                 return check.sample, str(error)

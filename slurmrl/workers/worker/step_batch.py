@@ -75,7 +75,7 @@ class Batch:
         ]
         """For each call, the later calls that read its result and have not received it yet."""
         self._sent: dict[Spread, set[str]] = {}
-        """Keys that have been sent to the ranks of a spread; equal on every rank."""
+        """Mapping from spread to the keys that were sent to its ranks; equal on every rank."""
         self._makers = {key: call for call in calls for key in call.outputs}
         self._last_readers = {key: index for index, call in enumerate(calls) for key in call.inputs}
         self._rank = rank
@@ -86,7 +86,7 @@ class Batch:
         self._held: dict[Spread, SequenceSample] = {}
         """This rank's part under each spread, with the keys that have arrived."""
         self._arrived: dict[Spread, set[str]] = {}
-        """Keys that all ranks of a spread have; equal on every rank."""
+        """Mapping from spread to the keys that all its ranks have; equal on every rank."""
         self._lengths: Callable[[], Tensor] | None = None
         """Function that waits for the lengths of all items, including their completions."""
 
