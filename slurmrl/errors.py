@@ -36,7 +36,7 @@ class ReportedError(RunFailedError):
 
 
 class UsageError(SlurmrlError, ValueError):
-    """User error: the request is not allowed or cannot be met as stated."""
+    """User error: the request is not allowed or cannot be fulfilled."""
 
     exit_code = 2
 

@@ -117,7 +117,7 @@ class NameStore:
     def watch_names(
         self, names: Sequence[str], callback: Callable[[], object], *, timeout_s: float = 300.0
     ) -> threading.Thread:
-        """Call ``callback`` once after all ``names`` are deleted, in the returned thread.
+        """In the returned thread, call ``callback`` once after all ``names`` are deleted.
 
         A name that does not appear within ``timeout_s`` counts as deleted.
         """

@@ -207,7 +207,7 @@ def scores_problem(
 
 
 def metrics(stats: Stats, parts: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-    """Return ``stats`` and the scores of the parts: name to (sum, count)."""
+    """Return ``stats`` and the parts' scores: mapping from name to (sum, count)."""
     given = ({METRIC + name: (score, 1.0) for name, score in part.items()} for part in parts)
     return added([stats, *given])
 

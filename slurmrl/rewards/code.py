@@ -21,7 +21,7 @@ logger = log.get(__name__)
 GRACE_S = 10.0
 """Seconds that a sandbox may take to answer after the time limit of a program."""
 MOST_RESULT_BYTES = 8 << 20
-"""Maximum bytes of results in one reply. The results' JSON may be six times as long."""
+"""Maximum bytes of results in one reply. The JSON may be six times as long as the results."""
 MOST_CASES = 1 << 30
 LOADER = """\
 import json, os

@@ -229,7 +229,7 @@ def _close(ours: float, theirs: float) -> bool:
 def same_value(value: Any, expected: Any) -> bool:
     """Return whether a function's result is as expected.
 
-    The result may also equal the only element of an expected list. Some datasets add a list.
+    The result may also equal the only element of an expected list. Some datasets use lists.
     """
     if _equal(value, expected):
         return True

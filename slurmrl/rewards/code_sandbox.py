@@ -88,7 +88,7 @@ class Sandbox:
     # -- isolation ---------------------------------------------------------------------------
 
     def _enter_namespaces(self) -> None:
-        """Enter namespaces. Only the first process of a new table returns; its parent waits."""
+        """Enter namespaces. Only process 1 of a new process table returns; its parent waits."""
         wanted = NEW_MOUNTS | NEW_PIDS | NEW_NET | NEW_IPC
         if _works_in_child(lambda: _enter_own_users(wanted)):
             _enter_own_users(wanted)

@@ -50,7 +50,7 @@ ROMAN = re.compile(
 )
 EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
 IMAGINARY = re.compile(r"(?<=\d)i(?![A-Za-z])")
-"""Pattern of an ``i`` after a digit. math-verify reads complex numbers only with a space there."""
+"""Pattern of an ``i`` after a digit. math-verify needs a space between them."""
 THOUSANDS = re.compile(
     r"(?<![\d.,_])\d{1,3}(?:(?:\\[,;:! ]|~|['’]|_(?=\d{3})|\s*\{\s*,\s*\}\s*)\d{3})+(?![\d_])"
 )

@@ -230,7 +230,7 @@ class ProcessPool:
     """Processes that are started on first use and replaced when they hang or die.
 
     :param timeout_s: time limit of one request in seconds.
-    :param processes: number of processes; None leaves it to each call.
+    :param processes: number of processes; None lets each call choose it.
     """
 
     def __init__(

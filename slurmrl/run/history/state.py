@@ -66,7 +66,7 @@ class TrialState:
     base: str | None = None
     """Directory of the commit from which the newest incarnation resumed; None for a fresh start."""
     bases: Mapping[int, Commit] = field(default_factory=dict)
-    """Mapping from incarnation to the commit from which it resumed; without fresh starts."""
+    """Mapping from incarnation to the commit from which it resumed; fresh starts are absent."""
     begins_without_commit: int = 0
     """Number of incarnations that began since the last commit or resume."""
     exports: tuple[Export, ...] = ()
