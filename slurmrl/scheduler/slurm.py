@@ -120,8 +120,8 @@ class SlurmScheduler(Scheduler):
     def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
         """Exclude the trial's avoided hosts for the queued elements of a group.
 
-        If Slurm rejects the change, submit other elements in their place. Raises
-        EnvironmentFailure, UsageError.
+        If Slurm rejects the change, replace them by new elements. Raises EnvironmentFailure,
+        UsageError.
         """
         jobs = self.recover(run, number)
         everybody = self.query(jobs)

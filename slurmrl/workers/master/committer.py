@@ -116,7 +116,7 @@ class Committer:
         return None
 
     def poll(self) -> Outcome | None:
-        """Commit if all ranks have saved. Return None before that, and without a checkpoint."""
+        """Commit if all ranks have saved. Return None until then, and without a checkpoint."""
         if self._writing is None:
             return None
         answers = self.channel.saved(self._writing.number)

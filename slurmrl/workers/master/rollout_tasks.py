@@ -245,7 +245,7 @@ class RolloutTasks:
                 self._ledger.redo(sample)
 
     def leave(self, name: str, within_s: float) -> None:
-        """Tell an attempt to finish or return its items and exit. Call `start` before."""
+        """Tell an attempt to finish or return its items and exit. Call `start` first."""
         attempt = self._attempts[name]
         if not attempt.leaving:
             attempt.leaving = True

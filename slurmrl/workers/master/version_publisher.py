@@ -144,7 +144,7 @@ class VersionPublisher:
         return None
 
     def poll(self) -> Publication | None:
-        """Publish if all ranks have written. Return None before that, and without a publication.
+        """Publish if all ranks have written. Return None until then, and without a publication.
 
         Raises StaleIncarnationError, TrialEndedError.
         """

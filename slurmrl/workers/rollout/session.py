@@ -257,7 +257,7 @@ class ResultWriter:
     """Writer of results, in the order of the calls."""
 
     def __init__(self, paths: RunPaths, agent: Identity, *, calls: SystemCalls = REAL) -> None:
-        """Create the result log. Raises FileExistsError if there is one, EnvironmentFailure."""
+        """Create the result log. Raises EnvironmentFailure, or FileExistsError if it exists."""
         place = agent.group, agent.task, agent.attempt
         self._samples = SampleWriter(paths.rollout_samples(*place), calls=calls)
         self._log = LogWriter(paths.rollout_results(*place), calls=calls, durable=True)

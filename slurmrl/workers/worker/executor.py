@@ -101,7 +101,7 @@ class Executor:
         self._residence = residence
         self._activity = activity
         self._interfaces: dict[tuple[str, str], Interface] = {}
-        """Interfaces by suite and name, because each suite has its own reward and episodes."""
+        """Mapping from suite and name to interface: each suite has its own reward and episodes."""
         self._saver = Saver(rank)
         self._versions = versions
         self._submission = submission
@@ -351,7 +351,7 @@ class Executor:
         )
 
     def _places_by_reason(self, dropped: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Return the batch positions of items that a filter dropped, by reason."""
+        """Map each reason to the batch positions of items that a filter dropped."""
         if self.batch is None or not dropped:
             return {}
         places: dict[str, list[int]] = {}

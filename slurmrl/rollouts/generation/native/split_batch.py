@@ -72,7 +72,7 @@ class SplitRanks:
             self._rest(rest, len(content))
 
     def receive(self) -> list[Call]:
-        """Wait for the leader's next calls, without a time limit. Only the other ranks call this.
+        """Wait for the leader's next calls, without a time limit. The leader does not call this.
 
         Raises RuntimeError if the leader has ended.
         """
