@@ -217,7 +217,7 @@ def _texts(
 
 
 def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) -> dict[str, str]:
-    """Return ``rendered``, the prompt as the policy reads it, if it differs from the dataset's.
+    """Return ``rendered``, the prompt that the policy reads, if the dataset's prompt differs.
 
     The rendered prompt includes the system prompt and the template.
     """

@@ -25,7 +25,7 @@ class ScalarController(ABC):
 
     @abstractmethod
     def update(self, stats: Mapping[str, float]) -> None:
-        """Update the scalars from a finished step's statistics (global means, by metric name)."""
+        """Update the scalars from a finished step's statistics, which are global means."""
 
     @abstractmethod
     def state(self) -> dict[str, float]:

@@ -208,7 +208,7 @@ def noted(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
 def token_notes(
     sample: SequenceSample, values: Mapping[str, Tensor], trained: Tensor, settings: Logging
 ) -> list[dict[str, Any]]:
-    """Return notes: which tokens [R] the losses leave out (``masked``), and ``values`` by name.
+    """Return notes: the ``values``, and as ``masked`` which tokens [R] the losses leave out.
 
     Each tensor [T] of ``values`` has an entry for every token of the sample. ``trained`` [S] bool
     marks the completions that are in the losses.

@@ -89,10 +89,10 @@ class Chapter:
 
 
 def pages(algorithms: Mapping[str, type[BaseModel]], environment: str) -> dict[str, str]:
-    """Return the content of each page by its path below docs/.
+    """Return a mapping from the path of each page in docs/ to its content.
 
-    ``algorithms`` are the schemas of the ``algorithm`` section by name. ``environment`` is Markdown
-    about the environment variables.
+    ``algorithms`` maps algorithm names to schemas of the ``algorithm`` section. ``environment`` is
+    Markdown about the environment variables.
     """
     chapters = _chapters(Config, (), {})
     found = {f"{FOLDER}/trial.md": _page("Top-level keys", Config, (), chapters, {}, "trial")}

@@ -52,7 +52,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return all values by dotted key, such as ``{"actor.optimizer.lr": 0.001}``.
+    """Return a mapping from dotted keys to all values, such as ``{"actor.optimizer.lr": 0.001}``.
 
     Lists and empty sections are values.
     """

@@ -287,7 +287,7 @@ def _function(value: Any) -> Mapping[str, Any]:
 
 
 def _object(text: str) -> Any:
-    """Parse a JSON value. From invalid JSON, make an object with the string as its key."""
+    """Parse a JSON value. For invalid JSON, return an object whose only key is the string."""
     try:
         return json.loads(text)
     except ValueError:

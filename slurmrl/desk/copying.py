@@ -157,7 +157,7 @@ def is_this_package(folder: Path) -> bool:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a package by name, without bytecode.
+    """Return a mapping from names to the files of a package, without bytecode.
 
     A plain file replaces the file with the same name in the archive.
 

@@ -350,7 +350,7 @@ def doubt(question: Question, answer: str, found: Survey) -> str:
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Return settings, given by key, as nested sections."""
+    """Return a mapping from keys to settings as nested sections."""
     made: dict[str, Any] = {}
     for key, value in values.items():
         section = made

@@ -69,7 +69,7 @@ class InputChecks:
         """Whether each reward that could be constructed has a method ``stats()``."""
 
     def checks(self) -> dict[str, tuple[str, Callable[[], Iterator[Finding]]]]:
-        """Return the checks by subject, each with a description of its activity."""
+        """Return a mapping from a subject to a description of its check and the check."""
         return {
             "algorithm": ("importing the algorithm", self._algorithm),
             "weights": ("reading the headers of the weights", self._weights),

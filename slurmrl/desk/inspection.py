@@ -272,7 +272,7 @@ class FoundRows:
             return self._checked(reader, islice(rows, count))
 
     def named(self, names: set[str]) -> dict[str, DataRow]:
-        """Return the rows by name. Names are ids, or sample ids, which end in ``@EPOCH``.
+        """Return a mapping from names (ids, or sample ids, which end in ``@EPOCH``) to rows.
 
         Read the file until all are found. Omit names without a row.
         """

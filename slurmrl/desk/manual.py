@@ -44,7 +44,7 @@ class Match(NamedTuple):
 
 
 def topics() -> dict[str, Path]:
-    """Return the pages by topic, such as ``howto/install``; top-level pages come first.
+    """Return a mapping from topics (``howto/install``) to pages, top-level pages first.
 
     Raises EnvironmentFailure if this slurmrl was copied without its documentation.
     """

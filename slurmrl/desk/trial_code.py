@@ -284,8 +284,8 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> None:
     """Raise ConfigError for user modules with the name of a standard module or installed package.
 
-    Python would use the standard module instead of the user's, and other code needs the installed
-    package.
+    Python would use the standard module instead of the user's module, and other code needs the
+    installed package.
     """
     problems = []
     for key, reference in _references(config):

@@ -39,7 +39,7 @@ ASIDE = ".removed-"
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of one submission, by group, and their scheduler."""
+    """The job ids of each group of one submission, and their scheduler."""
 
     number: int
     scheduler: Scheduler

@@ -127,7 +127,7 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]:
-    """Return the archive's members by name.
+    """Return a mapping from names to the archive's members.
 
     Raises UsageError for a member that is no regular file or has an unsafe name (see `is_safe`).
     """

@@ -196,7 +196,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Flow:
-    """A directed acyclic graph; each arrow goes from one node's name to another's."""
+    """A directed acyclic graph; each arrow is a pair of names of nodes."""
 
     nodes: Sequence[Node]
     arrows: Sequence[tuple[str, str]]

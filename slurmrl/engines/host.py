@@ -143,7 +143,7 @@ class Offload:
         self._host = HostCopies()
         self._kept: list[tuple[torch.UntypedStorage, int]] = []
         self._copies: dict[str, Tensor] = {}
-        """Copies in host memory, by position in ``_kept``."""
+        """Mapping from a position in ``_kept`` to the copy in host memory."""
 
     def check(self) -> None:
         """Raise UsageError between ``take`` and ``give``."""

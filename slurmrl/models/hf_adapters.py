@@ -183,7 +183,7 @@ def _planned(values: str, head: Head, lora: str) -> tuple[Shapes, str | None]:
 def _chosen(
     model: PreTrainedModel, config: HFConfig, head: Head, lora: Lora
 ) -> tuple[dict[str, nn.Module], str | None]:
-    """Return the layers with adapters by name, or the reason why the model cannot have them."""
+    """Return a mapping from names to layers with adapters, or why the model cannot have them."""
     layers, unable = _layers(model, head)
     if any(isinstance(each, Conv1D) for each in layers.values()) != (
         config.model_type in TRANSPOSED
@@ -228,7 +228,7 @@ def _missing(
 
 
 def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return linear layers by name, and for other linear layers why they cannot have adapters.
+    """Return usable linear layers, and for other linear layers why they cannot have adapters.
 
     Both results exclude the output layer, a value head and parts that read images or sounds.
     """

@@ -132,7 +132,7 @@ class _Joins(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._joined: dict[int, tuple[Tensor, list[tuple[Index, Tensor]]]] = {}
-        """Results of concatenations by memory, each with the first index of every input."""
+        """Mapping from memory to a concatenation's result and the first index of every input."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -23,7 +23,7 @@ from slurmrl.tensors.layout import Box, TensorSpec
 def read_weights(model: HFModel, folder: Path) -> None:
     """Read a model's parameters and constants from a folder in Hugging Face format.
 
-    A tensor rank reads its parts. If names or shapes in the files differ from the model's,
+    A tensor rank reads its parts. If names or shapes in the files differ from the model,
     transformers converts the files, which needs memory for a second copy of the model.
 
     Raises UsageError, and changes nothing, if the folder has a different architecture.

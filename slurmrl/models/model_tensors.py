@@ -86,7 +86,7 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
 
 
 def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
-    """Return the tensors of a model folder by name, and the problems of its files."""
+    """Return a mapping from names to a model folder's tensors, and the problems of its files."""
     try:
         if is_pinned(folder):
             return PinnedTensors(folder).specs(), []
@@ -233,7 +233,7 @@ class PinnedTensors:
         self._tensors = file_tensors(self._weights.weights(), storage)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Return the specs of the tensors by name."""
+        """Return a mapping from names to the specs of tensors."""
         return {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def check_base(self) -> None:

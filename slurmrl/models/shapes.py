@@ -28,7 +28,7 @@ MTP_TENSOR: Final = re.compile(r"(?:(?:model|language_model)\.)*(?:mtp\.|layers\
 
 
 def parameter_shapes(config: ModelConfig, head: Head) -> Shapes:
-    """Return the shape of every parameter by name, in the decoder's order.
+    """Return a mapping from every parameter to its shape, in the decoder's order.
 
     A tied vocabulary projection has no entry, because it is the embedding.
     """

@@ -97,7 +97,7 @@ class Summary:
     """The summary of all lines of a trial's results."""
 
     estimates: Mapping[str, Estimate]
-    """Estimates by name of the metric."""
+    """Mapping from metrics to estimates."""
     scores: Sequence[Record]
     """Short line about each item, in the order of the results."""
 

@@ -75,7 +75,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     ),
     "head_copies": Capability((*FSDP, *GENERATING), "does not copy heads of keys and values"),
 }
-"""Capabilities of engines by name: the only source for checks and messages."""
+"""Mapping from names to capabilities of engines, the only source for checks and messages."""
 
 
 def can(engine: str, capability: str) -> bool:

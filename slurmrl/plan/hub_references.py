@@ -201,7 +201,7 @@ def value_at(values: Any, key: KeyPath) -> Any:
 
 
 HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
-"""Function that reads a row. ``plan`` must import it by name."""
+"""Function that reads a row, in a room that ``plan`` must not import."""
 
 
 def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:

@@ -40,7 +40,7 @@ DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 TASKS_BACKEND: Final = "native:d1"
 WITHOUT_ENCODER: Final = "slurmrl.models.families:WITHOUT_ENCODER"
-"""Table that ``plan`` must import by name."""
+"""Name of a table in a room that ``plan`` must not import."""
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
 """Roles that never start from the actor's weights: a copy could not teach the actor."""
 INHERITED: Final = (
@@ -287,7 +287,7 @@ def shape_of(config: Config) -> HostShape:
 
 
 def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
-    """Return the layouts by role in a string of the current or the legacy grammar.
+    """Return a mapping from roles to layouts in a string of the current or the legacy grammar.
 
     Without training, an actor without a layout uses the GPUs of the servers. Raises the
     AllocationError of the grammar that parsed more of the string.
@@ -410,7 +410,7 @@ class Disagreement(NamedTuple):
 
 
 def given(model: Model) -> dict[str, int]:
-    """Return the sizes by axis that the section ``model`` of a role sets."""
+    """Return a mapping from axes to the sizes that the section ``model`` of a role sets."""
     return _given(model.model or ParallelSizes(), FIELDS)
 
 

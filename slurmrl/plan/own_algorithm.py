@@ -219,7 +219,7 @@ def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
 
 
 def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, KeyPath]]:
-    """Yield each mapping with a key that names a file, this key, and its dotted place."""
+    """Yield (mapping, key, dotted place of the mapping) for each key that names a file."""
     if not isinstance(value, dict) or "options" in where:
         return
     for key, inner in value.items():
@@ -230,7 +230,7 @@ def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, Ke
 
 
 BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
-"""Class that ``plan`` must import by name."""
+"""Name of a class in a room that ``plan`` must not import."""
 RECORDED: Final = {
     "rollout.top_k": "slurmrl.algorithms.schema:supports",
     "rollout.replay_experts": "slurmrl.algorithms.schema:routes",

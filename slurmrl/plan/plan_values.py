@@ -85,7 +85,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 
 
 def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
-    """Return only the estimates of a plan: of the fullest GPU, and of the calls by name."""
+    """Return only the estimates of a plan, for the fullest GPU and for each call."""
     sized = _sized(settings, plan)
     placed = call_costs.placed_models(settings)
     calls = _calls(_on_ranks(settings, plan), plan, placed)
@@ -104,7 +104,7 @@ def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
 def predicted_seconds(
     settings: Settings, plan: Plan, tokens: MeanTokens
 ) -> tuple[dict[str, float], str]:
-    """Return the predicted seconds of the calls of a step by name, and the origin of the numbers.
+    """Return a mapping from a step's calls to predicted seconds, and the origin of the numbers.
 
     Sequences have the mean lengths ``tokens``. Omit generation by rollout tasks, because the step
     only reads their samples. Return an empty mapping and an empty string for unknown hardware.

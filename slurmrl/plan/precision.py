@@ -19,7 +19,7 @@ from slurmrl.plan.placement import ROLLOUTS, model_of
 
 DTYPE: Final = ("--dtype",)
 NAMES: Final = {"float": "float32", "half": "float16", "bf16": "bfloat16"}
-"""Data type for each alias that a server's arguments may use."""
+"""Mapping from an alias in a server's arguments to the data type."""
 NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
 """Mapping from a kind of server to its data type with ``--dtype auto`` for float32 weights."""

@@ -34,7 +34,7 @@ LAST: Final = "last"
 LONGEST: Final = 8
 """Maximum length of a chain of trials, each of which starts from the next."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_actor"
-"""Function that ``plan`` must import by name."""
+"""Name of a function in a room that ``plan`` must not import."""
 _EXPORT: Final = re.compile(r"step-(?P<step>\d+)(?P<adapter>-adapter)?")
 _PINNED: Final = re.compile(r"step-(\d+)\.(\d+)-checkpoint")
 """Pattern of a linked checkpoint's folder, with step and incarnation (`RunPaths.pinned`)."""
@@ -201,7 +201,7 @@ class TrialResolver:
 
 @dataclass(frozen=True)
 class Exports:
-    """A trial's exports of the actor, by step."""
+    """Mapping from a step to the trial's export of the actor."""
 
     folder: Path
     whole: Mapping[int, Path]

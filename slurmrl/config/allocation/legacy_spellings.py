@@ -322,7 +322,7 @@ class Mesh:
     gpus: tuple[int, ...] = ()
 
     def numbers(self, hosts: Sequence[str], gpus_per_host: int) -> tuple[int, ...]:
-        """Return the numbers of these GPUs in a trial, which numbers the GPUs host by host."""
+        """Return the numbers of these GPUs in a trial. A trial numbers GPUs host by host."""
         own = self.gpus or tuple(range(gpus_per_host))
         starts = sorted(hosts.index(host) * gpus_per_host for host in self.hosts)
         return tuple(start + gpu for start in starts for gpu in own)

@@ -252,11 +252,11 @@ class Config(Section):
     """The reference model of the KL penalty, for algorithms that have one. Default: the initial
     actor."""
     teacher: Model | None = None
-    """The model from which `distill` learns. `teacher` needs a `path`, and its tokenizer must equal
-    the actor's."""
+    """The model from which `distill` learns. `teacher` needs a `path`, and must have the actor's
+    tokenizer."""
     reward_model: Model | None = None
     """The model behind a reward named `model`. `path` is required: an export of `algorithm.name:
-    reward_model`, or another folder with a scalar head. The tokenizer must equal the actor's."""
+    reward_model`, or another folder with a scalar head. It needs the actor's tokenizer."""
     models: dict[RoleName, Model] = Field(default_factory=dict)
     """Models of a custom algorithm, by the names of its roles (docs/algorithms/custom.md). A role
     without a section is the initial actor."""

@@ -263,8 +263,8 @@ class Model(Section):
     """Folder of the tokenizer, or a repository of the hub. Default: the value of `path`. Example:
     `/models/Qwen2.5-0.5B-Instruct`"""
     backend: Line = ""
-    """Engine and layout (docs/allocation.md). Default: the actor's; for the actor itself `fsdp:d1`.
-    Example: `fsdp:d4`"""
+    """Engine and layout (docs/allocation.md). Default: the actor's value; for the actor itself
+    `fsdp:d1`. Example: `fsdp:d4`"""
     gpus: Line = ""
     """GPUs for this role, numbered over all hosts of the trial. Roles may share GPUs. Default: as
     many as the layout needs, from 0. Example: `0-3`"""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WHOLE = {"prompt": "{prompt}", "answer": "{answer}"}
-"""Templates, by field, that insert only the field's value; only these accept messages."""
+"""Mapping from a field to a template with only its value; only these templates accept messages."""
 
 
 class Prompts(RowType):

@@ -140,7 +140,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
 
 
 def settings(paths: RunPaths) -> dict[str, Any]:
-    """Return the resolved configuration by dotted key; nothing if it cannot be read."""
+    """Return the resolved configuration with dotted keys; nothing if it cannot be read."""
     try:
         return source.flat(source.read(paths.config).values)
     except (ConfigError, UnreadableInputError):
@@ -224,7 +224,7 @@ def call_times(
 ) -> list[CallTime]:
     """Return the mean time and operations of each call, in the plan's order.
 
-    ``planned`` has the estimates of the calls by name, and the assumed tokens of a step.
+    ``planned`` maps names of calls to estimates, and has the assumed tokens of a step.
     ``predicted`` has the seconds of each call for the lengths in these steps. The operations of a
     step are nearly proportional to its tokens, so they are scaled to the tokens of the steps.
     """
@@ -336,7 +336,7 @@ def _span(task: str, attempt: int, joined: Event, end: Event | None) -> TaskSpan
 
 
 Flat: TypeAlias = Mapping[str, Any]
-"""Settings by dotted key."""
+"""Mapping from dotted keys to settings."""
 
 
 def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:

@@ -157,7 +157,7 @@ class TrialReport:
     config: str
     """The resolved configuration as YAML."""
     settings: Mapping[str, Any]
-    """The resolved configuration by dotted key."""
+    """The resolved configuration, with dotted keys."""
     environment: Mapping[str, Any]
     """The record of the newest code snapshot: versions, packages, git."""
     diffs: Mapping[str, str]

@@ -92,7 +92,7 @@ def new_model(
 
 
 def whole_shapes(model: PackedModel) -> dict[str, Index]:
-    """Return the whole shape, by name, of every parameter of which this rank has a part."""
+    """Return a mapping from every parameter of which this rank has a part to its whole shape."""
     if isinstance(model.config, ModelConfig):
         return parameter_shapes(model.config, model.head)
     split = cast("HFModel", model).tensor
@@ -252,7 +252,7 @@ def frozen_tower(model: PackedModel, settings: Model) -> frozenset[str]:
 
 
 def trained_specs(model: PackedModel, lora: Lora) -> dict[str, Index]:
-    """Return the whole shape, by name, of every tensor that a model with adapters trains."""
+    """Return a mapping from every tensor that a model with adapters trains to its whole shape."""
     if isinstance(model.config, ModelConfig):
         return trained_shapes(model.config, model.head, lora)
     own = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

@@ -84,7 +84,7 @@ class Shards:
         }
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Return this rank's chunk of each gradient, summed over ranks; clear the decoder's."""
+        """Return this rank's chunk of each gradient, summed over ranks; clear the gradients."""
         gradients = {
             name: _local(p.grad)
             for name, p in self.decoder.named_parameters()

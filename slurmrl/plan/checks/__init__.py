@@ -39,7 +39,7 @@ class Draft:
         return frozenset(use.role for use in self.algorithm.roles() if use.trained)
 
     def placements(self) -> dict[str, Placement]:
-        """Return the valid placements of the models, by name."""
+        """Return a mapping from models to their valid placements."""
         return placed_models(self)
 
     def allocations(self) -> dict[str, Allocation]:

@@ -29,7 +29,7 @@ from slurmrl.registry import near, resolve
 MOST_SUPPORT: Final = 1024
 """Maximum number of token ids in a recorded sampling mask: 4 KiB for each token."""
 TABLES: Final = "slurmrl.rollouts"
-"""Module with the tables of episodes. ``plan`` must import it by name."""
+"""Module with the tables of episodes, in a room that ``plan`` must not import."""
 EPISODE: Final = ("rollout", "episode")
 CACHE_REFUSAL: Final = "slurmrl.models.hf_config:cache_refusal"
 GENERATION_LIMIT: Final = "slurmrl.models.hf_config:generation_limit"

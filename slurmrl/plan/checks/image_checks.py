@@ -23,7 +23,7 @@ from slurmrl.registry import resolve
 REFUSAL: Final = "slurmrl.models.families:picture_refusal"
 VIDEO_REFUSAL: Final = "slurmrl.models.families:video_refusal"
 SERVED_REFUSAL: Final = "slurmrl.models.families:served_refusal"
-"""Functions that ``plan`` must import by name."""
+"""Names of functions in a room that ``plan`` must not import."""
 ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
 PATCHES: Final = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
 FORM: Final = ("model_type", *PATCHES)

@@ -27,7 +27,7 @@ REFUSAL: Final = "slurmrl.models.adapters:refusal"
 HF_REFUSAL: Final = "slurmrl.models.hf_adapters:refusal"
 TENSOR_REFUSAL: Final = "slurmrl.models.hf_tensor:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
-"""Functions and classes that ``plan`` must import by name."""
+"""Names of functions and a class in a room that ``plan`` must not import."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ from slurmrl.registry import near, resolve
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
 NO_DATASET: Final = "slurmrl.data.source_files:no_dataset"
-"""The table of rewards and the check of dataset folders. ``plan`` must import both by name."""
+"""Table of rewards and check of dataset folders, both in rooms that ``plan`` must not import."""
 OF_ENGINES: Final = ("cpu_offload", "transformer_engine", "fp8")
 """Settings of a model that some engines do not support."""
 

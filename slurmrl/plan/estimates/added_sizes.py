@@ -18,7 +18,7 @@ from slurmrl.plan.estimates.shape import ModelShape, config_values, copies_of, s
 from slurmrl.registry import resolve
 
 ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
-"""Function that ``plan`` must import by name."""
+"""Name of a function in a room that ``plan`` must not import."""
 
 
 def adapter_parameters(

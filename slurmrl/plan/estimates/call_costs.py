@@ -133,7 +133,7 @@ class CallCost(NamedTuple):
 
 
 def placed_models(checked: Checked) -> dict[str, Placement]:
-    """Return the valid placements of a configuration's models and of its generation, by name."""
+    """Return a mapping from a configuration's models, and its generation, to valid placements."""
     return placements(
         checked.config, [use.role for use in uses_of(checked.config, checked.algorithm)]
     )

@@ -369,7 +369,7 @@ def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> f
 KEPT_BY_SERVERS: Final = 8
 """Number of tokens of a model's context that a server may reserve. SGLang reserves 5."""
 LONGEST_ROW: Final = "slurmrl.data.records:longest_row"
-"""Function that ``plan`` must import by name."""
+"""Name of a function in a room that ``plan`` must not import."""
 TRAINING: Final = ("dataset",)
 """Key of the training dataset."""
 

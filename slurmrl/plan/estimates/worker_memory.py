@@ -46,7 +46,7 @@ class Fullest:
     models: tuple[str, ...] = ()
     """Names of the models on the GPU."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by content at the time of the maximum: weights, gradients, optimizer and a server. One
+    """Mapping from content to bytes at the maximum: weights, gradients, optimizer and a server. One
     model also has activations and recorded experts, or kv_cache."""
 
     @property
@@ -191,7 +191,7 @@ class TrainersGpus:
 
 
 def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
-    """Return the bytes by content during the largest call of a model."""
+    """Return a mapping from content to bytes during the largest call of a model."""
     busy, parts = models[name], _resident(models)
     if busy.kv_cache > busy.computing:
         return {**parts, f"kv_cache of {name}": busy.kv_cache}

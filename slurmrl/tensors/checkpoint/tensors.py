@@ -367,7 +367,7 @@ class FileTensor:
 def file_tensors(
     parameters: Iterable[tuple[str, TensorSpec]], storage: Storage
 ) -> dict[str, FileTensor]:
-    """Return the tensors that store these parameters, by name, in the parameters' order."""
+    """Return a mapping from names to the tensors that store these parameters, in their order."""
     slices: dict[str, list[tuple[str, TensorSpec, TensorSlice]]] = {}
     for name, spec in parameters:
         for stored in storage(name, spec.shape):

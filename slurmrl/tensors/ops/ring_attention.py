@@ -384,7 +384,7 @@ def chunks(tokens: int, part: int, ranks: int) -> list[range]:
 
 
 def zigzag(tokens: int, part: int, ranks: int) -> Tensor:
-    """Return the order [T] of packed tokens by rank."""
+    """Return the order [T] that sorts packed tokens by rank."""
     every = chunks(tokens, part, ranks)
     pairs = zip(every[:ranks], reversed(every[ranks:]), strict=True)
     return torch.cat([torch.arange(x.start, x.stop) for pair in pairs for x in pair])

@@ -182,7 +182,7 @@ def build(
     timeout: timedelta | None = None,
     activity: Activity | None = None,
 ) -> dict[str, ParallelContext]:
-    """Return the contexts, by role, of all models of which world rank ``rank`` has a part.
+    """Return a mapping from roles to contexts of models of which world rank ``rank`` has a part.
 
     Collective over the world: every rank passes the same models in plan order, even if it has no
     part of them. Models on the same ranks share process groups. ``timeout`` is the time limit of a

@@ -32,7 +32,7 @@ from slurmrl.tensors.transfer.plan import (
 )
 
 Storages = Mapping[str, Tensor]
-"""A rank's tensors by storage name; each is contiguous."""
+"""Mapping from a storage's name to a rank's contiguous tensor."""
 
 
 BLOCK = 1 << 20

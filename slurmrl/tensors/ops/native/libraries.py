@@ -196,7 +196,7 @@ def make(half: Half, toolchain: Toolchain) -> Recipe:
 
 
 def inputs(half: Half) -> dict[str, bytes]:
-    """Return the half's files and the shared headers by name, in a fixed order.
+    """Return a mapping from names to the half's files and shared headers, in a fixed order.
 
     Raises EnvironmentFailure if files are missing.
     """
