@@ -19,9 +19,9 @@ from slurmrl.algorithms.summaries import attempt_rates, vote_of
 from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
-from slurmrl.errors import UsageError
+from slurmrl.errors import RewardError, UsageError
 from slurmrl.plan.dataflow import Record
-from slurmrl.plan.metric_names import SCORED_BY_TASKS, UNSCORED
+from slurmrl.plan.metric_names import SCORED_BY_TASKS, UNSCORED, misnamed
 from slurmrl.rewards.base import Stats, added, check_sum, metrics
 from slurmrl.rewards.checked_reward import Extras, of_completion
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -56,13 +56,15 @@ class RuleRewardInterface(Interface):
         completions, places = arguments["completions"], arguments["places"]
         counts = sample.sequence_counts("input_ids")
         scores, parts, counted = _scored(groups, counts, arguments, reward)
+        config = context.settings.config
+        if why := misnamed(counted, config, context.settings.algorithm):
+            raise RewardError(f"reward {config.reward and config.reward.title}: {why}")
         stats = metrics(counted, parts)
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor([nan if one is None else one for one in scores], dtype=torch.float32)
         scored = [score for score in scores if score is not None]
         stats["reward"] = (float(sum(scored)), float(len(scored)))
-        config = context.settings.config
         if len(scored) < len(scores) or (config.reward is not None and config.reward.may_not_score):
             stats[UNSCORED] = (float(len(scores) - len(scored)), float(len(scores)))
         if context.stored:

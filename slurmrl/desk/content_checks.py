@@ -22,7 +22,8 @@ from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, CorruptFileError, DamagedCheckpointError, EnvironmentFailure
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.metric_names import known_metrics
+from slurmrl.plan.metric_names import known_metrics, misnamed
+from slurmrl.plan.settings import Settings
 from slurmrl.registry import describe, near
 from slurmrl.rewards.weighted import WeightedReward
 from slurmrl.run.history.slots import History, Kind
@@ -125,26 +126,19 @@ def _weight(config: Config, state: TrialState) -> Weight:
 
 
 def score_first_row(
-    reward: Reward, key: str, function: WeightedReward, rows: DatasetRows, metric: str = ""
+    reward: Reward, key: str, function: WeightedReward, rows: DatasetRows, settings: Settings
 ) -> Iterator[Finding]:
     """Score the first row with its own answer as the completion.
 
     Only the user's functions are tried, and only if they need no tokens and no scores of models.
     This process has a copy of the code in another folder, like a job. A file of data next to the
-    user's code is therefore missing here too. ``key`` is the dotted key of the reward's settings;
-    ``metric`` is the metric of ``stop_when`` that the reward must record ("" for none).
+    user's code is therefore missing here too. ``key`` is the dotted key of the reward's settings.
     """
     if not any(":" in part.name for part in reward.functions.values()):
         return
     (answer,), (prompt,) = rows.answers([0]), rows.prompts([0])
-    known = {
-        "finished": [True],
-        "sample_ids": ["0@0"],
-        "indices": [0],
-        "siblings": [[answer]],
-        "step": 1,
-        "evaluation": False,
-    }
+    known: dict[str, Any] = {"finished": [True], "sample_ids": ["0@0"], "indices": [0]}
+    known |= {"siblings": [[answer]], "step": 1, "evaluation": False}
     wanted = function.wanted()
     if not wanted <= known.keys():
         return
@@ -153,6 +147,9 @@ def score_first_row(
     tried = f"reward '{reward.title}', tried on the first row with its answer as the completion"
     try:
         function.score([prompt], [answer], [row], [place], extras)
+        if why := misnamed(function.stats(), settings.config, settings.algorithm):
+            yield Finding("reward", Weight.FAILED, f"reward '{reward.title}': {why}", key)
+        metric = unknown_metric(settings.config, settings.algorithm)
         names = list(function.metrics())
         if metric and function.has_stats and not any(f"/{metric}".endswith(f"/{n}") for n in names):
             found = f"{tried}: it records {', '.join(names) or 'no metrics'}, not '{metric}'"

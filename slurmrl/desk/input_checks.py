@@ -58,7 +58,7 @@ class InputChecks:
 
     def __init__(self, settings: Settings, compared: Collection[str] = ()) -> None:
         self._compared = compared
-        self.config, self.algorithm = settings.config, settings.algorithm
+        self.settings, self.config, self.algorithm = settings, settings.config, settings.algorithm
         self._metric = unknown_metric(self.config, self.algorithm)
         self.roles = uses_of(settings.config, settings.algorithm)
         self.rows: dict[str, DatasetRows] = {}
@@ -223,7 +223,7 @@ class InputChecks:
             yield from self._scored_rows(function, sections)
             prompts = (name for name, part in sources(sections) if part.kind == "prompt")
             if rows := next((self.rows[name] for name in prompts if name in self.rows), None):
-                yield from score_first_row(reward, key, function, rows, self._metric)
+                yield from score_first_row(reward, key, function, rows, self.settings)
 
     def _episode(self) -> Iterator[Finding]:
         settings = self.config.rollout.episode

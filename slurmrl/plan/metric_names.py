@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from slurmrl.config.schema import WHOLE, Config
@@ -13,13 +13,8 @@ from slurmrl.plan.precision import rounds_to
 
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
 ROLLOUT_SUMS: Final = (
-    "rollout/refused_late",
-    "rollout/refused_rolled_back",
-    "rollout/dropped_stale",
-    "rollout/damaged",
-    "rollout/aborted",
-    "rollout/given_back",
-    "rollout/lost",
+    *("rollout/refused_late", "rollout/refused_rolled_back", "rollout/dropped_stale"),
+    *("rollout/damaged", "rollout/aborted", "rollout/given_back", "rollout/lost"),
 )
 """Metrics that count groups of completions since the last step."""
 STALENESS_MEAN: Final = "rollout/staleness_mean"
@@ -51,17 +46,13 @@ def evaluation_metric(suite: str) -> str:
 def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     """Return the metrics that ``metrics.jsonl`` can have, except metrics of the user's reward."""
     calls = algorithm.calls(config)
-    parts = _part_metrics(config)
     names = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}
     names |= {f"time/{call.name}" for call in calls} | {"time/step"}
-    names |= {name for call in calls for name in call.metrics}
-    names |= parts if makes_rewards(calls) else set()
+    names |= _of_calls(config, calls)
     names |= set(ROLLOUT_METRICS) if config.rollout.tasks is not None else set()
     names |= {UPDATE_KEPT} if rounds_to(config) and generates(calls) else set()
     for suite, own in config.evaluations.items():
-        evaluation_calls = algorithm.evaluation_calls(own)
-        measured = {name for call in evaluation_calls for name in call.metrics}
-        measured |= _part_metrics(own) if makes_rewards(evaluation_calls) else set()
+        measured = _of_calls(own, algorithm.evaluation_calls(own))
         measures = algorithm.evaluation_measures(own)
         measured |= {f"{name}{end}" for name in measures for end in ("", "/low", "/high")}
         prefix = evaluation_metric(suite)
@@ -70,8 +61,17 @@ def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     return sorted(names)
 
 
-def _part_metrics(config: Config) -> set[str]:
-    return {f"reward/{name}" for name in config.reward.parts} if config.reward else set()
+def misnamed(recorded: Iterable[str], config: Config, algorithm: Algorithm) -> str:
+    """Return why a reward must not record these metrics in its ``stats()``; "" if it may."""
+    own = {"time", *known_metrics(config, algorithm)} - {"reward_unjudged"}
+    taken = sorted(own.intersection(recorded))
+    return f"stats() returned {taken[0]}, a metric of slurmrl; use another name" if taken else ""
+
+
+def _of_calls(config: Config, calls: Sequence[Call]) -> set[str]:
+    """Return the metrics of calls, and of the reward's parts if the calls make rewards."""
+    parts = config.reward.parts if config.reward and makes_rewards(calls) else ()
+    return {name for call in calls for name in call.metrics} | {f"reward/{name}" for name in parts}
 
 
 def generates(calls: Sequence[Call]) -> bool:

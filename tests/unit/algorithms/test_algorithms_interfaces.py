@@ -33,6 +33,7 @@ from slurmrl.config.schema import Dataset, Evaluation, Logging, Reward, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import RewardError, UsageError
+from slurmrl.rewards.base import ExactMatch
 
 MakeWorld = Callable[..., Any]
 STOPS = ("45", "33", "6", "70")
@@ -267,6 +268,15 @@ def test_rewards_score_decoded_completions(make_world: MakeWorld) -> None:
     nothing = interface.inference(None, completed().take([]), context)
     assert nothing.stats == {"reward": (0.0, 0.0)}
     interface.close()
+
+
+def test_reward_must_not_record_a_metric_of_slurmrl(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = judging(make_world().context(step=1), samples=1)
+    monkeypatch.setattr(ExactMatch, "stats", lambda _: {"entropy": (1.0, 2.0)})
+    with pytest.raises(RewardError, match=r"reward exact_match: stats\(\) returned entropy, a"):
+        RuleRewardInterface().inference(None, completed(), context)
 
 
 def test_samples_show_rendered_prompt_if_template_adds_text(make_world: MakeWorld) -> None:

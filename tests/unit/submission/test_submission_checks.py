@@ -242,6 +242,7 @@ STATS = f"{REWARD}    def stats(self):\n        return {{'brief': (1.0, 2.0)}}\n
         (STATS, "", "breif", Weight.WARNING, "it records brief, not 'breif'"),
         (STATS, ", pool: {}", "breif", Weight.WARNING, "brief, reward_unjudged, not 'breif'"),
         (STATS, "", "eval/breif", Weight.WARNING, "brief, not 'eval/breif'"),
+        (STATS.replace("brief", "step"), "", "tokens", Weight.FAILED, "stats() returned step, a "),
         (STATS, "", "brief", None, ""),
         (STATS, "", "eval/brief", None, ""),
     ],
@@ -260,7 +261,8 @@ def test_stop_condition_is_checked_with_metrics_of_a_custom_reward(
         assert list(checks["data"][1]()) == []
         found = list(checks["reward"][1]())
     sys.modules.pop("mine", None)
-    assert [(one.key, one.weight) for one in found] == ([("stop_when", weight)] if weight else [])
+    key = "reward" if metric == "tokens" else "stop_when"
+    assert [(one.key, one.weight) for one in found] == ([(key, weight)] if weight else [])
     assert all(message in one.message for one in found)
 
 
