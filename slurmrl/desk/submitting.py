@@ -114,7 +114,7 @@ def submit(proposal: Proposal) -> Submitted:
     scheduler = make(proposal.kind)
     scheduler.check()
     calls.require_space(proposal.paths.run)
-    proposal.scripts()  # Reject values that a script cannot contain before writing anything.
+    proposal.scripts()  # Before any write, reject values that a script cannot contain.
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     if not fresh and proposal.renamed is not None:
         return submit(proposal.renamed())  # another process has taken the free name

@@ -150,6 +150,6 @@ class RecordedReads:
 
     def experts(self) -> Tensor:
         """Return the ids of the chosen experts [rows, tokens per row, blocks * top-k], int16."""
-        assert len(self._chosen) == self._blocks, "the model calls all of its blocks"
+        assert len(self._chosen) == self._blocks, "the model must have called all of its blocks"
         experts = torch.cat([self._chosen[block] for block in range(self._blocks)], dim=1)
         return experts.view(self._rows, -1, experts.shape[1])

@@ -212,7 +212,7 @@ def _for_each(backend: str, tasks: int | None, gpus: int) -> str:
     try:
         one = parse(f"{backend.strip()}:d1" if is_engine_only(backend) else backend)
     except AllocationError:
-        return backend  # The check of strings reports the error.
+        return backend  # The check of allocation strings reports the error.
     count = tasks or gpus // one.instance_size
     if not count or one.sizes["dp"] > 1:
         return str(one)
@@ -442,7 +442,7 @@ def merge(
     try:
         allocation = parse(backend)
     except AllocationError:
-        return backend, []  # The check of strings reports the error.
+        return backend, []  # The check of allocation strings reports the error.
     return backend, list(_differences(allocation, sizes))
 
 

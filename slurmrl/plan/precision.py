@@ -63,7 +63,7 @@ def generating(config: Config) -> GeneratingPrecision:
     rollout, own = config.rollout, GeneratingPrecision(config.actor.dtype)
     try:
         backend = parse(rollout.backend).backend if rollout.backend else ""
-    except AllocationError:  # The check of strings reports the error.
+    except AllocationError:  # The check of allocation strings reports the error.
         return own
     if not backend or not BACKENDS[backend].serves:
         return own

@@ -138,7 +138,7 @@ def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> lis
 def continues(chain: Chain) -> Continue:
     """Return the way in which the trial continues after a link, from the submission's request.
 
-    Requests of older versions do not name a way, which means a chain.
+    Requests of older versions do not name a way: such trials continue by a chain.
     """
     fields = {"continue": one_of(*Continue)}
     path = chain.run.submission_request(chain.submission)

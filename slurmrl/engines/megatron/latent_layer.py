@@ -24,7 +24,7 @@ from slurmrl.tensors.ops.collectives import own_to_partial, whole_to_partial
 
 
 class LatentVectors(nn.Module):
-    """The product for latent vectors, which each tensor rank computes with the whole matrix."""
+    """The product for latent vectors. Each tensor rank computes it with the whole matrix."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def _written(draft: Draft) -> Iterator[tuple[str, str]]:
 def spellings(draft: Draft) -> Iterator[str]:
     """Yield notes on the engines that run layouts of ``archon``."""
     for role, text in _written(draft):
-        with suppress(AllocationError):  # The check of strings reports the error.
+        with suppress(AllocationError):  # The check of allocation strings reports the error.
             allocation = parse(text)
             if not text.strip().startswith(ARCHON):
                 continue
@@ -59,7 +59,7 @@ def runnable(draft: Draft) -> Iterator[Problem]:
         try:
             allocation = parse(text)
         except AllocationError:
-            continue  # The check of strings reports the error.
+            continue  # The check of allocation strings reports the error.
         try:
             rules_of(allocation)
         except AllocationError as error:

@@ -158,7 +158,7 @@ class RolloutTasks:
             if holder not in self._attempts or self._attempts[holder].over:
                 ledger.lose(holder)
 
-    # -- from the run ------------------------------------------------------------------------
+    # -- calls from the run ------------------------------------------------------------------
 
     def start(self, rows: ItemRows, stops: Sequence[int] = ()) -> None:
         """Begin to lease items. Tasks must end completions at the tokens ``stops``."""

@@ -265,7 +265,7 @@ class Executor:
         on disk.
         """
         began = time.monotonic()
-        assert self._versions is not None, "the master publishes versions without settings"
+        assert self._versions is not None, "this worker has no settings for weight versions"
         self._make_room(())
         with self._residence.using(ACTOR):
             self._activity.phase("copying a weight version")

@@ -154,7 +154,7 @@ def test_kept_tokens_are_recorded_as_sampling_mask() -> None:
     assert sample(logits, uniforms(2), top_k=3, greedy=True, **options).masks is None
 
 
-def test_joined_samples_have_masks_only_if_one_was_recorded() -> None:
+def test_joined_samples_have_masks_only_if_a_sample_has_masks() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     plain, recorded = (
         sample(logits, uniforms(1), top_k=2, record=record) for record in (False, True)

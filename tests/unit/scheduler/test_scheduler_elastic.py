@@ -55,7 +55,7 @@ def test_surplus_running_tasks_are_not_cancelled() -> None:
     assert balance(1, tasks(3, 2), 3) == Change(throttle=1)
 
 
-def test_queued_tasks_are_held_if_none_is_wanted() -> None:
+def test_queued_tasks_are_held_if_the_wanted_number_is_0() -> None:
     assert balance(0, tasks(2, 2), 3) == Change(hold=True)
     assert balance(0, tasks(2, 1, held=2), 3) == Change(hold=True)
     assert balance(0, tasks(2, 0, held=2), 3) == balance(0, tasks(2, 0), 3) == Change()
