@@ -96,8 +96,7 @@ def read(run: RunPaths, number: int, group: str) -> list[Extension]:
     """Return the extensions of a submission's group, in order. Raises CorruptFileError."""
     found = []
     for file in _names(run, number):
-        match = _CLAIM.fullmatch(file)
-        if match and match["group"] == group:
+        if (match := _CLAIM.fullmatch(file)) and match["group"] == group:
             found.append(_read(run, number, group, int(match["index"])))
     return sorted(found, key=lambda extension: extension.claim.index)
 

@@ -196,8 +196,7 @@ class LocalChain:
 
     def _signalled(self) -> bool:
         """Return whether a signal has arrived, even if the chain has not received it yet."""
-        others = set(SIGNALS) - {signal.SIGCHLD}
-        return self._last or bool(signal.sigpending() & others)
+        return self._last or bool(signal.sigpending() & (set(SIGNALS) - {signal.SIGCHLD}))
 
     def _at_once(self) -> int:
         """Return the number of links that may run now, which is 0 for tasks without trainers."""
@@ -359,9 +358,9 @@ class LocalScheduler(Scheduler):
                     f"group {group.name} requests {group.hosts} hosts; the local scheduler has one"
                 )
         submission.write_scripts(request.run, request.number, self.scripts(request))
-        jobs: dict[str, tuple[str, ...]] = {
-            group.name: (self._start(request, group),) for group in request.groups
-        }
+        jobs: dict[str, tuple[str, ...]] = {}
+        for group in reversed(request.groups):  # Trainers start last: without tasks, they hang.
+            jobs = {group.name: (self._start(request, group),), **jobs}
         submission.write_jobs(request.run, request.number, jobs)
         return jobs
 
@@ -404,12 +403,11 @@ class LocalScheduler(Scheduler):
         width = group.hosts if group.elastic else 1
         arguments = [str(run.run), str(request.number), group.name, str(group.links), str(width)]
         output = run.batch_log(group.name, f"chain.{request.number}")
-        environ = base.local_environment(os.environ)
         # With -P, the working directory cannot shadow the code snapshot.
         pid = os.posix_spawn(
             request.python,
             [request.python, "-P", "-m", CHAIN, *arguments],
-            environ | base.snapshot_environment(request.code),
+            base.local_environment(os.environ) | base.snapshot_environment(request.code),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),

@@ -19,6 +19,7 @@ from typing import Final
 from slurmrl import log
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
+from slurmrl.fsio import documents
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import base, batch_script, extensions, parse, states, submission
@@ -356,8 +357,10 @@ class ElasticGroup:
         only queued elements can replace tasks.
         """
         jobs = self._scheduler.recover(self._run, self._number)
-        if self._group not in jobs:
-            raise UsageError(f"submission {self._number} has no group {self._group}")
+        known, request = jobs.get(self._group, ()), self._run.submission_request(self._number)
+        # A group without a job is submitted here, unless its submitter is still alive.
+        if not known and (not jobs or submission.may_submit(documents.read(request))):
+            raise UsageError(f"submission {self._number} has no group {self._group} yet")
         everybody = self._scheduler.query(jobs)
         tasks = [task for task in everybody if task.group == self._group]
         change = balance(desired, tasks, self._throttle)
@@ -368,7 +371,7 @@ class ElasticGroup:
             extender = Extender(
                 self._client, self._run, self._number, self._group, sleep=self._sleep
             )
-            extender.extend(everybody, known=jobs[self._group], by=self._by, count=change.submit)
+            extender.extend(everybody, known=known, by=self._by, count=change.submit)
         return change
 
     def leave_alone(self) -> None:

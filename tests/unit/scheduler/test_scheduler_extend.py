@@ -4,7 +4,9 @@ void. Slurm is scripted; tests/slurm has the real one.
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -159,6 +161,27 @@ def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(slurm, when, answer)
     ElasticGroup(run, 1, "trainer", slurm, by="40_1").keep(2)
+
+
+def test_upkeep_submits_tasks_whose_submitter_was_killed_before(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the array of the trainers was submitted, and no job id was recorded."""
+    run.submission_jobs(1).unlink()
+    script = run.submission_script(1, "trainer").read_text()
+    tasks = script.replace("-trainer", "-rollout")
+    run.submission_script(1, "rollout").write_text(tasks)
+    monkeypatch.setattr(slurm, "throttle", lambda job, count: None)
+    group = ElasticGroup(run, 1, "rollout", slurm, by="41_0")
+    alive = {"host": "elsewhere", "pid": 1, "time": time.time()}
+    run.submission_request(1).write_text(json.dumps(alive))
+    with pytest.raises(UsageError, match="has no group rollout yet"):
+        group.keep(2)
+    run.submission_request(1).write_text(json.dumps({**alive, "time": time.time() - 200}))
+    assert group.keep(2).submit == 2
+    assert group.keep(2).submit == 0
+    assert slurm.jobs["42"] == (slurm.jobs["41"][0].replace("-trainer", "-rollout.1"), [3, 4])
+    assert scheduler.recover(run, 1) == {"trainer": ("41",), "rollout": ("42",)}
 
 
 def test_upkeep_waits_for_tasks_being_added_by_another_job(

@@ -147,6 +147,19 @@ def test_each_group_has_its_own_chain(scheduler: LocalScheduler, ask: Ask) -> No
         assert [task.group for task in scheduler.query(jobs)] == ["trainer", "rollout"]
 
 
+def test_trainers_do_not_start_if_the_submitter_is_killed_before(
+    scheduler: LocalScheduler, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers without tasks would wait for ever, and look alive."""
+    request = ask("print('done')", links=1)
+    other = dataclasses.replace(request.groups[0], name="rollout")
+    request = dataclasses.replace(request, groups=(*request.groups, other))
+    started: list[str] = []
+    monkeypatch.setattr(scheduler, "_start", lambda asked, group: started.append(group.name))
+    scheduler.submit(request)
+    assert started == ["rollout", "trainer"]
+
+
 def test_number_of_running_tasks_follows_the_request(scheduler: LocalScheduler, ask: Ask) -> None:
     """The number is first zero, then two, while the trainers run.
 
