@@ -94,7 +94,7 @@ def _schemas(algorithm: str | None) -> dict[type[BaseModel], list[str]]:
 
 
 def _entries(path: KeyPath, algorithm: str | None) -> list[Explanation]:
-    """Return the entries of a path, one for each meaning.
+    """Return the entries of a key's path, one for each meaning of the key.
 
     Raises UnknownNameError with the nearest names, and UsageError.
     """

@@ -143,7 +143,7 @@ class ChatTemplate:
         """Return the strings that the template puts around messages of these ``roles``.
 
         The first string is between a turn of the assistant and the first message. The last string
-        is between the last message and the assistant's next turn. All strings between are put
+        is between the last message and the assistant's next turn. The strings in between are put
         between consecutive messages.
         """
         texts = [f"{OTHER_TEXT} {number}." for number in range(len(roles))]

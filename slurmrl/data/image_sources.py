@@ -45,11 +45,11 @@ class ImageFiles:
         return content
 
     def state(self, rows: str) -> str:
-        """Return `Sources.state`, for files of rows with the state ``rows``."""
+        """Return `Sources.state`; ``rows`` is the state of the files of rows."""
         return _with_images(rows, self._states)
 
     def fingerprint(self, rows: str) -> str:
-        """Return `Sources.fingerprint`, for files of rows with the fingerprint ``rows``."""
+        """Return `Sources.fingerprint`; ``rows`` is the fingerprint of the files of rows."""
         return rows + _hash("".join(self._listed.values()).encode())
 
     def write(self, directory: Path, *, calls: SystemCalls = REAL) -> None:

@@ -134,7 +134,7 @@ class Records:
     numbers: tuple[int, ...]
     """Number of each row (`NumberedRow.number`)."""
     where: Callable[[int], str]
-    """Function that returns the place of the row with a number, for messages."""
+    """Function that maps the number of a row to the row's place, for messages."""
     whole: bool = True
     """Whether the file was read to its end."""
 

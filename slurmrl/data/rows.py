@@ -86,7 +86,7 @@ class LongRows(NamedTuple):
     left_out: int
     """Number of rows that exceed the length limits."""
     beyond: int
-    """Number of other rows with more tokens than the models have positions."""
+    """Number of rows within these limits that have more tokens than the models have positions."""
     whole: bool = True
     """Whether all rows were counted."""
 

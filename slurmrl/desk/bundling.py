@@ -379,7 +379,7 @@ def installed(torch: str) -> list[str]:
     return [
         f"{name}=={version}{build if name == 'torch' else ''}"
         for name, version in sorted(found.items())
-        if not name.startswith(("nvidia-", "triton"))  # Each build of torch requires its own.
+        if not name.startswith(("nvidia-", "triton"))  # Builds of torch require different ones.
     ]
 
 

@@ -199,7 +199,7 @@ class _Measured:
         return numbers
 
     def _products(self) -> dict[str, float]:
-        """Return the rates of matrix products, and the side of a square with half of the rate.
+        """Return rates of matrix products, and the side of a square product with half of the rate.
 
         Seconds per operation of a square product are 1 / rate + half_side / (rate * side).
         """

@@ -193,7 +193,7 @@ class OwnCode:
     """The user's code: files and folders to copy, and notes on modules that were not found."""
 
     folders: tuple[Path, ...] = ()
-    """Folders in which modules are searched before the interpreter's path."""
+    """Folders that are searched for modules before the interpreter's path."""
     paths: tuple[Path, ...] = ()
     notes: tuple[str, ...] = field(default=())
 

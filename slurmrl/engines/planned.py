@@ -102,7 +102,7 @@ class Placing:
         return 1 if self.tensor is None else self.tensor.copies(name)
 
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
-        """Return the layout of the constants and of each parameter, once per prefix of its name.
+        """Return the layout of the constants and, under each prefix, of every parameter.
 
         Frozen parameters have only the empty prefix. Without ``copies``, only the first rank that
         stores an element lists it.

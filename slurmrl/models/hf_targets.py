@@ -154,6 +154,6 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _of_layer(name: str) -> list[str]:
-    """Return the parts of a tensor's name from the number of its layer on; without one, all."""
+    """Return the parts of a tensor's name from its layer's number on; all without a number."""
     parts = name.split(".")
     return parts[next((index for index, part in enumerate(parts) if part.isdigit()), 0) :]

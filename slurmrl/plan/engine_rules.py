@@ -213,8 +213,8 @@ RETRACTING_NEEDS: Final[Mapping[str, object]] = {
     "tokenizer_worker_num": 1,
 }
 """Settings that SGLang must have to retract requests. With other values, a server may compute or
-move keys and values during the pause, so that its cache cannot be emptied. Or the server may reject
-its own requests."""
+move keys and values during the pause, so that its cache cannot be emptied. The server may also
+reject its own requests."""
 KEY: Final = "all users of the host could read the key; slurmrl's Unix socket needs no key"
 ADDRESS: Final = "slurmrl chooses the server's address"
 MODEL: Final = "the server runs the actor, whose weights slurmrl sends"

@@ -145,7 +145,7 @@ class Settings:
     missing: tuple[Problem, ...] = ()
     """Problems that would prevent a submission, collected only for a plan."""
     folders: tuple[Path, ...] = ()
-    """Folders in which the user's own code is searched."""
+    """Folders that are searched for the user's own code."""
     profile: ProfileUse | None = None
 
 
@@ -387,7 +387,7 @@ def _frozen(config: Config, algorithm: Algorithm | None) -> set[str]:
 
 
 def _new(reported: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:
-    """Return the found problems, except problems at or below a reported key.
+    """Return the found problems, except problems of a reported key or of keys in its section.
 
     The value of a reported key is a default that has replaced the invalid value.
     """

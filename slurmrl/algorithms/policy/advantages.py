@@ -91,8 +91,8 @@ def estimate(
     """Return advantages and returns according to the setting ``advantage``.
 
     With a critic, the return of a truncated completion includes the value of its last state.
-    Without a critic, the return ends with the last token. Completions without response tokens
-    (failed episodes) are ignored in all comparisons.
+    Without a critic, the return includes only rewards up to the last token. Completions without
+    response tokens (failed episodes) are ignored in all comparisons.
     """
     settings = cast(PolicyGradient, context.settings.algorithm)
     limit = context.settings.config.rollout.most_written

@@ -225,7 +225,7 @@ class Modules:
     row: type
     experts: ModuleSpec
     activation: ModuleSpec | None = None
-    """Activation module of dense layers; None for megatron's own."""
+    """Activation module of dense layers; None for megatron's own module."""
     router: Callable[..., Router] = Router
 
 

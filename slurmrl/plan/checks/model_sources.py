@@ -113,8 +113,8 @@ def implementations(draft: Draft) -> Iterator[Problem]:
 def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
     """Return why a model of transformers cannot run on an allocation.
 
-    With ``split``, tensor ranks share the model by the plan of transformers. Servers split the
-    families that they know in their own ways.
+    With ``split``, tensor ranks share the model by the plan of transformers. Servers split known
+    families in their own ways.
     """
     if reason := lacking(allocation.backend, "transformers"):
         return [reason]

@@ -151,7 +151,7 @@ def suite_rewards(draft: Draft) -> Iterator[Problem]:
 
 
 def unused_tools(draft: Draft) -> Iterator[Problem]:
-    """Check that an episode with its own tools sets no tools."""
+    """Check that no tools are set for an episode that has its own tools."""
     episode = draft.config.rollout.episode
     if episode.name == VERIFIERS and episode.tools:
         reason = f" with name: {VERIFIERS}, whose environments have their own tools; remove tools"

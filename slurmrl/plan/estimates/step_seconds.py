@@ -96,7 +96,7 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
 def tasks_overlap(rollout: Rollout) -> bool:
     """Return whether rollout tasks generate during the trainers' calls.
 
-    Without staleness, each step waits for completions of its weights.
+    Without staleness, each step waits for completions that its weights have sampled.
     """
     return rollout.tasks is None or rollout.tasks.max_staleness > 0
 

@@ -194,7 +194,7 @@ def _results(inputs: Sequence[Tensor], scale: float, band: Band) -> Results:
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    """Save inputs and results for the backward pass; ``rest`` has the inputs after sinks."""
+    """Save inputs and results for the backward pass; ``rest`` has the inputs that follow sinks."""
     q, k, v, sinks, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, sinks, *output)
     ctx.set_materialize_grads(False)

@@ -173,7 +173,7 @@ class Mover:
     def _post(self, slot: int, arrived: Arrived) -> _UnderWay:
         """Begin the sends and receives of a slot.
 
-        ``arrived`` has data from the previous slot, which this slot passes on.
+        ``arrived`` has the data of the previous slot that this slot passes on.
         """
         operations: list[tuple[dist.P2POp, list[_Message]]] = []
         arriving: Arrived = {}

@@ -306,7 +306,7 @@ T = TypeVar("T")
 
 
 class VersionFiles:
-    """The files of the versions in a directory. A context manager, which closes files at the end.
+    """The files of the versions in a directory. As a context manager, it closes files at the end.
 
     With ``patient``, failed reads are repeated for about a minute if this host may see an old state
     of the directory.

@@ -354,7 +354,7 @@ def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
     try:
         built = run(recipe, folder).read_bytes()
         logger.info("compiled the operators in %.0f s", time.monotonic() - began)
-        # If another host was faster, keep its library of the same recipe.
+        # If another host has published first, keep its library of the same recipe.
         atomic.exclusive_create(path, built)
     except EnvironmentFailure as error:
         _failure(recipe, host).write_text(str(error))
