@@ -90,7 +90,7 @@ class Family:
     meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
     """Mapping from (field, value) to the meaning, for values that this family uses differently."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults for fields that a ``config.json`` omits, by names of most families."""
+    """transformers' defaults for fields that a ``config.json`` omits, by their usual names."""
 
     def class_name(self, head: Literal["lm", "value"]) -> str:
         """Return the name of transformers' class of a model with this head."""

@@ -192,7 +192,7 @@ class RunPaths:
         return self.submissions / str(number)
 
     def submission_request(self, number: int) -> Path:
-        """Return the request of a submission. Creating it exclusively creates the submission."""
+        """Return the request of a submission. The submission exists once this file is created."""
         return self.submission(number) / "request.json"
 
     def submission_script(self, number: int, group: str) -> Path:

@@ -272,7 +272,9 @@ def test_combinations_are_sorted_by_total_seconds(lists: list[list[int]]) -> Non
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=2, max_size=3))
-def test_combinations_with_tasks_are_sorted_by_the_slower_side(lists: list[list[int]]) -> None:
+def test_combinations_are_sorted_by_the_slower_of_tasks_and_trainers(
+    lists: list[list[int]],
+) -> None:
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
     rows[0] = [replace(one, name=ROLLOUTS) for one in rows[0]]
     found = [
