@@ -164,7 +164,7 @@ def complete_folders(
 def complete_trials_or_files(
     ctx: click.Context, parameter: click.Parameter, typed: str
 ) -> list[CompletionItem]:
-    """Return the trials that begin with ``typed``, or request files if there are none."""
+    """Return the trials that begin with ``typed``; without such trials, request names of files."""
     return complete_trials(ctx, parameter, typed) or complete_files(ctx, parameter, typed)
 
 

@@ -1,4 +1,4 @@
-"""The reference of all settings in Markdown, one page for each section, from the schemas."""
+"""Generates the reference of all settings from the schemas: a Markdown page for each section."""
 
 from __future__ import annotations
 

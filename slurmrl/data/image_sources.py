@@ -59,7 +59,7 @@ class ImageFiles:
 
 
 def images_of(directory: Path, *, calls: SystemCalls = REAL) -> Mapping[str, str]:
-    """Return the images of prepared data: path in the rows -> hash of the content.
+    """Return a mapping from an image's path in the rows to the hash of its content.
 
     Raises CorruptFileError if the list is missing or damaged, and EnvironmentFailure.
     """

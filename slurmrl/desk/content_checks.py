@@ -72,8 +72,8 @@ def changed_data(config: Config) -> Iterator[Finding]:
 def _changed(part: DatasetConfig, fingerprint: str, prepared: Path) -> str | None:
     """Return the changed file or image of a source, whose ``fingerprint`` the commit recorded.
 
-    Return "" if nothing has changed. Return None if the files are too large to be read, and the
-    sizes and times in ``prepared`` do not decide.
+    Return "" if nothing has changed. Return None if sizes and times in ``prepared`` do not answer
+    this, and the files are too large to be read.
     """
     try:
         files = open_source(Path(part.path), part.split).files

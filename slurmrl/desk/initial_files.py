@@ -1,6 +1,6 @@
 """Files for new users: first configurations, the shipped examples, and a site profile.
 
-The questions of a site profile have findings and a proposal.
+Each question of a site profile shows facts about the cluster and proposes an answer.
 """
 
 from __future__ import annotations

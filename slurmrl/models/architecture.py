@@ -201,7 +201,7 @@ class MoE:
     """Coefficient of the load-balancing loss in training; 0 for none. As in transformers, the loss
     applies only with ``output_router_logits``."""
     corrected: bool = False
-    """Whether the router's scores are sigmoids. The choice of experts adds a stored correction."""
+    """Whether the router's scores are sigmoids. A stored correction changes the choice."""
     exact: bool = False
     """Whether the router's logits are float32 whatever the model's dtype."""
     groups: int = 1

@@ -222,7 +222,7 @@ class SparseMLP(nn.Module):
         self.tokens: int | None = None
         """Number of tokens before the padding in the next call; None without padding."""
         self.routes: Routes | None = None
-        """Object that records or replaces the choices of the next calls; None: the router
+        """Object that records or replaces the choices of the next calls; with None, the router
         chooses."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def _check_sizes(inner: PreTrainedModel, ranks: int, sizes: Mapping[str, int]) -
 def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module | nn.Parameter, str]]:
     """Yield name, object and style of each module or parameter that a plan names.
 
-    The plan of expert parallelism adds only experts.
+    From the plan of expert parallelism, only experts are yielded.
     """
     plan: dict[str, str] = dict(getattr(inner, "tp_plan", None) or {})
     more: Mapping[str, str] = getattr(inner, "ep_plan", None) or {}

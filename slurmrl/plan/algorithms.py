@@ -73,8 +73,8 @@ class Algorithm(Protocol):
     """Types of held-out dataset that the algorithm can evaluate."""
 
     trains_on_samples: ClassVar[bool]
-    """Whether the losses need tokens sampled from exactly the models' distributions. Sampling masks
-    are then allowed only if the algorithm ``replays`` them."""
+    """Whether the losses need tokens that were sampled from the models' distributions. Sampling
+    masks are then allowed only if the algorithm ``replays`` them."""
 
     replays: ClassVar[bool]
     """Whether log-probabilities of all models use the recorded sampling masks, and the actor uses

@@ -217,7 +217,7 @@ def _of_tokens(
 
 
 def _values(sample: SequenceSample, positions: Tensor, like: Tensor) -> Tensor:
-    """Return the critic's values at ``positions``; zeros like ``like`` without a critic."""
+    """Return the critic's values at ``positions``; without a critic, zeros like ``like``."""
     if "values" in sample.keys:
         return sample.tensor("values")[positions]
     return torch.zeros_like(positions, dtype=like.dtype)

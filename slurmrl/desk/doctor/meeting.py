@@ -316,7 +316,7 @@ def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
 
 
 def clock_offset(other: Host) -> tuple[float, float]:
-    """Return the lead of the other host's clock over this host's, and the error bound, in seconds.
+    """Return how far the other host's clock is ahead, and the error bound, both in seconds.
 
     The bound is half of the shortest of five round trips (Cristian 1989).
     """

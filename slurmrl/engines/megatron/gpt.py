@@ -149,7 +149,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return hidden_states
 
     def outputs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
-        """Return outputs [T] in the sample's order, which are equal on ranks with one sample."""
+        """Return outputs [T] in the sample's order, equal on all ranks with the same sample."""
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         hidden = hidden.squeeze(1)
         if self.head == "value":

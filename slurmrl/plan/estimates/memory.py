@@ -425,7 +425,7 @@ def _accumulates(job: MemoryDemand) -> bool:
 
 
 def _layers_in_flight(job: MemoryDemand) -> float:
-    """Return the layers times the micro-batches whose activations the first stage keeps.
+    """Return (number of layers) x (number of micro-batches) whose activations stage 1 keeps.
 
     The stage keeps p micro-batches of L / p layers with the 1F1B schedule, and more with the
     interleaved schedule (Korthikanti et al. 2022).

@@ -21,7 +21,7 @@ SMALL_ELEMENTS = 2**18
 ms on a CPU and returns the same bits."""
 
 BUILT = SMALL_ELEMENTS
-"""Number of elements to pass for operators that must be compiled for all sizes, because a token's
+"""Value to pass as ``elements`` if operators must be compiled for any size, because a token's
 result must not depend on the number of tokens."""
 
 HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
