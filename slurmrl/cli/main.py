@@ -98,7 +98,7 @@ REMOVED = {
     "graph": "slurmrl plan CONFIG --graph shows the calls of a step",
     "names": "slurmrl status TRIAL shows the processes of a trial and their heartbeats",
 }
-"""Commands of earlier releases, and their replacements."""
+"""Mapping from a command of earlier releases to its replacement."""
 BEGINNING = """\b
 Begin with:
   slurmrl init site          once on a cluster: partition, account, folder of runs

@@ -132,7 +132,7 @@ class Records:
     rows: tuple[dict[str, Any], ...]
     ids: tuple[str, ...]
     numbers: tuple[int, ...]
-    """Number of each row (`NumberedRow.number`)."""
+    """The number of each row (`NumberedRow.number`), in the order of rows."""
     where: Callable[[int], str]
     """Function that maps the number of a row to the row's place, for messages."""
     whole: bool = True

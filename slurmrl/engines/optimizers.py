@@ -132,4 +132,4 @@ class SGD(ShardOptimizer):
 
 
 OPTIMIZERS: Final[Mapping[Kind, type[ShardOptimizer]]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
-"""The optimizers by their names in configurations."""
+"""Mapping from names in configurations to optimizers."""

@@ -45,7 +45,7 @@ class PictureInputs:
     tokens: int
     """Number of placeholder tokens of images."""
     arguments: Mapping[str, Array]
-    """Arrays by the name of the argument of the model's ``forward``. A batch joins the arrays of
+    """Mapping from an argument of the model's ``forward`` to its array. A batch joins the arrays of
     several sequences along dim 0."""
     videos: int = 0
     """Number of placeholder tokens of videos."""

@@ -47,7 +47,7 @@ BACKENDS: Final = {
 ARCHON: Final = "archon"
 """Name of AReaL's engine. Layouts with p or e then run on ``megatron``, others on ``fsdp``."""
 SPELLED: Final = {**BACKENDS, ARCHON: Backend(ARCHON, "dtpce", halves=True)}
-"""Engines by the names with which an allocation string may begin."""
+"""Mapping from a name with which an allocation string may begin to the engine."""
 
 
 @dataclass(frozen=True)

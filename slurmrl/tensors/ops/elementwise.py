@@ -46,7 +46,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": _GELU_TANH,
     "relu": Activation(F.relu, partial(aten.threshold_backward, threshold=0)),
 }
-"""Activations by their names in configs."""
+"""Mapping from names in configs to activations."""
 COMPILED = "silu"
 """Activation that has a compiled operator on CPUs."""
 

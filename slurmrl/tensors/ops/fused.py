@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""Kernel names of activations, by their names in config.json."""
+"""Mapping from an activation's name in config.json to its name in kernels."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_BLOCK = 4096
 """Number of columns of a row that a program processes at a time."""
