@@ -35,8 +35,8 @@ RULES = {
     "tuple_type": "must be a list: [a, b]",
     "list_type": "must be a list: [a, b]",
     "finite_number": "must be a finite number",
-    "too_long": "must have at most {max_length} items",
-    "too_short": "must have at least {min_length} items",
+    "too_long": "has {actual_length} items; at most {max_length} are allowed",
+    "too_short": "has too few items; at least {min_length} must be given",
 }
 
 logger = log.get(__name__)

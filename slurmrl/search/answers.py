@@ -333,7 +333,7 @@ def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
 def _without_changes(best: Answer, searched: Searched) -> Iterator[Block]:
     """Yield the best answer that contains no change, and the changes that no answer contains."""
     if searched.unchanged is None:
-        yield Lines("no combination with an unchanged result of training fits")
+        yield Lines("no layout fits without a change of the training result")
     elif best.learned:
         seconds = searched.unchanged.step.total
         yield Lines(f"best with an unchanged result of training: {seconds:.3g} s")

@@ -219,14 +219,14 @@ def _microbatches(fit: Fit) -> Found:
     if each < 1:
         yield Misfit(
             "dp",
-            f"d{dp} leaves a rank without a sequence in each of {fit.minibatches} minibatches of "
-            f"{fit.lengths.sequences} sequences",
+            f"d{dp} leaves a rank without a sequence in a minibatch (sequences in a step: "
+            f"{fit.lengths.sequences}, minibatches: {fit.minibatches})",
         )
     elif each < pp:
         yield Misfit(
             "pp",
-            f"p{pp} needs at least {pp} micro-batches, but d{dp} and {fit.minibatches} "
-            f"minibatches of {fit.lengths.sequences} sequences leave {each}",
+            f"p{pp} needs at least {pp} micro-batches, but a rank has {each} in a minibatch "
+            f"(d{dp}, {fit.minibatches} per step; sequences in a step: {fit.lengths.sequences})",
         )
     elif fit.virtual > 1 and each % pp:
         yield Misfit(

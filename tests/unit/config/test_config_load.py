@@ -148,7 +148,7 @@ def test_recorded_path_keeps_its_dollar_sign(
         ("step_timeout_s=.inf", "must be a finite number"),
         ("actor.optimizer.betas=[0.9, 1]", "1 is not allowed: must be less than 1"),
         ("actor.optimizer.betas=[0.9]", "is required"),
-        ("actor.optimizer.betas=[0.9, 0.9, 0.9]", "must have at most 2 items"),
+        ("actor.optimizer.betas=[0.9, 0.9, 0.9]", "has 3 items; at most 2 are allowed"),
         ("actor.optimizer.betas=0.9", "must be a list"),
         ("actor.optimizer=3", "must be a section"),
         ("rollout.top_p=1.5", "1.5 is not allowed: must be at most 1"),
