@@ -149,10 +149,7 @@ class Evaluate(AlgorithmSchema):
             return summary
         of_completions = resolve(f"{SUMMARIES}:of_completions")
         summary = of_completions(
-            records,
-            n=config.rollout.n,
-            pass_score=self.pass_score,
-            pattern=self.vote_pattern,
+            records, n=config.rollout.n, pass_score=self.pass_score, pattern=self.vote_pattern
         )
         return summary
 

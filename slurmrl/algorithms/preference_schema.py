@@ -149,18 +149,12 @@ class KTO(AlgorithmSchema):
         return (RoleUse("actor", trained=True, head="lm"), RoleUse("ref", trained=False))
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        return (
-            reference_call(),
-            train_call(KTO_INTERFACE, KTO_INPUTS, KTO_METRICS),
-        )
+        return (reference_call(), train_call(KTO_INTERFACE, KTO_INPUTS, KTO_METRICS))
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluates_completions:
             return (generate_call(config), *reward_calls(config))
-        return (
-            reference_call(),
-            compare_call(KTO_INTERFACE, KTO_INPUTS, KTO_METRICS),
-        )
+        return (reference_call(), compare_call(KTO_INTERFACE, KTO_INPUTS, KTO_METRICS))
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
         if config.evaluates_completions:

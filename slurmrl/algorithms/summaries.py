@@ -192,11 +192,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def of_completions(
-    records: Iterable[Record],
-    *,
-    n: int,
-    pass_score: float | None,
-    pattern: str | None,
+    records: Iterable[Record], *, n: int, pass_score: float | None, pattern: str | None
 ) -> Summary:
     """Summarize ``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``.
 
@@ -236,11 +232,7 @@ def of_preferences(records: Iterable[Record]) -> Summary:
         ]
         right = sum(margin > 0 for margin in margins)
         scores.append(
-            {
-                **record,
-                "accuracy": right / len(margins),
-                "margin": sum(margins) / len(margins),
-            }
+            {**record, "accuracy": right / len(margins), "margin": sum(margins) / len(margins)}
         )
     return summarize(scores, {"accuracy": Measure.RATE, "margin": Measure.MEAN})
 

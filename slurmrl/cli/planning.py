@@ -168,7 +168,7 @@ def _plan(
 ) -> Shown:
     from slurmrl.cli.searching import faster_layout
     from slurmrl.desk import trial_code
-    from slurmrl.desk.proposal import kept_defaults
+    from slurmrl.desk.proposal import kept_defaults, long_sequences
     from slurmrl.desk.submitting import rejection
     from slurmrl.desk.trials import chosen_root
     from slurmrl.display.terminal import Lines
@@ -202,6 +202,7 @@ def _plan(
     slurm = settings.config.cluster.slurm
     made["warnings" if slurm.container or slurm.setup else "missing"] += code.notes
     made["missing"] += trial_code.undefined(settings)
+    made["notes"] += long_sequences(settings, code.paths)
     if reason := rejection(settings):
         made["missing"].append(reason)
     if settings.profile is not None:

@@ -87,6 +87,8 @@ class LongRows(NamedTuple):
     """Number of rows that exceed the length limits."""
     beyond: int
     """Number of rows within these limits that have more tokens than the models have positions."""
+    longest: int
+    """Number of tokens of the longest row that was tokenized and kept; 0 if there is none."""
     whole: bool = True
     """Whether all rows were counted."""
 
@@ -143,13 +145,19 @@ class DatasetRows:
         return most is not None and any(_may_be_longer(row, most) for row in self.records.rows)
 
     def count_long(
-        self, tokenizer: PreTrainedTokenizerBase, most: int | None, *, limited: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        most: int | None,
+        *,
+        limited: bool = True,
+        new_tokens: int = 0,
     ) -> LongRows:
         """Count the rows that are too long for the length limits, or have over ``most`` tokens.
 
-        Without ``limited``, tokenize only the rows that may have more than ``most`` tokens. In a
-        dataset with images, which take long, tokenize only the first `IMAGE_ROWS` rows and count no
-        rows above the length limits. Raises ConfigError as `RowTokenizer` does.
+        Without ``limited``, tokenize only the rows that may have more than ``most`` tokens with a
+        completion of ``new_tokens``. In a dataset with images, which take long, tokenize only the
+        first `IMAGE_ROWS` rows and count no rows above the length limits. Raises ConfigError as
+        `RowTokenizer` does.
         """
         made = RowTokenizer(type_of_rows(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
@@ -157,17 +165,20 @@ class DatasetRows:
         if has_media:
             numbered = numbered[:IMAGE_ROWS]
         elif not limited and most is not None:
-            numbered = [(number, row) for number, row in numbered if _may_be_longer(row, most)]
-        beyond = 0
+            least = most - new_tokens
+            numbered = [(number, row) for number, row in numbered if _may_be_longer(row, least)]
+        beyond = longest = 0
         for start in range(0, len(numbered), CHUNK_ROWS):
             kept = made.tokens(numbered[start : start + CHUNK_ROWS])
+            lengths = [_longest(row) for row in kept if row is not None]
+            longest = max([longest, *lengths])
             if most is not None:
-                beyond += sum(_longest(row) > most for row in kept if row is not None)
+                beyond += sum(length > most for length in lengths)
         if has_media:
             made.require_tokens()
-            return LongRows(0, beyond, whole=False)
+            return LongRows(0, beyond, longest, whole=False)
         made.finish()
-        return LongRows(made.left_out, beyond)
+        return LongRows(made.left_out, beyond, longest)
 
     def _numbered(self) -> list[tuple[int, Row]]:
         return list(zip(self.records.numbers, self.records.rows, strict=True))

@@ -1,4 +1,4 @@
-"""Checks of a trial's rows: changes since the last commit, and a score by the user's reward.
+"""Checks of a trial's rows: changes since the last commit, lengths, and a score by the reward.
 
 The module is torch-free.
 """
@@ -18,7 +18,7 @@ from slurmrl.data.image_sources import HALF, Sources, images_of
 from slurmrl.data.prepared import PreparedManifest, read_manifest
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.sources import open_source
-from slurmrl.desk.trial_checks import Finding, Weight
+from slurmrl.desk.trial_checks import POSITIONS, Finding, Weight
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, CorruptFileError, DamagedCheckpointError, EnvironmentFailure
 from slurmrl.plan.algorithms import Algorithm
@@ -181,3 +181,28 @@ def unrecorded_metric(
         hint = near(metric, known_metrics(config, algorithm))
         message = f"no step records '{metric}', and no reward has a method stats(); {hint}"
         yield Finding("reward", Weight.FAILED, message, "stop_when")
+
+
+def beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> Finding:
+    """Return the finding that rows have more tokens than a model has positions."""
+    setting, what = "max_tokens", "allows"
+    if dataset.kind == "prompt":
+        setting, what = "max_prompt_tokens", "allows before a completion"
+    message = (
+        f"{lines} of {dataset.path} have more than {most} tokens, the maximum that "
+        f"max_position_embeddings {what}; to leave them out, set {setting}: {most}"
+    )
+    section, _, _ = key.partition(".sources.")
+    return Finding("data", Weight.FAILED, message, f"{section}.{setting}")
+
+
+def past_positions(prompt: int, new: int, positions: int, key: str) -> Finding:
+    """Return a note on sequences for which the model has no positions."""
+    section = key.partition(".sources.")[0]
+    setting = f"set {section}.max_prompt_tokens: {positions - new} to leave out longer prompts, or "
+    message = (
+        f"the longest prompt ({prompt} tokens) and a completion (max_new_tokens {new}) may exceed "
+        f"the model's {positions} positions (max_position_embeddings); "
+        f"{setting if new < positions else ''}lower max_new_tokens"
+    )
+    return Finding(POSITIONS, Weight.NOTE, message, section)

@@ -19,7 +19,9 @@ from slurmrl.data.records import MOST_PROBLEMS, listed
 from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.desk.content_checks import (
+    beyond,
     changed_data,
+    past_positions,
     score_first_row,
     unknown_metric,
     unrecorded_metric,
@@ -31,6 +33,8 @@ from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import VALUE_HEAD, file_form
 from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
+from slurmrl.plan.checks import Draft
+from slurmrl.plan.checks.completion_checks import beyond_positions
 from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates.shape import config_values, longest, shape_of
 from slurmrl.plan.inherited_settings import OWN_WEIGHTS
@@ -61,6 +65,7 @@ class InputChecks:
         self.settings, self.config, self.algorithm = settings, settings.config, settings.algorithm
         self._metric = unknown_metric(self.config, self.algorithm)
         self.roles = uses_of(settings.config, settings.algorithm)
+        self._new_tokens = beyond_positions(Draft(self.config, self.algorithm, settings.source))
         self.rows: dict[str, DatasetRows] = {}
         """Mapping from the dotted key of each valid dataset's section to its rows."""
         self.left_out: dict[str, int] = {}
@@ -84,9 +89,10 @@ class InputChecks:
             "adapters": ("comparing the models that adapters belong to", self._adapters),
         }
 
-    def run(self) -> Iterator[dict[str, Any]]:
-        """Yield ``{"begins": …}`` before each check, and its findings."""
-        for subject, (what, check) in self.checks().items():
+    def run(self, only: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+        """Yield ``{"begins": …}`` before each check, and its findings; ``only`` selects checks."""
+        chosen = {name: check for name, check in self.checks().items() if not only or name in only}
+        for subject, (what, check) in chosen.items():
             yield {"begins": what, "subject": subject}
             try:
                 for finding in check():
@@ -322,11 +328,12 @@ class InputChecks:
             if rows is None or self.config.actor.tokenizer is None:
                 continue
             limited, most = _is_limited(dataset), self._most_tokens(dataset)
-            if not limited and not rows.may_be_longer(most):
+            new = self._new_tokens.get(key.partition(".sources.")[0], 0)
+            if not limited and not rows.may_be_longer(most and most - new):
                 continue
             try:
                 tokenizer = load_tokenizer(Path(self.config.actor.tokenizer))
-                found = rows.count_long(tokenizer, most, limited=limited)
+                found = rows.count_long(tokenizer, most, limited=limited, new_tokens=new)
             except ConfigError as error:
                 yield from (_of_data(key, problem) for problem in error.problems)
                 continue
@@ -339,7 +346,9 @@ class InputChecks:
             if found.beyond:
                 share = _share(found.beyond, rows)
                 least = share if found.whole else f"at least {share}"
-                yield _beyond(least, key, dataset, most)
+                yield beyond(least, key, dataset, most)
+            elif new and most is not None and found.longest + new > most + 1:
+                yield past_positions(found.longest, new, most + 1, key)
 
     def _remarks(self) -> Iterator[Finding]:
         folder = self.config.actor.tokenizer
@@ -437,18 +446,6 @@ def _share(lines: int, rows: DatasetRows) -> str:
     return f"{lines} of {len(rows)} lines ({lines / len(rows):.1%})"
 
 
-def _beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> Finding:
-    setting, what = "max_tokens", "allows"
-    if dataset.kind == "prompt":
-        setting, what = "max_prompt_tokens", "allows before a completion"
-    message = (
-        f"{lines} of {dataset.path} have more than {most} tokens, the maximum that "
-        f"max_position_embeddings {what}; to leave them out, set {setting}: {most}"
-    )
-    section, _, _ = key.partition(".sources.")
-    return Finding("data", Weight.FAILED, message, f"{section}.{setting}")
-
-
 def _of_data(section: str, problem: Any) -> Finding:
     """Return the finding for a problem of the data.
 
@@ -461,10 +458,10 @@ def _of_data(section: str, problem: Any) -> Finding:
 
 
 def inputs(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the findings of `InputChecks.run`."""
+    """Yield the findings of the requested checks."""
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
     settings = load_resolved_settings(Path(request["config"]))
-    yield from InputChecks(settings, request["compared"]).run()
+    yield from InputChecks(settings, request["compared"]).run(request["only"])
 
 
 def wrong_code(config: Config, algorithm: Algorithm) -> Iterator[str]:

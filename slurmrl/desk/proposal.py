@@ -22,15 +22,29 @@ from slurmrl.config.changes import follow_actor, keep_precision
 from slurmrl.config.load import Derive, dump, load_resolved
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
+from slurmrl.config.source import dotted
+from slurmrl.data.records import longest_row
 from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
-from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
+from slurmrl.desk.trial_checks import (
+    CHECK_TIMEOUT_S,
+    POSITIONS,
+    Code,
+    Finding,
+    check_trial,
+    described,
+    of_inputs,
+    places,
+)
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks import Draft
+from slurmrl.plan.checks.completion_checks import beyond_positions
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
@@ -429,3 +443,22 @@ def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
     atomic.replace(paths.estimates, json.dumps(figures(settings, plan)).encode())
     atomic.replace(paths.plan, plan.to_json().encode())
     atomic.replace(paths.config, dump(settings.config).encode())
+
+
+def long_sequences(settings: Settings, paths: Sequence[Path]) -> list[str]:
+    """Return the notes of `check_trial` on sequences that may exceed the model's positions.
+
+    No process is started if the data or the model exclude such sequences.
+    """
+    config, shape = settings.config, shape_of(settings.config.actor)
+    positions = shape.positions if shape is not None else None
+    draft = Draft(config, settings.algorithm, settings.source)
+    new_tokens = beyond_positions(draft) if positions and config.actor.tokenizer else {}
+    for where, dataset in config.datasets().items():
+        new = new_tokens.get(dotted(where))
+        there = all(Path(part.path).exists() for part in dataset.parts.values())
+        if new and there and (longest_row(dataset) or sys.maxsize) + new > (positions or 0):
+            code, only = Code(paths=paths), ("data", "lengths")
+            found = of_inputs(settings, code, CHECK_TIMEOUT_S, set(), only)
+            return [f"{one.key}: {one.message}" for one in found if one.subject == POSITIONS]
+    return []

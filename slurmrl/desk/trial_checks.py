@@ -48,6 +48,8 @@ INSPECTOR: Final = "slurmrl.desk.inspector"
 UNCHECKED: Final = "the run checks it when it starts"
 ADAPTERS: Final = "adapters"
 """The subject of the only check that the run does not repeat."""
+POSITIONS: Final = "positions"
+"""The subject of notes on sequences that may exceed the model's positions."""
 SHOWN: Final = 300
 """Maximum number of characters to show from a crashed child's last output."""
 GIB: Final = 2**30
@@ -128,7 +130,7 @@ def check_trial(
         *missing_packages(settings, plan),
     ]
     findings += disk_space(settings)
-    findings += _of_inputs(settings, code, timeout_s, set() if compared is None else compared)
+    findings += of_inputs(settings, code, timeout_s, set() if compared is None else compared)
     order = list(Weight)
     placed = [_placed(finding, settings) for finding in findings]
     return sorted(placed, key=lambda finding: order.index(finding.weight))
@@ -188,12 +190,13 @@ def _placed(finding: Finding, settings: Settings) -> Finding:
 # -- the inspector ---------------------------------------------------------------------------
 
 
-def _of_inputs(
-    settings: Settings, code: Code, timeout_s: float, compared: set[str]
+def of_inputs(
+    settings: Settings, code: Code, timeout_s: float, compared: set[str], only: Sequence[str] = ()
 ) -> list[Finding]:
-    variables = job_variables(settings.config.cluster)
+    """Return the findings of the checks of inputs; ``only`` selects subjects."""
+    variables, done = job_variables(settings.config.cluster), sorted(compared)
     with asking_inspector(
-        "inputs", settings, code, variables, timeout_s, compared=sorted(compared)
+        "inputs", settings, code, variables, timeout_s, compared=done, only=list(only)
     ) as request:
         replies = list(request)
     findings, begun = _understood(replies, request.ended, timeout_s)

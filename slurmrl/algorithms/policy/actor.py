@@ -32,12 +32,7 @@ from slurmrl.algorithms.policy.objective import (
     second_moment_mask,
 )
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
-from slurmrl.algorithms.policy.updates import (
-    MeanStats,
-    global_result,
-    run_updates,
-    token_weights,
-)
+from slurmrl.algorithms.policy.updates import MeanStats, global_result, run_updates, token_weights
 from slurmrl.algorithms.sequences import Sequences, token_notes
 from slurmrl.data.meta import EXPERTS, IDS, SIZES
 from slurmrl.data.sample import SequenceSample

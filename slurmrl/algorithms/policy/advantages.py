@@ -166,11 +166,7 @@ def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
 
 
 def shape_scores(
-    rewards: Tensor,
-    finished: Tensor,
-    lengths: Tensor,
-    settings: PolicyGradient,
-    limit: int,
+    rewards: Tensor, finished: Tensor, lengths: Tensor, settings: PolicyGradient, limit: int
 ) -> Tensor:
     """Return the scores [S]: rewards with length penalty, bias, scale and clip, in this order.
 
@@ -317,11 +313,7 @@ class Groups:
 
 
 def moments(
-    x: Tensor,
-    all_reduce_sum: SumOverRanks,
-    *,
-    unbiased: bool = False,
-    about_zero: bool = False,
+    x: Tensor, all_reduce_sum: SumOverRanks, *, unbiased: bool = False, about_zero: bool = False
 ) -> tuple[float, float]:
     """Return mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty.
 

@@ -82,12 +82,7 @@ class CriticInterface(Interface):
             training.data["values"] = before.normalized(training.tensor("values"))
             training.data["returns"] = after.normalized(training.tensor("returns"))
         means = run_updates(
-            engine,
-            training,
-            context,
-            "state_mask",
-            partial(critic_loss, ppo=ppo),
-            ppo,
+            engine, training, context, "state_mask", partial(critic_loss, ppo=ppo), ppo
         )
         return global_result({**stats, **means}, "critic")
 

@@ -258,11 +258,7 @@ def _doubled_error(error: Tensor, huber_delta: float | None) -> Tensor:
 
 
 def correction_weights(
-    proximal: Tensor,
-    behavior: Tensor,
-    mask: Tensor,
-    sequences: Sequences,
-    settings: Correction,
+    proximal: Tensor, behavior: Tensor, mask: Tensor, sequences: Sequences, settings: Correction
 ) -> Tensor:
     """Return importance weights from the log-probabilities of training and generation.
 

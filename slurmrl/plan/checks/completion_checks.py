@@ -163,6 +163,24 @@ def _generated_by_cache(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, int]]:
             yield where, dataset, new_tokens
 
 
+def beyond_positions(draft: Draft) -> dict[str, int]:
+    """Return the maximum new tokens by dataset whose completions may pass the model's positions.
+
+    Trainers generate for these datasets. Servers, rollout tasks and episodes end a sequence at the
+    model's positions.
+    """
+    config = draft.config
+    if config.rollout.episode.has_turns:
+        return {}
+    in_tasks = config.rollout.tasks is not None
+    return {
+        dotted(where): new_tokens
+        for where, dataset, new_tokens in _generated_by_cache(draft)
+        if dataset.max_prompt_tokens is None
+        and not (in_tasks and (where == TRAINING or config.rollout_evaluates))
+    }
+
+
 def episodes(draft: Draft) -> Iterator[Problem]:
     """Check the names of episodes, environments and tools, and the settings that they need."""
     settings = draft.config.rollout.episode

@@ -79,13 +79,7 @@ _LAYOUT_FILE: Fields = {
     "step": INTEGER,
     "layout": table(_LAYOUT, _LAYOUT),
 }
-_HEADER: Fields = {
-    "version": INTEGER,
-    "role": TEXT,
-    "rank": COUNT,
-    "ranks": COUNT,
-    "step": INTEGER,
-}
+_HEADER: Fields = {"version": INTEGER, "role": TEXT, "rank": COUNT, "ranks": COUNT, "step": INTEGER}
 _HEADER_1: Fields = {
     "version": INTEGER,
     "role": TEXT,

@@ -77,12 +77,7 @@ class Packing:
 
 
 def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None = None
 ) -> Tensor:
     """Return the causal softmax attention [T, Hq, D] within each sequence.
 
@@ -253,13 +248,7 @@ def _has_flash_attn() -> bool:
 
 
 def _flash_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu: Tensor,
-    longest: int,
-    scale: float,
-    seen: tuple[int, int],
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, seen: tuple[int, int]
 ) -> Tensor:
     kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
     out: Tensor = kernel(
@@ -273,13 +262,7 @@ def _flash_attn(
 
 
 def _torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu: Tensor,
-    longest: int,
-    scale: float,
-    seen: tuple[int, int],
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, seen: tuple[int, int]
 ) -> Tensor:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # torch 2.11 supports grouped key heads without this argument.

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.partial_attention import sink_gradient, with_sinks
-from slurmrl.tensors.ops.ring_attention import (
-    Results,
-    library,
-    own_gradients,
-    own_results,
-    setup,
-)
+from slurmrl.tensors.ops.ring_attention import Results, library, own_gradients, own_results, setup
 
 
 def causal_attention(

@@ -15,14 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def softmax_statistics(
-    logits,
-    targets,
-    normalizers,
-    entropies,
-    logprobs,
-    columns,
-    scale,
-    block: tl.constexpr,
+    logits, targets, normalizers, entropies, logprobs, columns, scale, block: tl.constexpr
 ):
     """Compute statistics of a row of logits [t, columns], in one pass with a running maximum.
 

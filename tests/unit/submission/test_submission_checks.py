@@ -22,7 +22,7 @@ from slurmrl.cli.submit import carry_out
 from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
 from slurmrl.desk import input_checks, trial_checks, trial_code
-from slurmrl.desk.proposal import Proposal
+from slurmrl.desk.proposal import Proposal, long_sequences
 from slurmrl.desk.provenance import TorchBuild
 from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, reject
 from slurmrl.env import user_name
@@ -44,6 +44,7 @@ from tests.support.decoder_folders import to_hf
 from tests.support.families import tiny
 from tests.support.trials import ARCHITECTURE, alive, wait_until
 
+EPISODE = "{name: multi_turn, environment: {name: guess_number}, max_tokens: 4}"
 REWARD = """
 class Good:
     def __init__(self, *, bonus: float = 0.0) -> None: ...
@@ -425,6 +426,41 @@ def test_lines_beyond_the_model_positions_are_rejected(tmp_path: Path) -> None:
         f"dataset={{type: prompt_answer, path: {path}, max_tokens: 10}}",
     )
     assert told(inputs(bounded)) == [("data", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            [],
+            "set dataset.max_prompt_tokens: 7 to leave out longer prompts, or lower max_new_tokens",
+        ),
+        (
+            ["rollout.max_new_tokens=10"],
+            "positions (max_position_embeddings); lower max_new_tokens",
+        ),
+        (["rollout.max_new_tokens=2"], ""),
+        (["dataset.max_prompt_tokens=7"], ""),
+        ([f"rollout.episode={EPISODE}"], ""),
+    ],
+)
+def test_note_only_if_trainers_may_generate_beyond_the_positions(
+    tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    path = write_rows(
+        tmp_path / "rows.jsonl", *({"prompt": "1" * n, "answer": "2"} for n in (1, 8))
+    )
+    settings = settings_of(
+        tmp_path,
+        "algorithm={name: grpo, batch_size: 2}",
+        "actor.architecture.max_position_embeddings=10",
+        f"dataset={{type: prompt, path: {path}}}",
+        *("reward={name: exact_match}", "rollout={n: 2, max_new_tokens: 3}", *overrides),
+    )
+    notes = [one for one in inputs(settings) if one.subject == "positions"]
+    assert [(one.weight, one.key) for one in notes] == [(Weight.NOTE, "dataset")] * bool(said)
+    assert all(one.message.endswith(said) for one in notes)
+    assert long_sequences(settings, []) == [f"dataset: {one.message}" for one in notes]
 
 
 def test_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
