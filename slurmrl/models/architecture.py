@@ -417,7 +417,8 @@ def _build(family: Family, full: Mapping[str, Any], rope: Rope | None) -> ModelC
 
 
 def _windows(family: Family, full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
+    off = "use_sliding_window" in family.defaults and not full["use_sliding_window"]
+    window = None if off else full.get("sliding_window")
     if family.windows == "none" or window is None:
         return (None,) * layers
     if family.windows == "all":

@@ -88,6 +88,8 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
 def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
     """Return problems of fields that request an unsupported computation."""
     problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
+    if full.get("is_causal") is False:
+        problems.append("is_causal is false: the model would read later tokens")
     if full.get(QUANTIZED):
         problems.append(
             f"{QUANTIZED} is not supported: dequantize the model with transformers "

@@ -318,7 +318,6 @@ GPT_OSS = Family(
         "rope_theta": 150000.0,
         "rope_parameters": {
             "rope_type": "yarn",
-            "rope_theta": 150000.0,
             "factor": 32.0,
             "beta_fast": 32.0,
             "beta_slow": 1.0,

@@ -141,6 +141,7 @@ def test_unsupported_features_are_rejected(changes: dict[str, Any], message: str
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         ({"layer_types": ["sliding_attention"]}, "layer_types must be a list of full_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"is_causal": False}, "is_causal is false"),
     ],
 )
 def test_unsupported_checkpoint_fields_are_rejected(changes: dict[str, Any], message: str) -> None:
@@ -193,6 +194,8 @@ def test_family_table_has_the_transformers_defaults(name: str) -> None:
             continue  # transformers fills these in by the values of others
         if field == "rope_theta":
             theirs.rope_theta = theirs.rope_parameters["rope_theta"]
+        if field == "rope_parameters" and value:
+            value = {**value, "rope_theta": family.defaults["rope_theta"]}
         if field == "partial_rotary_factor":
             assert theirs.rope_parameters.get(field, 1.0) == value
             continue
@@ -204,6 +207,7 @@ def test_family_table_has_the_transformers_defaults(name: str) -> None:
     [
         ({"model_type": "mistral"}, (4096, 4096, 4096)),
         ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
+        ({"model_type": "mistral", "use_sliding_window": False}, (4096, 4096, 4096)),
         ({"model_type": "qwen2"}, (None, None, None)),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, (0, 1, 1)),
         ({"model_type": "qwen3_moe", "use_sliding_window": True}, (4096, 4096, 4096)),
@@ -365,6 +369,13 @@ def test_rotary_frequencies_equal_transformers(stated: dict[str, Any]) -> None:
         theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(copy.deepcopy(each)))
         torch.testing.assert_close(found, theirs.inv_freq)
         assert scale == pytest.approx(theirs.attention_scaling)
+
+
+def test_stated_base_of_rotations_overrides_the_default_scaling() -> None:
+    values = {**LLAMA, "model_type": "gpt_oss", "num_key_value_heads": 4, "rope_theta": 777.0}
+    rope, theirs = ModelConfig.from_hf(values).rope, AutoConfig.for_model(**values)
+    assert rope is not None
+    assert rope.theta == theirs.rope_parameters["rope_theta"] == 777.0
 
 
 @pytest.mark.parametrize(
