@@ -95,8 +95,7 @@ class InputChecks:
         for subject, (what, check) in chosen.items():
             yield {"begins": what, "subject": subject}
             try:
-                for finding in check():
-                    yield finding.to_json()
+                yield from (finding.to_json() for finding in check())
             except MemoryError:
                 message = f"{what} took more than {MOST_MEMORY >> 30} GiB; not checked"
                 yield Finding(subject, Weight.WARNING, message).to_json()
@@ -138,22 +137,23 @@ class InputChecks:
                 continue
             seen.add(what)
             key = dotted((*role_key(use.role), "path"))
-            headers, wrong = model_tensors.read_headers(Path(model.path))
+            (headers, wrong), extra = model_tensors.read_headers(Path(model.path)), list[str]()
             if model.implementation == "builtin" and not wrong:
                 config = ModelConfig.from_hf(config_values(model))
                 wrong = _wrong_weights(Path(model.path), headers, config, use.head)
-                if extra := model_tensors.unused(headers, config, use.head):
-                    message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
-                    yield Finding("weights", Weight.WARNING, message, key)
+                extra = model_tensors.unused(headers, config, use.head)
             elif not wrong:
                 check, values = resolve("slurmrl.models.hf_loading:misfits"), config_values(model)
-                wrong = [e for e in check(values, use.head, Path(model.path)) if e not in known]
+                wrong, extra = check(values, use.head, Path(model.path))
+            if extra:
+                message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
+                yield Finding("weights", Weight.WARNING, message, key)
             if use.head == "value" and not (use.trained or wrong or VALUE_HEAD in headers):
                 wrong = [
                     f"{model.path} has no {VALUE_HEAD}: every score would be 0; use an export of "
                     "algorithm.name: reward_model or another folder with a scalar head"
                 ]
-            yield from (Finding("weights", Weight.FAILED, message, key) for message in wrong)
+            yield from (Finding("weights", Weight.FAILED, e, key) for e in wrong if e not in known)
         yield from written
         yield from self._replayable()
 

@@ -33,6 +33,8 @@ from slurmrl.models.architecture import Head
 from slurmrl.models.hf import as_tensor, is_finite
 from slurmrl.models.hf_config import MODULE, HFConfig, constants_refusal
 from slurmrl.models.model_tensors import (
+    FLOATS,
+    HARMLESS,
     not_finite,
     not_tied,
     open_folder,
@@ -79,17 +81,19 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
         raise UsageError(reason)
 
 
-def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
+def misfits(values: Mapping[str, Any], head: Head, source: Path) -> tuple[list[str], list[str]]:
     """Return the reason why a folder's files do not fill the model of a ``config.json`` object.
+
+    Also return the tensors of the files that the model does not use.
 
     Read only the headers of files, and the tensors that the config ties. Pinned checkpoints and
     quantized folders are not checked.
     """
     if is_pinned(source) or values.get("quantization_config"):
-        return []
+        return [], []
+    report: dict[str, Any] = {}
     try:
         model = sketch(HFConfig.from_hf(values), head)
-        report: dict[str, Any] = {}
         with suppress(ImportError, AttributeError, TypeError):  # Loaders differ between releases.
             report = _report(model, source)
         if report:
@@ -97,13 +101,15 @@ def misfits(values: Mapping[str, Any], head: Head, source: Path) -> list[str]:
     except MemoryError:
         raise
     except UsageError as error:
-        return [str(error)]
+        return [str(error)], []
     except Exception as error:  # noqa: BLE001 - transformers' loader may raise any exception
-        return [f"transformers cannot load the weights: {type(error).__name__}: {error}"]
+        return [f"transformers cannot load the weights: {type(error).__name__}: {error}"], []
     tensors = open_folder(source)
     known = tensors.specs().keys()
     ties = [(a, b) for a, b in model.all_tied_weights_keys.items() if a in known and b in known]
-    return [f"{source}: {not_tied(*tie)}" for tie in ties if not same_values(tensors, *tie)]
+    wrong = [f"{source}: {not_tied(*tie)}" for tie in ties if not same_values(tensors, *tie)]
+    unused = report.get("unexpected_keys", ())
+    return wrong, sorted(name for name in unused if not name.endswith(HARMLESS))
 
 
 def _report(model: Any, source: Path) -> dict[str, Any]:
@@ -246,6 +252,12 @@ def _require_filled(model: Any, report: Mapping[str, Any], source: Path) -> None
     wrong = [f"the files lack {name}" for name in missing if not name.startswith("score.")]
     wrong += [f"{n} has shape {[*a]} instead of {[*b]}" for n, a, b in report["mismatched_keys"]]
     wrong += [not_tied(n, tied[n]) for n in tied.keys() - model.all_tied_weights_keys.keys()]
+    wrong += [
+        f"{name} is {spec.dtype}, but only weights that are not quantized are trained"
+        for name, spec in open_folder(source).specs().items()
+        if name.endswith("weight") and spec.dtype not in FLOATS
+        if name not in report["unexpected_keys"]
+    ]
     if wrong:
         more = f", and {len(wrong) - 1} more problems" if len(wrong) > 1 else ""
         raise UsageError(f"{source} does not match its config.json: {min(wrong)}{more}")

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from slurmrl.cli.main import main
@@ -720,6 +721,24 @@ def test_model_that_the_files_do_not_fill_is_rejected(
             HFModel(HFConfig.from_hf(values), "lm", source=model, seed=0, dtype=torch.float32)
 
 
+def test_quantized_tensors_of_transformers_model_are_rejected(tmp_path: Path) -> None:
+    """Without their scales, such weights would be trained as they are."""
+    model = tmp_path / "model"
+    model.mkdir()
+    decoder = build(ModelConfig.from_hf(ARCHITECTURE))
+    to_hf(decoder, model)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
+    save_file(tensors, model / "model.safetensors")
+    settings = settings_of(
+        tmp_path, "actor.architecture=null", f"actor.path={model}", "actor.implementation=hf"
+    )
+    (failed,) = (each for each in inputs(settings) if each.subject == "weights")
+    assert (failed.weight, failed.key) == (Weight.FAILED, "actor.path")
+    assert f"{name} is F8_E4M3, but only weights that are not quantized" in failed.message
+
+
 def test_transformers_model_larger_than_the_memory_limit_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -739,7 +758,7 @@ def test_transformers_model_larger_than_the_memory_limit_is_accepted(
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (input_checks.MOST_MEMORY, before[1]))
     try:
-        assert misfits(values, "lm", model) == []
+        assert misfits(values, "lm", model) == ([], ["mtp.weight"])
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
