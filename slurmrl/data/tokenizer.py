@@ -123,21 +123,21 @@ def text_ids(
 ) -> list[list[int]]:
     """Return the tokens of each text.
 
-    With ``begin``, the begin-of-text token comes first if the tokenizer adds it by default (llama)
-    and the text does not already begin with it (chat templates).
+    With ``begin``, the tokens come first that the tokenizer puts before a text by default (llama:
+    one, glm4: two), unless the text already begins with them (chat templates).
     """
     if not texts:
         return []
     rows: list[list[int]] = tokenizer(
-        list(texts),
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
+        list(texts), add_special_tokens=False, return_attention_mask=False
     ).input_ids
-    start: list[int] = tokenizer("", add_special_tokens=True).input_ids[:1]
-    if not begin or not start or start != [tokenizer.bos_token_id]:
+    if not begin:
         return rows
-    return [row if row[:1] == start else start + row for row in rows]
+    place, row = max(enumerate(rows), key=lambda each: bool(each[1]))
+    marked: list[int] = tokenizer(texts[place]).input_ids
+    places = range(len(marked), -1, -1)
+    start = next((marked[:at] for at in places if marked[at : at + len(row)] == row), [])
+    return [row if row[: len(start)] == start else start + row for row in rows]
 
 
 def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None:

@@ -221,6 +221,22 @@ def test_begin_token_comes_once_at_the_place_of_the_tokenizer(tmp_path: Path) ->
     assert text_ids(tokenizer, [], begin=True) == []
 
 
+@pytest.mark.parametrize(
+    ("single", "before"), [("<bos> $A", [2]), ("<eos> <bos> $A", [1, 2]), ("$A <eos>", [])]
+)
+def test_text_begins_with_the_tokens_that_the_tokenizer_puts_before_it(
+    tmp_path: Path, single: str, before: list[int]
+) -> None:
+    """A begin token may be unset (glm4), or equal to an end token that the tokenizer appends."""
+    tokenizer = characters(tmp_path, begin=True)
+    tokenizer.bos_token = "<eos>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<eos>", 1), ("<bos>", 2)]
+    )
+    rows = text_ids(tokenizer, ["", "1+2"], begin=True)
+    assert rows == [before, [*before, *text_ids(tokenizer, ["1+2"], begin=False)[0]]]
+
+
 def test_directory_without_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tokenizer in"):
         load_tokenizer(tmp_path)
