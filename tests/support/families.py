@@ -128,6 +128,10 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "ctrl": {"dff": 48},
     "cwm": {"bos_token_id": 0, "eos_token_id": 0},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2, "head_dim": 16},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -144,7 +148,7 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "hrm_text": {"num_layers_per_stack": 1},
+    "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 1, "num_hidden_layers": 4},
     "inkling2_text": {
         "swa_head_dim": 8,
         "swa_num_attention_heads": 4,
