@@ -79,7 +79,8 @@ def peft_targets(
     """
     targets = targets_of(values["model_type"], lora)
     names = [name.removeprefix(MODULE) for name in adapted]
-    renamed = EXPERT_NAMES if any(values.get(field) for field in EXPERT_FIELDS) else ()
+    fields = {**values, **(values.get("text_config") or {})}
+    renamed = EXPERT_NAMES if any(fields.get(field) for field in EXPERT_FIELDS) else ()
     modules = [name for name in names if name.rpartition(".")[2] not in renamed]
     parameters = [f"{name}.weight" for name in names if name not in modules]
     if targets == ALL_LINEAR:

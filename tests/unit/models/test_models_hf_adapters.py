@@ -28,7 +28,7 @@ from slurmrl.models.hf_adapters import (
 from slurmrl.models.hf_config import MODULE, HFConfig, stored
 from slurmrl.models.hf_merged import MergedFolder
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.hf_targets import DEFAULTS, TRANSPOSED, adapted_tensors
+from slurmrl.models.hf_targets import DEFAULTS, TRANSPOSED, adapted_tensors, peft_targets
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.packed import packed_rows
 from slurmrl.models.shapes import file_form
@@ -234,6 +234,15 @@ def test_targets_are_matched_as_in_peft(
     names = adapted_shapes(tiny(family), "lm", lora)
     assert len(names) == (1 if "layers" in targets[0] else 4)
     assert len(adapter_shapes(tiny(family), "lm", lora)) == 2 * len(names)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_layers_named_like_stacked_experts_are_target_parameters(part: str | None) -> None:
+    sizes = {"n_routed_experts": 4}
+    values = {"model_type": "glm4v_moe", **({part: sizes} if part else sizes)}
+    names = ["mlp.shared_experts.up_proj", "self_attn.q_proj"]
+    found = peft_targets(values, Lora(rank=2), [f"{MODULE}{name}" for name in names])
+    assert found == (["self_attn.q_proj"], ["mlp.shared_experts.up_proj.weight"])
 
 
 def test_adapter_files_of_another_model_are_rejected(tmp_path: Path) -> None:
