@@ -19,6 +19,7 @@ from slurmrl.watch.overview import collect
 
 LIVES: Final = ("PENDING", "RUNNING")
 """States of a trial that continues without a command of the user."""
+NO_JOB: Final = "INTERRUPTED"
 POLL_S: Final = 10.0
 
 
@@ -84,7 +85,9 @@ class Trial:
             WaitTimeoutError: The trial still runs after ``timeout_s`` seconds. It continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (status := self.status())["state"] in LIVES:
+        doubt = True  # A single report of no job is no proof, nor is a scheduler without an answer.
+        while (status := self.status())["state"] in LIVES or (doubt and status["state"] == NO_JOB):
+            doubt = status["state"] != NO_JOB or "problem" in status
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"{self.name} has not ended within {timeout_s:g} s: {status['diagnosis']}"

@@ -192,8 +192,7 @@ def _outlook(proposal: Proposal) -> Outlook:
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left, submission=newest)
     _check_code(proposal)
-    commit = state.last_commit
-    if commit is not None:
+    if (commit := state.last_commit) is not None:
         notes = _notes(before, settings, commit.step)
     else:
         notes = [f"starts from the beginning with {line}" for line in changed]

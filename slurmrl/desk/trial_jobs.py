@@ -73,8 +73,7 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
 
     Raises WaitTimeoutError with the jobs that remain.
     """
-    left = jobs.active()
-    if left:
+    if left := jobs.active():
         jobs.scheduler.cancel(jobs.ids)
     deadline = time.monotonic() + LEAVE_TIMEOUT_S
     while left:
@@ -114,8 +113,7 @@ def cancel(paths: RunPaths) -> Kind:
         end(History(paths.history), Kind.CANCELLED, {"reason": f"cancelled by {user_name()}"})
         kind = Kind.CANCELLED
     except TrialEndedError:
-        before = fold(History(paths.history).read()).end
-        kind = before.kind if before else Kind.CANCELLED
+        kind = past.kind if (past := fold(History(paths.history).read()).end) else Kind.CANCELLED
     jobs = newest_jobs(paths)
     if jobs is not None:
         jobs.scheduler.cancel(jobs.ids)

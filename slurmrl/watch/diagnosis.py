@@ -162,7 +162,8 @@ def _interrupted(status: Status) -> StatusFinding:
     if left := ", ".join(_jobs_left(status)):
         again += f", which replaces the remaining jobs: {left}"
     by = status.get("stopped_by")
-    why = f"stopped by {plain(by)}" if by else "no links left"
+    left = "its jobs are unknown" if status.get("problem") else "no links left"
+    why = f"stopped by {plain(by)}" if by else left
     if not status["incarnations"]:
         return StatusFinding("interrupted", f"{why} and no incarnation ever began; {again}")
     last = status["incarnations"][-1]["how"]
@@ -310,8 +311,7 @@ def _warned(status: Status) -> Iterator[StatusFinding]:
     by = status.get("stopped_by")
     why = f"stopped by {plain(by)}" if by else status["warned"]
     if why is not None:
-        text = f"{why}: stops at the next step and commits"
-        yield StatusFinding("stopping", text)
+        yield StatusFinding("stopping", f"{why}: stops at the next step and commits")
 
 
 def _now(status: Status) -> StatusFinding:

@@ -13,7 +13,7 @@ from slurmrl.desk.bundling import make_bundle
 from slurmrl.errors import ConfigError, UnknownNameError, UsageError, WaitTimeoutError
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler.base import JobState
+from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 
@@ -44,6 +44,28 @@ def test_python_api_submits_watches_and_resumes_a_trial(
     assert trial.status()["submission"] == 2
     trial.cancel()
     assert trial.wait()["state"] == "CANCELLED"
+
+
+def test_wait_outlasts_a_silent_scheduler_and_a_gap_between_jobs(
+    tmp_path: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = slurmrl.submit(
+        write_config(tmp_path), root=str(tmp_path / "runs"), scheduler="local", check=False
+    )
+    waiting = task(1, JobState.PENDING)
+    answers: list[list[TaskState] | None] = [None, None, [], [waiting], [], []]
+
+    ask = scheduler.query
+
+    def query(jobs: JobIds) -> list[TaskState]:
+        answer = answers.pop(0)
+        scheduler.problem = "squeue did not answer" if answer is None else None
+        scheduler.tasks = answer or []
+        return ask(jobs)
+
+    monkeypatch.setattr(scheduler, "query", query)
+    assert trial.wait(sleep=lambda seconds: None)["state"] == "INTERRUPTED"
+    assert answers == [], "the last two reports have no job"
 
 
 def test_python_api_submits_a_bundle(tmp_path: Path, scheduler: FakeScheduler) -> None:
