@@ -1,8 +1,10 @@
-"""Call-outs and tabs of the documentation site (a hook of mkdocs).
+"""Call-outs, tabs and table cells of the documentation site (a hook of mkdocs).
 
 Their notation is also readable as plain Markdown. A call-out is a quotation whose first line is
 ``[!NOTE]``, ``[!TIP]``, ``[!IMPORTANT]``, ``[!WARNING]`` or ``[!CAUTION]``. Tabs are between ``<!--
 tabs -->`` and ``<!-- end of tabs -->``; a bold paragraph is the name of each tab.
+
+In table cells, a key such as ``rollout.max_new_tokens`` may break after a dot or an underscore.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ KINDS = {"IMPORTANT": "info", "CAUTION": "danger"}
 TABS = re.compile(r"^<!-- tabs -->\n(?P<tabs>.*?)^<!-- end of tabs -->$", re.MULTILINE | re.DOTALL)
 TAB = re.compile(r"^\*\*(?P<name>[^*\n]+)\*\*$", re.MULTILINE)
 INDENT = " " * 4
+CELL = re.compile(r"<t[dh][^>]*>.*?</t[dh]>", re.DOTALL)
+CODE = re.compile(r"<code>[^<]+")
+BREAK = re.compile(r"(?<=[\w\]][._/=])(?=[\w<])")
+"""Places in code at which a line may break."""
 
 
 def call_out(found: re.Match[str]) -> str:
@@ -34,3 +40,10 @@ def tabs(found: re.Match[str]) -> str:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     return TABS.sub(tabs, CALL_OUT.sub(call_out, markdown))
+
+
+def on_page_content(html: str, **_: object) -> str:
+    def with_breaks(cell: re.Match[str]) -> str:
+        return CODE.sub(lambda code: BREAK.sub("<wbr>", code[0]), cell[0])
+
+    return CELL.sub(with_breaks, html)

@@ -216,6 +216,13 @@ def test_call_outs_and_tabs_of_plain_markdown_are_rendered() -> None:
     assert "<blockquote>" in html
 
 
+def test_long_keys_in_table_cells_break_after_dots_and_underscores() -> None:
+    breaks = runpy.run_path(str(ROOT / "scripts" / "site_blocks.py"))["on_page_content"]
+    cell = "<td><code>rollout.max_tokens</code> a.b</td>"
+    assert breaks(cell) == "<td><code>rollout.<wbr>max_<wbr>tokens</code> a.b</td>"
+    assert breaks("<p><code>a.b</code></p>") == "<p><code>a.b</code></p>"
+
+
 @pytest.mark.parametrize("latex", [r"\begin{aligned} a &= b \end{aligned}", r"\unknown x"])
 def test_unsupported_formula_is_rejected(latex: str) -> None:
     mathml = runpy.run_path(str(ROOT / "scripts" / "site_formulas.py"))["mathml"]
