@@ -246,7 +246,7 @@ def show(value: Any) -> str:
 
 def _missing(schema: type[BaseModel], location: KeyPath) -> str:
     owner = section_at(schema, location[:-1])
-    text = descriptions(owner).get(str(location[-1]), "") if owner else ""
+    text = descriptions(owner).get(str(location[-1]), "") if owner else "The list is too short."
     return f"is required. {summary(text)}".rstrip()
 
 

@@ -147,7 +147,7 @@ def test_recorded_path_keeps_its_dollar_sign(
         ("step_timeout_s=-3", "-3 is not allowed: must be greater than 0"),
         ("step_timeout_s=.inf", "must be a finite number"),
         ("actor.optimizer.betas=[0.9, 1]", "1 is not allowed: must be less than 1"),
-        ("actor.optimizer.betas=[0.9]", "is required"),
+        ("actor.optimizer.betas=[0.9]", "is required. The list is too short."),
         ("actor.optimizer.betas=[0.9, 0.9, 0.9]", "has 3 items; at most 2 are allowed"),
         ("actor.optimizer.betas=0.9", "must be a list"),
         ("actor.optimizer=3", "must be a section"),
