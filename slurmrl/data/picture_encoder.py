@@ -170,7 +170,7 @@ def load_processor(tokenizer: PreTrainedTokenizerBase, config: DatasetConfig) ->
     try:
         values, _ = kind.get_processor_dict(str(folder), local_files_only=True)
         load: Any = AutoImageProcessor.from_pretrained
-        images = load(str(folder), backend="pil", local_files_only=True)
+        images = load(folder, backend="pil", local_files_only=True, trust_remote_code=False)
         own = {"image_processor": images, "tokenizer": tokenizer}
         if config.videos_key is not None:
             own["video_processor"] = _video_processor(folder, name, config)

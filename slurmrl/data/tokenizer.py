@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         with inputs.reading(folder):
             tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
-                str(folder), local_files_only=True
+                str(folder), local_files_only=True, trust_remote_code=False
             )
     except UnreadableInputError as error:
         raise UnreadableInputError(f"no tokenizer in {folder}: {error}", error.absent) from error

@@ -256,6 +256,19 @@ def test_damaged_tokenizer_file_is_a_usage_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_own_code_of_a_tokenizer_is_rejected_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    characters(tmp_path)
+    path, own = tmp_path / "tokenizer_config.json", dict[str, Any](tokenizer_class="Own")
+    own["auto_map"] = {"AutoTokenizer": ["own.Own", None]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    with pytest.raises(UsageError, match=r"no tokenizer in .* custom code"):
+        load_tokenizer(tmp_path)
+
+
 def test_trained_tokenizer_round_trips_any_text_and_splits_numbers(tmp_path: Path) -> None:
     train_bpe(["Janet has 12 eggs and 34 hens."] * 3, 300, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
