@@ -300,7 +300,7 @@ def test_rows_with_images_are_compared_with_the_positions(
     path = write_rows(folder, {"prompt": "How many?", "images": ["a.png"]}, long, long)
     config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
     found = DatasetRows(config).count_long(load_tokenizer(folder), 250)
-    assert found == (0, 1, False)
+    assert found == (0, 1, 351, False)
 
 
 def test_dropped_row_leaves_no_images_on_disk(folder: Path) -> None:
