@@ -128,16 +128,16 @@ def text_ids(
     """
     if not texts:
         return []
-    rows: list[list[int]] = tokenizer(
-        list(texts), add_special_tokens=False, return_attention_mask=False
-    ).input_ids
+    tried = ["a", *texts]  # A text of ordinary tokens shows which tokens are added.
+    encoded = tokenizer(tried, add_special_tokens=False, return_attention_mask=False)
+    ids: list[list[int]] = encoded.input_ids
     if not begin:
-        return rows
-    place, row = max(enumerate(rows), key=lambda each: bool(each[1]))
-    marked: list[int] = tokenizer(texts[place]).input_ids
+        return ids[1:]
+    place = next((place for place, row in enumerate(ids) if row), 0)
+    row, marked = ids[place], tokenizer(tried[place]).input_ids
     places = range(len(marked), -1, -1)
     start = next((marked[:at] for at in places if marked[at : at + len(row)] == row), [])
-    return [row if row[: len(start)] == start else start + row for row in rows]
+    return [row if row[: len(start)] == start else start + row for row in ids[1:]]
 
 
 def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None:

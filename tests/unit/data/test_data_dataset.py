@@ -235,6 +235,8 @@ def test_text_begins_with_the_tokens_that_the_tokenizer_puts_before_it(
     )
     rows = text_ids(tokenizer, ["", "1+2"], begin=True)
     assert rows == [before, [*before, *text_ids(tokenizer, ["1+2"], begin=False)[0]]]
+    assert text_ids(tokenizer, [""], begin=True) == [before]
+    assert text_ids(tokenizer, ["<eos>", "1"], begin=True)[1][:-1] == before
 
 
 def test_directory_without_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
