@@ -97,10 +97,11 @@ class WeightedReward:
             chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
             if not chosen:
                 continue
+            copied = settings.pool is None and ":" in settings.name  # A user may change rows.
             own = scorer.score(
                 [prompts[index] for index in chosen],
                 [completions[index] for index in chosen],
-                [deepcopy(rows[index]) for index in chosen],
+                [deepcopy(rows[index]) if copied else rows[index] for index in chosen],
                 [places[index] for index in chosen],
                 of_completion(extras, chosen),
             )

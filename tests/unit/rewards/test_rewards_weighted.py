@@ -185,9 +185,9 @@ def test_changed_row_does_not_reach_other_parts_or_completions(
     reward: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The completions of a prompt share the row of the dataset."""
-    kinds = {"takes": _takes, "reads": lambda _, texts, rows: [len(row["answers"]) for row in rows]}
+    kinds = {"own:takes": _takes, "own:reads": _answers_left}
     monkeypatch.setattr(REWARDS, "find", kinds.get)
-    made = reward(parts={name: {"name": name} for name in kinds})
+    made = reward(parts={name[4:]: {"name": name} for name in kinds})
     row = {"answers": ["a", "b"]}
     assert made.score(["p"] * 2, ["a", "b"], [row] * 2, ["rows.jsonl:1"] * 2) == [4.0, 4.0]
     assert row == {"answers": ["a", "b"]}
@@ -196,3 +196,19 @@ def test_changed_row_does_not_reach_other_parts_or_completions(
 def _takes(prompts: Any, completions: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
     """Remove an answer of each row, and return the number of its answers before."""
     return [len([row["answers"].pop(), *row["answers"]]) for row in rows]
+
+
+def _answers_left(prompts: Any, completions: Any, rows: Sequence[dict[str, Any]]) -> list[int]:
+    return [len(row["answers"]) for row in rows]
+
+
+def test_row_is_not_copied_for_rewards_of_slurmrl(
+    reward: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of code tests may have megabytes, and each completion would get a copy."""
+    given: list[Any] = []
+    keeps = lambda _, texts, rows: given.extend(rows) or [1.0] * len(rows)  # noqa: E731
+    monkeypatch.setattr(REWARDS, "find", lambda name: keeps)
+    row = {"answers": ["a"]}
+    reward(name="exact_match").score(["p"] * 2, ["a"] * 2, [row] * 2, ["rows.jsonl:1"] * 2)
+    assert [each is row for each in given] == [True, True]
