@@ -312,6 +312,7 @@ class Executor:
         method = getattr(interface, call.method.value)
         torch.set_grad_enabled(True)  # A user's reward may have changed these settings.
         torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
         before = self._kept.before(call, engine)
         with engine.base() if call.base and isinstance(engine, TrainEngine) else nullcontext():
             result = method(engine, sample, context)

@@ -162,27 +162,30 @@ def test_each_suite_uses_its_own_rows_settings_and_reward(
 
 
 def test_call_begins_with_torch_defaults_after_a_reward_changed_them(
-    make_executor: MakeExecutor, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    make_executor: MakeExecutor, make_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[tuple[bool, torch.dtype]] = []
+    found: list[tuple[bool, torch.dtype, str]] = []
 
     class Careless(FakeInterface):
         def inference(self, engine: Any, sample: Any, context: CallContext) -> CallResult:
-            found.append((torch.is_grad_enabled(), torch.get_default_dtype()))
+            device = torch.get_default_device().type
+            found.append((torch.is_grad_enabled(), torch.get_default_dtype(), device))
             torch.set_grad_enabled(False)
             torch.set_default_dtype(torch.bfloat16)
+            torch.set_default_device("meta")
             return CallResult()
 
     monkeypatch.setattr(executor_module, "resolve", lambda name: Careless)
-    executor = make_executor(settings)
+    executor = make_executor(make_settings())
     try:
-        executor.load(LoadBatch(step=1, items=((0, 1),)))
-        for _ in range(2):
-            executor.call(RunCall(step=1, name="judge", scalars={}))
+        for step in (1, 2):
+            executor.load(LoadBatch(step=step, items=((0, step),)))
+            executor.call(RunCall(step=step, name="judge", scalars={}))
     finally:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
-    assert found == [(True, torch.float32)] * 2
+        torch.set_default_device(None)
+    assert found == [(True, torch.float32, "cpu")] * 2
 
 
 def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
