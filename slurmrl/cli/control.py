@@ -227,7 +227,8 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
     from slurmrl.watch.overview import collect
 
     folder = trials.root_folder(root)
-    (status,) = collect([paths := trials.find(folder, trial)], make)
+    paths = trials.find(folder, trial)
+    (status,) = collect([paths], make)
     if status["state"] != "RUNNING" or status["phase"] is None:
         raise UsageError(
             f"no ranks of {trial} are running: it is {status['state']}, {status['diagnosis']}"
@@ -287,7 +288,8 @@ def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     chosen = list(dict.fromkeys(trials.find(folder, name) for name in names))
     others = [paths for paths in trials.all_trials(folder) if paths not in chosen]
     for sure in (yes, True):  # Check again after the answer, which may take minutes.
-        list(map(newest_submitted, chosen))  # It raises during a submission.
+        for paths in chosen:
+            newest_submitted(paths)  # It raises during a submission.
         trial_jobs.check_removable(chosen, others)
         if sure:
             break
