@@ -255,8 +255,8 @@ def _require_filled(model: Any, report: Mapping[str, Any], source: Path) -> None
     wrong += [
         f"{name} is {spec.dtype}, but only weights that are not quantized are trained"
         for name, spec in open_folder(source).specs().items()
-        if name.endswith("weight") and spec.dtype not in FLOATS
-        if name not in report["unexpected_keys"]
+        if spec.dtype not in FLOATS and name not in report["unexpected_keys"]
+        if name.endswith("weight") or spec.dtype.startswith(("F8", "I8"))
     ]
     if wrong:
         more = f", and {len(wrong) - 1} more problems" if len(wrong) > 1 else ""

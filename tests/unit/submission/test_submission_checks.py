@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slurmrl.cli.main import main
 from slurmrl.cli.submit import carry_out
@@ -737,6 +738,24 @@ def test_quantized_tensors_of_transformers_model_are_rejected(tmp_path: Path) ->
     (failed,) = (each for each in inputs(settings) if each.subject == "weights")
     assert (failed.weight, failed.key) == (Weight.FAILED, "actor.path")
     assert f"{name} is F8_E4M3, but only weights that are not quantized" in failed.message
+
+
+def test_quantized_experts_of_transformers_model_are_rejected(tmp_path: Path) -> None:
+    """The matrices of all experts are one tensor, whose name does not end with `weight`."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = AutoConfig.for_model(
+        "gpt_oss", **sizes, vocab_size=32, num_experts_per_tok=1, pad_token_id=0
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert misfits(values, "lm", tmp_path) == ([], [])
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (wrong,), _ = misfits(values, "lm", tmp_path)
+    assert f"{name} is F8_E4M3, but only weights that are not quantized" in wrong
 
 
 def test_transformers_model_larger_than_the_memory_limit_is_accepted(
