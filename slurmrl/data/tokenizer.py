@@ -134,7 +134,7 @@ def text_ids(
     if not begin:
         return ids[1:]
     place = next((place for place, row in enumerate(ids) if row), 0)
-    row, marked = ids[place], tokenizer(tried[place]).input_ids
+    row, marked = ids[place], list[int](tokenizer(tried[place]).input_ids)
     places = range(len(marked), -1, -1)
     start = next((marked[:at] for at in places if marked[at : at + len(row)] == row), [])
     return [row if row[: len(start)] == start else start + row for row in ids[1:]]

@@ -207,7 +207,11 @@ def test_row_is_not_copied_for_rewards_of_slurmrl(
 ) -> None:
     """A row of code tests may have megabytes, and each completion would get a copy."""
     given: list[Any] = []
-    keeps = lambda _, texts, rows: given.extend(rows) or [1.0] * len(rows)  # noqa: E731
+
+    def keeps(prompts: Any, completions: Any, rows: Sequence[dict[str, Any]]) -> list[float]:
+        given.extend(rows)
+        return [1.0] * len(rows)
+
     monkeypatch.setattr(REWARDS, "find", lambda name: keeps)
     row = {"answers": ["a"]}
     reward(name="exact_match").score(["p"] * 2, ["a"] * 2, [row] * 2, ["rows.jsonl:1"] * 2)
