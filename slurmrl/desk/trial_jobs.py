@@ -113,7 +113,8 @@ def cancel(paths: RunPaths) -> Kind:
         end(History(paths.history), Kind.CANCELLED, {"reason": f"cancelled by {user_name()}"})
         kind = Kind.CANCELLED
     except TrialEndedError:
-        kind = past.kind if (past := fold(History(paths.history).read()).end) else Kind.CANCELLED
+        before = fold(History(paths.history).read()).end
+        kind = before.kind if before else Kind.CANCELLED
     jobs = newest_jobs(paths)
     if jobs is not None:
         jobs.scheduler.cancel(jobs.ids)
