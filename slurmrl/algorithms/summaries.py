@@ -181,7 +181,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     conservative.
     """
     if count < 1 or not 0.0 <= mean <= 1.0:
-        rule = "the mean of at least 1 value must be from 0 to 1"
+        rule = "it needs at least 1 value and a mean from 0 to 1"
         raise ValueError(f"no interval for mean {mean} of {count} values: {rule}")
     square = Z_95 * Z_95
     scale = 1.0 + square / count

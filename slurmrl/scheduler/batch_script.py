@@ -156,7 +156,7 @@ def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str
     if (parsed := _parsed(text)).code:
         why = parsed.errors.partition("\n")[0].removeprefix("/dev/stdin: ")
         raise UsageError(f"cluster.slurm.setup: bash cannot parse the lines: {why}")
-    if _parsed(f"{text}\n;\n").code == 0:  # Only if an open line needs ";", this parses.
+    if _parsed(f"{text}\n;\n").code == 0:  # The last line is open and takes the ";".
         raise UsageError(
             "cluster.slurm.setup: the lines would include the script's next lines: end the "
             "here-document, or remove the backslash at the end of the last line"

@@ -86,8 +86,8 @@ class Objective(Section):
     - `constant`: sum over each sequence, divided by `aggregation_length`, then mean over sequences.
     """
     aggregation_length: Annotated[PositiveInt, Unit("tokens")] | None = None
-    """Number that divides the sum over a sequence (`constant`). Default: the policy's maximum in a
-    completion: `rollout.max_new_tokens` unless episodes have several turns. Example: `1024`"""
+    """Number that divides the sum over a sequence (`constant`). Default:
+    `rollout.max_new_tokens`, or the policy's token limit in an episode. Example: `1024`"""
     entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the actor's loss. Example: `0.001`"""
 
@@ -468,7 +468,7 @@ class RewardShaping(Section):
     """Number of tokens before the maximum length where the reward of a completion begins to fall.
     The reward falls linearly, by `overlong_penalty` at the maximum length. The penalty precedes
     bias, scaling and clipping. The maximum length is `rollout.max_new_tokens`, or the policy's
-    maximum in an episode. `null` disables this. Example: `512`"""
+    token limit in an episode. `null` disables this. Example: `512`"""
     overlong_penalty: PositiveFloat = 1.0
     """Maximum penalty for the length of a completion."""
     kl: KL = KL()

@@ -40,7 +40,7 @@ BUILDS = {12: "cu126", 13: "cu130"}
 FEW_FILES = 4096
 """Minimum limit of open files: a worker with NCCL needs some hundred descriptors."""
 FEW_PROCESSES = 2048
-"""Minimum limit of processes: threads count, and a worker has about a hundred."""
+"""Minimum limit of processes, which includes threads: a worker has about a hundred."""
 _LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[0-9A-Fa-f-]+)\)")
 GPU_ADVICE = (
     "look at 'scontrol show node' for the site's name of GPUs and set cluster.slurm.gpu_directive "

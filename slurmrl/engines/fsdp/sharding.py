@@ -236,7 +236,7 @@ def take_first_copies(
 def _sum(
     gradients: Sequence[Tensor], tensor: Axis, device: torch.device, *, count: int, row: int
 ) -> None:
-    """Sum the gradients in one collective, in which each of ``count`` sets of ranks has a row."""
+    """Sum the gradients of ranks with the same ``row``; one collective sums all ``count`` rows."""
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

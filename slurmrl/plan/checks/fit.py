@@ -91,7 +91,7 @@ def _divisions(fit: Fit) -> Found:
     if shape.expert_layers < shape.layers:
         split.append(("tp", f"t{tp}", tp, "intermediate_size", shape.inner))
     served = BACKENDS[allocation.backend].serves
-    # Models of transformers have whole experts on each rank. Servers split each expert.
+    # transformers never splits an expert over ranks. Servers split each expert.
     shares = fit.model.implementation == HF and not served
     if shape.shared_inner and not shares:
         split.append(("tp", f"t{tp}", tp, "the inner size of shared experts", shape.shared_inner))

@@ -369,7 +369,7 @@ def fp8(draft: Draft) -> Iterator[Problem]:
     for name, size in unequal_sizes(shape, allocation.sizes["tp"], BLOCK):
         reason = (
             f" with '{allocation}': {name} is {size:g}, must be a multiple of {BLOCK}, because "
-            f"blocks of {BLOCK} x {BLOCK} elements share a factor"
+            f"blocks of {BLOCK} x {BLOCK} elements share a scale"
         )
         yield draft.reject(key, reason, value)
         return

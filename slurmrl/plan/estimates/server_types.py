@@ -26,7 +26,7 @@ FP8_CAPABILITY: Final = (8, 9)
 ALIGNMENT: Final = 16
 """Divisor that the sizes of FP8 matrices must have for TransformerEngine."""
 BLOCK: Final = 128
-"""Number of rows and of columns in a block of elements that share a factor."""
+"""Number of rows and of columns in a block of elements that share a scale."""
 LARGEST: Final = 448.0
 """Largest number of float8_e4m3fn."""
 MATRICES: Final = tuple(f"{name}.weight" for name in TARGETS)

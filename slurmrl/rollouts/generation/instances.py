@@ -231,7 +231,7 @@ class Instances(RolloutEngine):
 
     def _stop_waiting(self) -> None:
         self._giving_up = None
-        message = f"no instance could be used for {self._wait_s:g} s: {self._reasons()}"
+        message = f"all instances were unusable for {self._wait_s:g} s: {self._reasons()}"
         self._fail_all(RunFailedError(message))
         self._expect_instances()
 

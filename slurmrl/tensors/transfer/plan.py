@@ -1,6 +1,6 @@
 """The plan of a move: senders, receivers, boxes, chains and the order of transfers. Torch-free.
 
-If several ranks hold elements that a rank needs, the sender is a holder on the same host, else the
+If several ranks hold elements that a rank needs, the sender is a holder on its host, else the
 holder that has sent the fewest bytes so far. If several ranks need elements, they form a chain,
 host by host. Each link of the chain carries every byte once, and every rank except the last passes
 the data on. Nothing is sent to a rank that already has it.

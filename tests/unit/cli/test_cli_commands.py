@@ -95,7 +95,7 @@ def nothing() -> None:
 # -- status ------------------------------------------------------------------------------------
 
 
-def test_status_shows_all_trials_an_experiment_or_one_trial(desk: Desk) -> None:
+def test_status_lists_all_trials_or_the_named_ones(desk: Desk) -> None:
     for experiment, trial in (("add", "1"), ("add", "2"), ("sub", "1")):
         FakeRun(desk.root, experiment, trial).end(Kind.CANCELLED, reason="cancelled by me")
     for words, trials in (

@@ -380,7 +380,7 @@ async def test_requests_wait_a_limited_time_for_an_instance() -> None:
     instances = await serving([server], wait_s=100.0)
     server.state = "dead"
     begin = asyncio.get_running_loop().time()
-    message = "no instance could be used for 100 s: server 0: connection refused"
+    message = "all instances were unusable for 100 s: server 0: connection refused"
     with pytest.raises(RunFailedError, match=message):
         await instances.submit(request("r"))
     assert 99 <= asyncio.get_running_loop().time() - begin <= 130
