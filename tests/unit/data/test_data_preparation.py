@@ -46,7 +46,7 @@ class Site:
 
         class Counting(Characters):
             def __call__(self, texts: str | list[str], **options: Any) -> Any:
-                site.texts += len(texts)
+                site.texts += len(texts) if isinstance(texts, list) else 0  # str: begin tokens
                 return super().__call__(texts, **options)
 
         tokenizer: Any = Counting(Path(self.tokenizer.name_or_path))
