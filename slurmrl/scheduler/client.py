@@ -25,7 +25,7 @@ FORGOTTEN = "Invalid job id specified"
 
 TRANSIENT = re.compile(
     "Socket timed out|Unable to contact slurm controller|did not answer|Zero Bytes were transmitted"
-    r"|Unexpected message received|(Message|Communication) \w+ failure|failed \((-\d+|1[3-6]\d)\)"
+    r"|Unexpected message received|(Message|Communication) \w+ failure|failed \((-\d+|1[3-6]\d)\):"
 )
 """Errors after which Slurm may have queued the job: no or a lost answer, or a killed sbatch."""
 

@@ -76,6 +76,15 @@ def test_job_is_not_queued_if_sbatch_prints_no_id_and_the_queue_lacks_it(
     assert repr(words) in str(caught.value)
 
 
+def test_job_is_not_queued_if_a_plugin_of_the_site_ends_with_the_code_of_a_signal(
+    tmp_path: Path, commands: Path
+) -> None:
+    install(commands, "sbatch", "echo 'rejected: quota check failed (130)' >&2; exit 1")
+    with pytest.raises(SchedulerError, match="quota check") as caught:
+        SlurmScheduler().submit(request_of(tmp_path, "pass", links=1))
+    assert not may_have_worked(caught.value), "the caller removes the trial's directory"
+
+
 @pytest.mark.parametrize(
     "script",
     [
