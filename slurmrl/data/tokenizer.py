@@ -31,7 +31,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder; download nothing.
 
     :raises UsageError: the folder has no tokenizer, or it has no end-of-text token or no vocabulary
-        (transformers makes an empty tokenizer from a ``config.json`` alone).
+        (transformers makes an empty tokenizer if only ``config.json`` exists).
     :raises UnreadableInputError: the folder or its files cannot be read.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -343,7 +343,7 @@ def completion_advantages(
 
     - ``group``: x_i - mean(x_1 … x_n) (Shao et al. 2024, "DeepSeekMath", section 4.1.2);
     - ``leave_one_out``: x_i - mean of the others (Kool et al. 2019, "Buy 4 REINFORCE samples, get a
-      baseline for free!"), which is n / (n - 1) times the former;
+      baseline for free!"), which is n / (n - 1) times ``group``;
     - ``batch``: x_i - mean over all completions of the batch;
     - ``batch_leave_one_out``: x_i - mean over the others of the batch.
     """

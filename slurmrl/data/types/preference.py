@@ -3,7 +3,7 @@
 ``preference``: a chosen and a rejected answer to a prompt. ``kto``: an answer that is labeled as
 desirable or not. The second sequence of a ``kto`` row is a mismatched answer, from which KTO
 estimates its KL divergence. This sequence has the prompt of the row and the answer of another row:
-the last earlier row with another prompt, or else the first such later row.
+the last earlier row with another prompt, or the first later row if there is none.
 """
 
 from __future__ import annotations
