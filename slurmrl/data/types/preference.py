@@ -2,8 +2,8 @@
 
 ``preference``: a chosen and a rejected answer to a prompt. ``kto``: an answer that is labeled as
 desirable or not. The second sequence of a ``kto`` row is a mismatched answer, from which KTO
-estimates its KL divergence. This sequence has the prompt of the row and the answer of another row:
-the last earlier row with another prompt, or the first later row if there is none.
+estimates its KL divergence. This sequence has the prompt of the row and the answer of a row with
+another prompt: the last such row before it, or else the first one after it.
 """
 
 from __future__ import annotations
