@@ -340,7 +340,7 @@ def docs(topic: tuple[str, ...], search: str | None, as_path: bool, browser: boo
         return _search(search)
     words = " ".join(topic)
     try:
-        name = manual.find(words) if topic else None
+        name = manual.find(words) if words.strip() else None
     except UnknownNameError as unknown:
         if as_path or browser:
             raise

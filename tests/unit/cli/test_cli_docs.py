@@ -62,6 +62,7 @@ def test_docs_lists_every_page_of_the_repository(command: Command) -> None:
     pages = (ROOT / "docs").rglob("*.md")
     assert {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in pages} <= listed
     assert "changelog" in listed
+    assert command("docs", "").lines == command("docs").lines, "an unset variable of a shell"
 
 
 @pytest.mark.parametrize("name", ["howto/install", "install", "docs/howto/install.md", "Inst"])
