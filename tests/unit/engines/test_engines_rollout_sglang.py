@@ -214,7 +214,7 @@ def test_abort_ends_a_completion_even_if_the_server_is_paused() -> None:
     [
         ({"text": "a"}, "does not have SGLang's form"),
         (reply([3], "stop", matched=2), "ended a completion at 2"),
-        ({**reply([3, 4], "length"), "output_ids": [3, 5]}, "2 tokens, .* token ids differ"),
+        ({**reply([3, 4], "length"), "output_ids": [3, 5]}, "2 tokens, .* token ids must match"),
         ({**reply([3, 4], "length"), "text": None}, "with stop strings has no text"),
     ],
 )
