@@ -137,7 +137,8 @@ class InputChecks:
                 continue
             seen.add(what)
             key = dotted((*role_key(use.role), "path"))
-            (headers, wrong), extra = model_tensors.read_headers(Path(model.path)), list[str]()
+            headers, wrong = model_tensors.read_headers(Path(model.path))
+            extra: list[str] = []
             if model.implementation == "builtin" and not wrong:
                 config = ModelConfig.from_hf(config_values(model))
                 wrong = _wrong_weights(Path(model.path), headers, config, use.head)

@@ -20,7 +20,7 @@ from slurmrl.tensors.ops.arguments import wide
 
 BLOCK_QUERIES: Final = 256
 BLOCK_SCORES: Final = 2**24
-"""Maximum number of scores that `band_attention` has in memory, unless one query alone has more."""
+"""Maximum number of scores that `band_attention` has in memory, unless a single query has more."""
 
 
 class Band(NamedTuple):

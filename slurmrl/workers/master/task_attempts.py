@@ -194,7 +194,7 @@ class RolloutAttempt:
     def listened(self, now: float, most_s: float) -> None:
         """Update the seconds of silence after the result log was read to its end.
 
-        Of the time since the previous read, only ``most_s`` count, because the read may have hung.
+        At most ``most_s`` of the time since the previous read count: the read may have hung.
         """
         news = self.heard_at == now
         silent_s = self.silent_s + min(now - self._read_at, most_s)

@@ -150,7 +150,7 @@ def test_each_group_has_its_own_chain(scheduler: LocalScheduler, ask: Ask) -> No
 def test_trainers_do_not_start_if_the_submitter_is_killed_before(
     scheduler: LocalScheduler, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainers without tasks would wait for ever, and look alive."""
+    """Trainers without tasks would wait forever and look alive."""
     request = ask("print('done')", links=1)
     other = dataclasses.replace(request.groups[0], name="rollout")
     request = dataclasses.replace(request, groups=(*request.groups, other))
